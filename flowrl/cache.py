@@ -1,20 +1,27 @@
 """Directories that flowrl creates once and keeps, as those of models.
 
-Invariants: a directory under its final name is complete, because it gets that name by one atomic rename;
+Invariants: a directory under its final name with its recipe is complete, because it gets that name by one atomic
+rename and loses it by another before anything in it is removed; one without a recipe is made again;
 one process creates it while all others wait for the lock, which is released at the latest when that process ends;
 one that may be removed is removed under its lock, and only if it has not been asked for in `unused_days`, while whoever
-asks for it later than a day after the last time takes the lock, too.
+asks for it later than a day after the last time takes the lock, too, unless this user may only read the cache;
+a lock is removed only by who holds it, when nothing else of the name is there. A removal never fails who asks.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,14 @@ Progress = Callable[[str], None]
 RECIPE = "flowrl.json"
 """What a directory was made from. It was last changed when the directory was last asked for, but for a day."""
 DAY_S = 24 * 60 * 60
+LEFTOVER_DAYS = 30
+"""What killed processes left is removed after so many days where directories themselves stay for good."""
+ENTRY = re.compile(r"(.+-[0-9a-f]{12})(\.part-.+|\.lock)?")
+"""A name in the cache: of a directory, of one that is being made or removed, or of the lock of both."""
+LOCK = ".lock"
+Entries = Mapping[str, Path]
+"""Suffix of a name, as ENTRY has it -> the path; "" is the suffix of the directory itself."""
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def cache_dir() -> Path:
@@ -47,59 +62,56 @@ def cached_directory(
 
     With `unused_days`, those of this kind that nobody has asked for in so many days are removed when another is made.
     """
-    from filelock import FileLock, Timeout
-
     digest = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=6).hexdigest()
-    home = cache_dir() / kind
-    final = home / f"{name}-{digest}"
-    if final.is_dir() and (unused_days is None or _days_unused(final) < 1):
+    final = cache_dir() / kind / f"{name}-{digest}"
+    if (days := _days_unused(final)) is not None and (unused_days is None or days < 1):
         return final
-    home.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(home / f"{name}-{digest}.lock")
     try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        progress(f"{name}: waiting for the process that is making {final}")
-        lock.acquire()
-    try:
-        if final.is_dir():
-            os.utime(final / RECIPE)
-        else:
-            _make(final, recipe, make)
-            _remove_unused(home, unused_days, progress)
-    finally:
-        lock.release()
+        new = _made_or_marked(final, recipe, make, progress)
+    except OSError as problem:
+        if problem.errno in DENIED and _days_unused(final) is not None:
+            return final  # complete, in a cache that this user may only read
+        raise
+    if new:
+        _sweep(final.parent, unused_days, progress)
     return final
 
 
-def _days_unused(directory: Path) -> float:
-    """Since it was last asked for, or 0 if it is gone."""
-    try:
-        return (time.time() - (directory / RECIPE).stat().st_mtime) / DAY_S
-    except FileNotFoundError:
-        return 0.0
+def _made_or_marked(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> bool:
+    """Make a directory, or note that it was asked for just now. Whether it was made."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(final, progress):
+        if new := _days_unused(final) is None:
+            _make(final, recipe, make, progress)
+        else:
+            os.utime(final / RECIPE)
+    return new
 
 
-def _remove_unused(home: Path, days: int | None, progress: Progress) -> None:
+@contextmanager
+def _locked(final: Path, progress: Progress) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    for recipe in home.glob(f"*/{RECIPE}"):
-        directory = recipe.parent
-        if days is None or _days_unused(directory) <= days:
-            continue
-        try:
-            with FileLock(f"{directory}.lock", blocking=False):
-                if _days_unused(directory) > days:
-                    shutil.rmtree(directory)
-                    progress(f"{directory} is removed: nobody has asked for it in {days} days")
-        except Timeout:  # somebody asks for it just now
-            continue
+    lock = FileLock(_lock_of(final))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        name = final.name.rpartition("-")[0]
+        progress(f"{name}: waiting for the process that is making {final}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None]) -> None:
+def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> None:
     """Fill a new directory next to `final` and rename it; remnants of a killed process are removed."""
-    for leftover in final.parent.glob(f"{final.name}.part-*"):
-        shutil.rmtree(leftover)
+    for suffix, leftover in _entries(final.parent)[final.name].items():
+        if suffix not in ("", LOCK):
+            _attempt(leftover, partial(shutil.rmtree, leftover), progress)
+    if final.is_dir():  # without its recipe
+        _discard(final)
     part = Path(tempfile.mkdtemp(prefix=f"{final.name}.part-", dir=final.parent))
     try:
         make(part)
@@ -108,3 +120,80 @@ def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None]) 
         part.rename(final)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _sweep(home: Path, unused_days: int | None, progress: Progress) -> None:
+    """Remove what nobody has asked for in `unused_days`, and what killed processes left. What stays is said."""
+    for name, entries in sorted(_entries(home).items()):
+        _attempt(home / name, partial(_remove_old, home / name, entries, unused_days, progress), progress)
+
+
+def _attempt(directory: Path, remove: Callable[[], None], progress: Progress) -> None:
+    """Remove a directory, which need not succeed: what another user has made stays."""
+    try:
+        remove()
+    except OSError as problem:
+        progress(f"{directory} stays, for it cannot be removed: {problem.strerror or problem}")
+
+
+def _remove_old(final: Path, entries: Entries, unused_days: int | None, progress: Progress) -> None:
+    """Remove what is old of one name, unless somebody asks for it just now."""
+    from filelock import FileLock, Timeout
+
+    if not _old(entries, unused_days):
+        return
+    try:
+        with FileLock(_lock_of(final), blocking=False):
+            for path, why in _old(_entries(final.parent)[final.name], unused_days).items():
+                if path != _lock_of(final):
+                    (_discard if path == final else shutil.rmtree)(path)
+                    progress(f"{path} is removed: {why}")
+            if _entries(final.parent)[final.name].keys() == {LOCK}:
+                _lock_of(final).unlink()  # who waits for it sees that it has no name any more, and takes a new one
+    except Timeout:
+        return
+
+
+def _old(entries: Entries, unused_days: int | None) -> dict[Path, str]:
+    """What may be removed of one name, each with the reason; the lock if it is all that is there."""
+    most = LEFTOVER_DAYS if unused_days is None else unused_days
+    final = entries.get("")
+    unused = _days_unused(final) if final else None
+    directories = [path for suffix, path in entries.items() if suffix != LOCK]
+    left = [path for path in directories or entries.values() if path != final or unused is None]
+    found = {path: "a process that was killed left it" for path in left if (_days(path) or 0) > most}
+    if final and unused is not None and unused_days is not None and unused > unused_days:
+        found[final] = f"nobody has asked for it in {unused_days} days"
+    return found
+
+
+def _entries(home: Path) -> Mapping[str, Entries]:
+    """What is there of each directory of a kind: itself, its lock, and what is made or removed of it or was left."""
+    found: dict[str, dict[str, Path]] = defaultdict(dict)
+    for path in home.glob("*"):
+        if match := ENTRY.fullmatch(path.name):
+            found[match[1]][match[2] or ""] = path
+    return found
+
+
+def _discard(directory: Path) -> None:
+    """Remove a directory, its name first: if this is cut off, nobody takes what is left of it for a complete one."""
+    with tempfile.TemporaryDirectory(prefix=f"{directory.name}.part-removed-", dir=directory.parent) as bin_dir:
+        directory.rename(Path(bin_dir) / directory.name)
+
+
+def _days_unused(directory: Path) -> float | None:
+    """Since it was last asked for; None if it is not there, or not complete."""
+    return _days(directory / RECIPE)
+
+
+def _days(path: Path) -> float | None:
+    """Since it was last changed; None if it is not there."""
+    try:
+        return (time.time() - path.stat().st_mtime) / DAY_S
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _lock_of(final: Path) -> Path:
+    return final.with_name(final.name + LOCK)

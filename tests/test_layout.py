@@ -17,11 +17,24 @@ CHECKED = (
 )
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
-BASE = {"cache", "errors", "message_base", "messages", "episode", "orphans", "packing", "hub", "forest", "tree_packing"}
+BASE = {
+    "cache",
+    "disk_room",
+    "errors",
+    "message_base",
+    "messages",
+    "episode",
+    "orphans",
+    "packing",
+    "hub",
+    "forest",
+    "tree_packing",
+}
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "cache": set(),
+    "disk_room": {"errors", "hub"},
     "errors": set(),
     "hub": {"errors"},
     "orphans": set(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,19 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
-from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_rows, row_loading
-from flowrl.tasks.indexed_rows import IndexedRows, by_id
+from flowrl.tasks import (
+    Rows,
+    Task,
+    check_answers,
+    load_demonstrations,
+    load_preferences,
+    load_rows,
+    row_loading,
+    row_stores,
+)
+from flowrl.tasks.files import Keys, of_record
+from flowrl.tasks.indexed_rows import IndexedRows, by_id, prompt_ids
+from flowrl.tasks.malformed import Reading
 from flowrl.testing import run_node
 from tests.row_compare import both, require_same
 
@@ -98,12 +110,107 @@ def test_rows_can_be_handed_to_another_process(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(disk)).train[0] == first
 
 
+CHANGED = "the file has changed while it was used; start again"
+
+
 def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"q {n}"}) + "\n" for n in range(20)))
-    rows = load_rows(Task(f"{tmp_path}/a.jsonl:rows=disk")).train
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"a.jsonl:1: the file has changed while it was used; start again"):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q {n:02}"}) + "\n" for n in range(20)))
+    rows = load_rows(Task(f"{file}:rows=disk")).train
+    with file.open("r+") as opened:  # rows of the same length
+        opened.write("".join(json.dumps({"prompt": f"q {n % 20:02}"}) + "\n" for n in range(1, 21)))
+    first = rows._places[0, 1]  # type: ignore[attr-defined]
+    for read in (lambda: rows[0], lambda: by_id(rows)[next(prompt_ids(rows))], lambda: list(rows)):
+        with pytest.raises(ConfigError, match=rf"a.jsonl:{first}: {CHANGED}"):
+            read()
+    file.write_text("{}\n")
+    with pytest.raises(ConfigError, match=rf"a.jsonl:{first}: {CHANGED}"):
         rows[0]
+
+
+def test_a_preference_or_demonstration_that_has_changed_is_named(tmp_path: Path) -> None:
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    for load, records, changed in (
+        (partial(load_preferences, kind="pairs"), [pair | {"prompt": f"{n}"} for n in range(10, 30)], ("b", "c")),
+        (
+            partial(load_demonstrations, whole=True),
+            [{"prompt": "q", "answer": f"{n}"} for n in range(10, 14)],
+            ("q", "o"),
+        ),
+    ):
+        file = tmp_path / "a.jsonl"
+        file.write_text(text := "".join(json.dumps(record) + "\n" for record in records))
+        found = load(Task(f"{file}:rows=disk"))
+        rows = [*found.train, *found.held_out]
+        assert len(rows) == len(records)
+        with file.open("r+") as opened:
+            opened.write(text.replace(f'"{changed[0]}"', f'"{changed[1]}"'))
+        for part in (found.train, found.held_out):
+            for index in range(len(part)):
+                with pytest.raises(ConfigError, match=rf"a.jsonl:\d+: {CHANGED}"):
+                    part[index]
+
+
+def test_a_file_that_is_gone_is_named_if_it_did_not_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(6):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps({"prompt": f"q {n}"}) + "\n")
+    monkeypatch.setattr(row_stores, "_kept_open", set())
+    monkeypatch.setattr(row_stores, "MOST_OPEN", 3)
+    found = load_rows(Task(f"{tmp_path}/*.jsonl:rows=disk"), whole=True)
+    for n in range(6):
+        (tmp_path / f"{n}.jsonl").unlink()
+    rows, said = [], []
+    for part in (found.train, found.held_out):
+        for index in range(len(part)):
+            try:
+                rows.append(part[index].prompt)
+            except ConfigError as problem:
+                said.append(str(problem))
+    assert sorted(rows) == ["q 0", "q 1", "q 2"]
+    gone = "the file cannot be read any more (No such file or directory); put it back as it was, and start again"
+    assert sorted(said) == [f"{tmp_path}/{n}.jsonl:1: {gone}" for n in (3, 4, 5)]
+
+
+def test_files_of_all_sources_are_within_what_a_process_may_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_stores, "_kept_open", kept := set[int]())
+    sources = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        for n in range(100):
+            (tmp_path / name / f"{n:02}.jsonl").write_text(json.dumps({"prompt": f"{name} {n}"}) + "\n")
+        sources.append(f"0.3*{tmp_path}/{name}/*.jsonl:rows=disk")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        found = load_rows(Task(" + ".join(sources)))
+        assert len({row.prompt for row in (*found.train, *found.held_out)}) == 300
+        assert len(kept) == 256 // 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    monkeypatch.setattr(row_stores, "MOST_OPEN", 70)
+    list(load_rows(Task(f"{tmp_path}/*/*.jsonl:rows=disk")).train)
+    assert len(kept) == 70, "with the files of other tasks"
+    del found
+    load_rows.cache_clear()
+    assert not kept
+
+
+def test_a_file_that_stays_open_is_read_whatever_becomes_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_stores, "READ_BYTES", 100)
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q {n}"}) + "\n" for n in range(40)))
+    store = row_stores.FileRows(file, "train", partial(of_record, Keys()))
+    first = list(store.rows(Reading()))
+    assert [row.prompt for _, row in first] == [f"q {n}" for n in range(40)]
+    file.unlink()
+    assert list(zip(store.rows(Reading()), store.rows(Reading()), strict=True)) == list(zip(first, first, strict=True))
+    monkeypatch.setattr(row_stores, "MOST_OPEN", 0)
+    with pytest.raises(ConfigError, match=r"a.jsonl cannot be read: .*No such file or directory.*; write it again"):
+        list(pickle.loads(pickle.dumps(store)).rows(Reading()))
 
 
 def test_large_files_of_json_lines_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

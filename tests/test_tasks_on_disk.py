@@ -196,6 +196,20 @@ def test_saved_datasets_are_the_same(splits: bool, tmp_path: Path) -> None:
         require_same(*both(f"{tmp_path}/saved", load_rows))
 
 
+@pytest.mark.usefixtures("cache")
+def test_images_of_a_saved_dataset_are_bytes_as_in_parquet(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    records = [{"prompt": f"q {n}", "seen": {"bytes": b"P6 1 1 255 abc", "path": None}} for n in range(20)]
+    features = datasets.Features(prompt=datasets.Value("string"), seen=datasets.Image())
+    made = datasets.Dataset.from_list(records, features=features)
+    made.save_to_disk(tmp_path / "saved")
+    made.to_parquet(tmp_path / "rows.parquet")
+    memory, disk = both(f"{tmp_path}/saved", load_rows)
+    require_same(memory, disk)
+    assert memory == load_rows(Task(f"{tmp_path}/rows.parquet:rows=memory"))
+    assert disk.train[0].columns["seen"] == records[0]["seen"]
+
+
 def test_steps_are_the_same(tmp_path: Path) -> None:
     records = [{"prompt": f"q {n % 50}", "steps": [f"s {n}", "t"], "labels": [1, n % 2]} for n in range(80)]
     file = lines(tmp_path / "rows.jsonl", records)

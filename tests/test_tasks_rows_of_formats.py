@@ -5,12 +5,14 @@ from __future__ import annotations
 import bz2
 import csv
 import datetime
+import errno
 import gzip
 import io
 import json
 import lzma
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +26,9 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl import disk_room
 from flowrl.cache import cache_dir
+from flowrl.disk_room import DiskRoom
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, array_elements, load_rows, spooled
 from flowrl.tasks.array_elements import elements
@@ -223,7 +227,7 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_stays(tmp_path: Path, monk
     file = written(tmp_path, ".jsonl.xz")
     free = iter([10 << 30, 1 << 30])
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
-    monkeypatch.setattr(spooled, "CHECKED_BYTES", 1000)
+    monkeypatch.setattr(disk_room, "CHECKED_BYTES", 1000)
     monkeypatch.setattr(spooled, "PART_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"rows.jsonl.xz: its rows cannot be kept .* after 0.0 MB .1.1 GB are free"):
         load_rows(Task(f"{file}:rows=disk"))
@@ -234,8 +238,30 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     file = written(tmp_path, ".parquet")
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"cannot be kept in .* after 0.0 MB \(Not a directory\); name a directory"):
+    said = f"{tmp_path}/file/rows cannot be read or written (Not a directory); name a directory of yours in "
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         load_rows(Task(f"{file}:rows=disk"))
+    assert str(caught.value).endswith("FLOWRL_CACHE, or write rows.parquet:rows=memory")
+
+
+@pytest.mark.parametrize("problem", [errno.ENOSPC, errno.EDQUOT])
+def test_only_a_full_disk_asks_for_a_larger_one(problem: int, tmp_path: Path) -> None:
+    room = DiskRoom("rows", tmp_path)
+    room.num_bytes = 3_000_000
+    assert str(room.refused(OSError(problem, "no space"))) == (
+        f"rows cannot be kept in {tmp_path} after 3.0 MB (no space); name a directory on a larger disk in FLOWRL_CACHE"
+    )
+    assert str(room.refused(OSError(errno.EIO, "I/O error", "a/b"))) == (
+        f"rows cannot be kept in {tmp_path}, for a/b cannot be read or written (I/O error); name a directory of yours "
+        "in FLOWRL_CACHE"
+    )
+
+
+def test_a_file_that_cannot_be_read_is_named_and_no_disk_is_blamed(tmp_path: Path) -> None:
+    file = written(tmp_path, ".jsonl.gz")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"rows.jsonl.gz cannot be read: .*No such file.*; write it again"):
+        plain_file(file)
 
 
 def test_a_row_of_parquet_that_is_not_utf8_is_malformed_and_the_others_are_not(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Tokens of many sequences one after another: held, or in a file that has no name and is gone with its process.
 
-The file is in flowrl's cache directory. While it is written, the disk keeps as much free as beside copies of rows.
+The file is in flowrl's cache directory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from flowrl.cache import cache_dir
-from flowrl.errors import ConfigError
-from flowrl.hub.hub_problems import gigabytes
+from flowrl.disk_room import DiskRoom
 from flowrl.messages import Int32
-from flowrl.tasks.spooled import CHECKED_BYTES, short_of_room
 
 PART_TOKENS = 1 << 18
 """Tokens that are gathered before they are written."""
@@ -52,19 +50,18 @@ class TokenFile:
     """Tokens on disk. Reads from several threads do not disturb each other. Raises ConfigError for a full disk."""
 
     def __init__(self) -> None:
-        self._home = cache_dir() / "tokens"
+        home = cache_dir() / "tokens"
         self._parts: list[Int32] = []
-        self._gathered = self._written = self._checked = 0
+        self._gathered, self._room = 0, DiskRoom("tokens", home)
         try:
-            self._home.mkdir(parents=True, exist_ok=True)
-            self._handle, name = tempfile.mkstemp(dir=self._home)
-            os.unlink(name)
+            home.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=home, buffering=0)  # noqa: SIM115
         except OSError as problem:
-            raise self._no_room(problem.strerror or str(problem)) from None
+            raise self._room.refused(problem) from None
 
     def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self._handle)
+        if hasattr(self, "_file"):
+            self._file.close()
 
     def add(self, token_ids: Int32) -> None:
         self._parts.append(token_ids)
@@ -75,23 +72,15 @@ class TokenFile:
     def read(self, start: int, stop: int) -> Int32:
         if self._parts:
             self._write()
-        return np.frombuffer(os.pread(self._handle, (stop - start) * BYTES, start * BYTES), np.int32)
+        return np.frombuffer(os.pread(self._file.fileno(), (stop - start) * BYTES, start * BYTES), np.int32)
 
     def _write(self) -> None:
         content = np.concatenate(self._parts).astype(np.int32, copy=False).tobytes()
         self._parts, self._gathered = [], 0
-        if self._written >= self._checked and (problem := short_of_room(self._home)):
-            raise self._no_room(problem)
-        self._checked = max(self._checked, self._written + CHECKED_BYTES)
+        self._room.require()
         try:
             while content:
-                number = os.write(self._handle, content)
-                self._written, content = self._written + number, content[number:]
+                number = self._file.write(content)
+                self._room.num_bytes, content = self._room.num_bytes + number, content[number:]
         except OSError as problem:
-            raise self._no_room(problem.strerror or str(problem)) from None
-
-    def _no_room(self, problem: str) -> ConfigError:
-        return ConfigError(
-            f"tokens cannot be kept in {self._home} after {gigabytes(self._written)} ({problem}); name a directory on "
-            "a larger disk in FLOWRL_CACHE"
-        )
+            raise self._room.refused(problem) from None

@@ -1,4 +1,4 @@
-"""Opens text files that may be compressed: gzip, bzip2, xz and zstandard."""
+"""Opens text files that may be compressed: gzip, bzip2, xz and zstandard; says what is wrong with those it cannot."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from flowrl.errors import ConfigError
 
 DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a damaged file raises."""
@@ -40,6 +43,15 @@ SUFFIXES: dict[str, Callable[[Path], IO[bytes]]] = {
     ".xz": _xz,
     ".zst": _zstandard,
 }
+
+
+@contextmanager
+def damage_of(path: Path) -> Iterator[None]:
+    """Raise ConfigError that names `path` for what is raised within because it is damaged, or cannot be opened."""
+    try:
+        yield
+    except DAMAGED as problem:
+        raise ConfigError(f"{path} cannot be read: {problem}; write it again") from None
 
 
 def open_text(path: Path, *, newline: str | None) -> IO[str]:

@@ -7,6 +7,7 @@ Text is UTF-8. A line with other bytes is malformed, and so is a line that its f
 from __future__ import annotations
 
 import csv
+import dataclasses
 import difflib
 import itertools
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.compressed import DAMAGED, SUFFIXES, open_text
+from flowrl.tasks.compressed import SUFFIXES, damage_of, open_text
 from flowrl.tasks.malformed import Malformed, Reading
 
 Record = Mapping[str, Any]
@@ -31,6 +32,8 @@ OTHER_BYTE = re.compile("[\udc80-\udcff]")
 
 PART_BYTES, ROWS_A_BATCH = 1 << 20, 1024
 """How much of a Parquet file is read and decoded at a time: a whole row group may be larger than memory."""
+MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti")
+"""Kinds of columns for which `datasets` makes objects that no message can carry."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files by which a directory that save_to_disk has written is known."""
 
@@ -85,14 +88,11 @@ def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
     if kind == PARQUET:
         yield from _parquet(path, reading)
         return
-    try:
-        with open_text(path, newline="" if kind in TABLES else None) as text:
-            if kind in TABLES:
-                yield from _table(path, text, TABLES[kind], reading)
-            else:
-                yield from _plain(path, text, reading) if kind == PLAIN else _json(path, text, reading)
-    except DAMAGED as problem:
-        raise ConfigError(f"{path} cannot be read: {problem}; write it again") from None
+    with damage_of(path), open_text(path, newline="" if kind in TABLES else None) as text:
+        if kind in TABLES:
+            yield from _table(path, text, TABLES[kind], reading)
+        else:
+            yield from _plain(path, text, reading) if kind == PLAIN else _json(path, text, reading)
 
 
 def _plain(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
@@ -296,7 +296,15 @@ def saved_records(path: Path, split: str) -> Iterator[Record]:
         if split not in found:
             raise ConfigError(f"{path} has no split {split!r}; it has {', '.join(found)}: set the option split")
         found = found[split]
-    yield from found
+    yield from _undecoded(found)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """A dataset whose columns of images, sound and the like hold what is stored, bytes and path, as in Parquet."""
+    for name, feature in dataset.features.items():
+        if type(feature).__name__ in MEDIA:
+            dataset = dataset.cast_column(name, dataclasses.replace(feature, decode=False))
+    return dataset
 
 
 def _matching(pattern: Path) -> list[Path]:

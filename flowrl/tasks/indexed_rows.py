@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from flowrl.errors import ConfigError
 from flowrl.tasks.input_template import asked_of_source
 from flowrl.tasks.malformed import Reading
-from flowrl.tasks.row_stores import Address, RowStore
+from flowrl.tasks.row_stores import Address, RowStore, has_changed
 from flowrl.tasks.rows import OF_TASK, Demonstration, Row
 
 Ints = npt.NDArray[np.int64]
@@ -45,6 +46,10 @@ class StoredRows:
         """One row. Raises ConfigError if its file has changed."""
         return self.finished(store, self._stores[store].row(*address))
 
+    def has_changed(self, store: int, number: int) -> ConfigError:
+        """The error of a row that is no longer what it was."""
+        return has_changed(self._stores[store].place(number))
+
 
 @runtime_checkable
 class KnownById(Protocol):
@@ -71,12 +76,22 @@ class IndexedRows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | IndexedRows:
         if isinstance(index, slice):
             return self.taken(np.arange(len(self))[index])
+        row = self.found(index)
+        self._require_same(index, row.prompt_id, self.ids)
+        return row
+
+    def found(self, index: int) -> Row:
+        """One row, whose own id is not compared. Raises ConfigError if it asks something else than it did."""
         row = self._stored.row(*map(int, self._places[index]))
-        occurrence = int(self._occurrences[index])
-        if occurrence < 0:
-            return row
-        values = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
-        return Demonstration(**values, occurrence=occurrence)
+        if (occurrence := int(self._occurrences[index])) >= 0:
+            values = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
+            row = Demonstration(**values, occurrence=occurrence)
+        self._require_same(index, row.asked_id, self.asked)
+        return row
+
+    def _require_same(self, index: int, found: str, known: Digests) -> None:
+        if int(found, 16) != int(known[index]):
+            raise self._stored.has_changed(*map(int, self._places[index][:2]))
 
     def taken(self, indices: Ints) -> IndexedRows:
         """These rows, in this order."""

@@ -96,7 +96,7 @@ def _held_out(asked: Digests) -> npt.NDArray[np.bool_]:
 def _indexed(stored: StoredRows, taken: Scan, occurrences: Ints) -> IndexedRows:
     rows = IndexedRows(stored, taken.places, taken.ids, taken.asked, occurrences)
     for index in np.flatnonzero(occurrences > 0):  # only these have to be read once more
-        rows.ids[index] = int(rows[int(index)].prompt_id, 16)
+        rows.ids[index] = int(rows.found(int(index)).prompt_id, 16)
     return rows
 
 

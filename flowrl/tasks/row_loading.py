@@ -26,7 +26,7 @@ from flowrl.tasks.indexed_rows import StoredRows
 from flowrl.tasks.input_template import asked_of_source
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.row_index import rows_of, scan_source
-from flowrl.tasks.row_stores import HeldRows, RowStore, file_stores
+from flowrl.tasks.row_stores import FileRows, HeldRows, RowStore
 from flowrl.tasks.rows import Row, Rows
 from flowrl.tasks.spooled import num_bytes
 from flowrl.tasks.sticks import SticksRules
@@ -130,7 +130,8 @@ class OneSource:
         """Where single rows are read from. Raises ConfigError."""
         if not on_disk:
             return (HeldRows([*self.rows()]),)
-        return file_stores(self.paths, self.keys.split, partial(self._kind.of_record, self.keys))
+        of_record = partial(self._kind.of_record, self.keys)
+        return [FileRows(path, self.keys.split, of_record) for path in self.paths]
 
     def require(self, number: int) -> None:
         """Raise ConfigError if there is no row."""
