@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
-from flowrl import Cluster, ConfigError, Graph
+from flowrl import Cluster, ConfigError, Facts, Graph
 from flowrl.graph.analysis.check import Report
+from flowrl.graph.analysis.quantized_rules import gap_warnings
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
 from flowrl.models.known_shapes import SMOLLM2_SHAPE
-from flowrl.nodes import Generator
+from flowrl.nodes import BestOfN, Generator
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.quantization import FP8
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.weights.probe import ProbeCheck, ProbeMismatch
+from tests import graph_nodes
 from tests.test_graph_memory import BF16, SEVEN, SMALL, report
 from tests.test_weights_publish import off_by
 
@@ -155,6 +157,48 @@ def test_only_those_are_named_to_whom_it_matters_who_has_sampled(name: str, who:
     if warned:
         assert texts[0].endswith("compare with another reference (--reference.weights initial).")
         assert not said(asked(graph, "--reference.weights", "initial"))
+
+
+class Fp8Generator(graph_nodes.Generator):
+    def facts(self) -> Facts:
+        return replace(super().facts(), quantization="fp8")
+
+
+class UncorrectedTrainer(graph_nodes.Trainer):
+    def facts(self) -> Facts:
+        return replace(super().facts(), correction="")
+
+
+@pytest.mark.parametrize(
+    ("trained", "imitated", "warned"),
+    [
+        ("advantage", "best", ["trainer"]),
+        ("advantage best", "best", ["trainer"]),
+        ("best", "advantage best", ["imitator"]),
+        ("advantage", "advantage", ["trainer", "imitator"]),
+        ("best", "best", []),
+    ],
+)
+def test_samples_are_data_on_the_paths_through_a_selection_alone(
+    trained: str, imitated: str, warned: list[str]
+) -> None:
+    """Two trainers, each behind one or both of two branches: advantages, and the best of every group as data."""
+    g = Graph("two")
+    generator, reward = g.add("generator", Fp8Generator()), g.add("reward", graph_nodes.Reward())
+    branches = {"advantage": g.add("advantage", graph_nodes.Advantage()), "best": g.add("best", BestOfN(size=4))}
+    g.connect(generator.rollouts, reward.rollouts)
+    for branch in branches.values():
+        g.connect(reward.scored, branch.scored)
+    trainers = {name: g.add(name, UncorrectedTrainer()) for name in ("trainer", "imitator")}
+    for (name, trainer), behind in zip(trainers.items(), (trained, imitated), strict=True):
+        batcher = g.add(f"{name}_batcher", graph_nodes.Batcher())
+        g.connect(batcher.batches, trainer.batches, dispatch="gang")
+        for branch in behind.split():
+            g.connect(branches[branch].groups, batcher.groups)
+    g.latest(trainers["trainer"].weights, generator.weights)
+    found = list(gap_warnings(g))
+    assert len(found) == len(warned)
+    assert all(f"and {name} takes them" in text for name, text in zip(warned, found, strict=True))
 
 
 def test_a_loss_of_the_users_corrects_if_it_reads_behavior_logprobs() -> None:

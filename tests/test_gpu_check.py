@@ -16,9 +16,11 @@ import torch
 from flowrl.cli import main
 from flowrl.commands.gpu_check import gpu_check as command
 from flowrl.commands.gpu_check.bench import Bench, StageFailed
+from flowrl.commands.gpu_check.fp8_stage import METHODS
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examined, gpu_check
 from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
+from flowrl.nodes.quantization import CHANNEL, FP8, LEAST_CAPABILITY
 from tests import warm
 from tests.run_process import ROOT
 
@@ -167,6 +169,12 @@ def test_stages_keep_to_eight_minutes_and_exist() -> None:
     for one in STAGES:
         module, _, name = one.target.partition(":")
         assert callable(getattr(import_module(module), name)) and one.limit_s <= LONGEST_S
+
+
+def test_the_stage_about_fp8_has_the_methods_and_gpus_of_engines() -> None:
+    (found,) = (one for one in STAGES if one.name == "fp8")
+    assert found.least_capability == LEAST_CAPABILITY
+    assert set(METHODS) == set(FP8.values()) and METHODS[0] == CHANNEL, "a CPU examines the first alone"
 
 
 # The stages themselves, on a CPU

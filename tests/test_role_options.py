@@ -127,6 +127,29 @@ def test_time_share_names_nodes_in_place_of_the_graphs_own_turns() -> None:
         graph("ppo", *ppo, "--time-share", "actor", "batcher")
 
 
+@pytest.mark.parametrize(
+    ("offload", "said"),
+    [
+        ("--engine.cpu-offload-gb 2", "--engine.cpu-offload-gb is 2.0"),
+        ("--engine.extra offload-group-size=2", "--engine.extra sets 'offload_group_size'"),
+    ],
+)
+def test_weights_in_host_memory_are_for_generators_whose_weights_stay(offload: str, said: str) -> None:
+    given = ("--generator.gpus", "1", *offload.split())
+    (problem,) = check(graph("grpo", *given), CLUSTER).problems
+    assert problem == (
+        f"trainer.weights sends weights to generator.weights, which takes none: {said}, and vLLM cannot replace the "
+        "weights that it keeps in host memory by an update; leave it out, or train adapters (--lora.rank 32), which "
+        "leave those weights as they are."
+    )
+    assert check(graph("grpo", *given, "--lora.rank", "8", "--lora.sync", "merged"), CLUSTER).problems == (problem,)
+    assert check(graph("grpo", *given, "--lora.rank", "8"), CLUSTER).problems == ()
+    assert check(graph("pairs", *given), CLUSTER).problems == ()
+    fp8 = ("--engine.quantization", "fp8", "--engine.dtype", "bfloat16")
+    (problem,) = check(graph("pairs", *given, *fp8), CLUSTER).problems
+    assert f"fp8 and {said}, but vLLM cannot keep weights in host memory that it quantizes" in problem
+
+
 def test_further_options_have_the_types_of_vllms_source() -> None:
     loaded = "vllm" in sys.modules  # by another test of this process
     assert known_options() is not None

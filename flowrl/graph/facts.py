@@ -76,7 +76,8 @@ class Facts:
     correct_by: str = "set --objective.correction tis, or weigh the tokens in your own loss by behavior_logprobs"
     """The change that corrects it."""
     as_data: bool = False
-    """What it lets through is learnt like data, whoever has sampled it: a loss behind it needs no correction."""
+    """What it lets through is learnt like data, whoever has sampled it: a loss that gets all its samples from behind
+    such nodes needs no correction."""
     memory_bytes: int = 0
     """Host memory of one replica, 0 if unknown."""
     message_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
+from flowrl.nodes.offload import offload_beside, offload_fixes, offload_option
 from flowrl.nodes.quantization import FP8, method_problems, vllm_method, why_fixed
 from flowrl.nodes.vllm_options import parse_extra
 from flowrl.training.model.model_shape import ModelShape
@@ -66,7 +67,8 @@ class Engine:
     """Size of the KV cache of each GPU; None: on a GPU what vLLM finds free, on a CPU room for a prompt and a response
     in every place, at most 1 GiB."""
     cpu_offload_gb: float = 0.0
-    """GiB of each GPU's weights that are kept in host memory and read through the bus at every step."""
+    """GiB of each GPU's weights that are kept in host memory and read through the bus at every step; for generators
+    that receive no weights, or adapters alone."""
     extra: tuple[str, ...] = ()
     """Further options of vLLM's engine by its own names, as in max_num_batched_tokens=8192."""
 
@@ -94,10 +96,15 @@ class Engine:
         """The least number of GPUs that the parallel sizes ask for."""
         return (self.tensor_parallel_size or 1) * self.pipeline_parallel_size * self.data_parallel_size
 
-    @property
-    def fixed_weights(self) -> str:
-        """Why a generator with this engine takes no new weights, "" if it does."""
+    def fixed_weights(self, *, adapters: bool) -> str:
+        """Why a generator with this engine takes no new weights, or no new `adapters`; "" if it does."""
+        if self._offload and not adapters:
+            return offload_fixes(self._offload)
         return why_fixed(self.quantization, self.extra)
+
+    @property
+    def _offload(self) -> str:
+        return offload_option(self.cpu_offload_gb, self.extra)
 
     @property
     def in_fp8(self) -> bool:
@@ -113,6 +120,8 @@ class Engine:
         dtype, experts = stored if self.dtype == "auto" else self.dtype, shape.experts if shape is not None else 0
         found = [*self._extra_problems()]
         found += method_problems(self.quantization, dtype, on_gpu=gpus > 0, mixture=experts > 0)
+        if self.in_fp8 and self._offload:
+            found.append(offload_beside(self.quantization, self._offload))
         for name in () if gpus else ON_GPUS_ONLY:
             if getattr(self, name):
                 found.append(f"{_option(name)} is {getattr(self, name)}, but the generator has no GPUs; leave it out")

@@ -128,7 +128,7 @@ class Generator(Node):
             concurrency=self.engine.concurrency,
             adapter_rank=self.adapter_rank,
             weights_dtype=self.engine.dtype,
-            fixed_weights=self.engine.fixed_weights,
+            fixed_weights=self.engine.fixed_weights(adapters=self.adapter_rank > 0),
             quantization=self.engine.quantization,
             least_capability=LEAST_CAPABILITY if self.engine.in_fp8 else 0.0,
             optional=("requests", "turns"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from flowrl.nodes.vllm_options import given_name
+
 CHANNEL = "fp8_per_channel"
 FP8: Mapping[str, str] = {name: name for name in (CHANNEL, "fp8_per_tensor", "fp8_per_block")} | {"fp8": CHANNEL}
 """Methods of engines that receive weights -> vLLM's name. fp8 has a scale for each output channel of a weight and for
@@ -24,7 +26,7 @@ def vllm_method(quantization: str) -> str:
 
 def why_fixed(quantization: str, extra: tuple[str, ...]) -> str:
     """Why an engine with these options takes no new weights, "" if it does."""
-    if any(text.partition("=")[0].strip().replace("-", "_") == OVERRIDE for text in extra):
+    if OVERRIDE in map(given_name, extra):
         return (
             f"--engine.extra sets {OVERRIDE!r}, by which layers may be quantized in ways that a weight update cannot "
             "repeat; write --engine.quantization fp8 instead"

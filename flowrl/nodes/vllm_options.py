@@ -19,10 +19,15 @@ from flowrl.errors import ConfigError
 WORDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
 
+def given_name(text: str) -> str:
+    """vLLM's name in `--engine.extra NAME=VALUE`, whether vLLM has it or not."""
+    return text.partition("=")[0].strip().replace("-", "_")
+
+
 def parse_extra(text: str) -> tuple[str, Any]:
     """(name, value) of `--engine.extra NAME=VALUE`. Raises ConfigError for a name or value that vLLM does not take."""
-    name, equals, value = text.partition("=")
-    name = name.strip().replace("-", "_")
+    _, equals, value = text.partition("=")
+    name = given_name(text)
     if not equals or not name:
         raise ConfigError(f"--engine.extra is {text!r}; write NAME=VALUE, such as max_num_batched_tokens=8192")
     known = known_options()

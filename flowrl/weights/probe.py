@@ -25,7 +25,8 @@ TF32_TOLERANCE = 0.01
 """The same for float32 on a GPU, where Triton's attention multiplies in TF32, which makes 0.0018 for a small model."""
 FP8_TOLERANCE = 2.0
 """The same for the first probe of an engine whose matrices are in fp8: three times SmolLM2's 0.66 (vLLM's CPU build,
-fp8_per_channel, bfloat16 otherwise; 0.18 on text). Later probes are compared with the first."""
+fp8_per_channel, bfloat16 otherwise; 0.18 on text). That finds gross mismatches alone, such as another model. Later
+probes are held to DRIFT times the first, or to TOLERANCE: a stale scale may stay below both."""
 DRIFT = 3.0
 """Multiple of the first probe's difference that later ones may have: sharper distributions round more coarsely."""
 _LENGTHS = (5, 11, 17, 24)

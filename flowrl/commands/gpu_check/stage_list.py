@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowrl.nodes.quantization import LEAST_CAPABILITY
+
 HERE = "flowrl.commands.gpu_check"
 LONGEST_S = 470.0
 """No stage takes longer: a machine that is lent for ten minutes at a time gets through one."""
@@ -80,7 +82,7 @@ STAGES = (
         "an engine in fp8 has after an update the weights, scales and logprobs of a fresh one; the gap to bfloat16",
         f"{HERE}.fp8_stage:fp8",
         ("vllm",),
-        least_capability=8.9,
+        least_capability=LEAST_CAPABILITY,
     ),
     CheckStage(
         "nccl-packing",

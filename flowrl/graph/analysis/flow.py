@@ -34,9 +34,12 @@ def _steps_of(edge: Edge) -> Iterator[FlowStep]:
         yield FlowStep(owner(edge.into), owner(edge.out), edge)
 
 
-def reachable(graph: Graph, start: str) -> frozenset[str]:
-    """Names of the nodes that messages of node `start` can reach, `start` included."""
-    return _closure(start, [(step.source, step.target) for step in steps(graph)])
+def reachable(graph: Graph, start: str, *, not_past: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Names of the nodes that messages of node `start` can reach, `start` included.
+
+    Nodes of `not_past` are reached, but pass nothing on.
+    """
+    return _closure(start, [(step.source, step.target) for step in steps(graph) if step.source not in not_past])
 
 
 def past(graph: Graph, port: Port) -> frozenset[str]:

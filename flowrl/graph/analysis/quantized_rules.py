@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flowrl.graph.analysis.flow import reachable
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.facts import Facts
 from flowrl.graph.graph import Graph, owner
@@ -40,14 +41,17 @@ def gap_warnings(graph: Graph) -> Iterator[str]:
 
 
 def _gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
-    """(node, its gap as a sentence, its facts) for those to which it matters who has sampled."""
+    """(node, its gap as a sentence, its facts) for those to which it matters who has sampled: what a generator has
+    sampled reaches them on a path on which nothing turns it into data."""
     weights = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
     senders = {sender for sender, _ in weights}
-    if any(node.facts().as_data for node in graph.nodes.values()):
-        return
+    as_data = frozenset(name for name, node in graph.nodes.items() if node.facts().as_data)
     for generator in dict.fromkeys(into for _, into in weights):
-        quantization = graph.nodes[generator].facts().quantization
+        if not (quantization := graph.nodes[generator].facts().quantization):
+            continue
         gap = f"{generator} samples in {quantization}, with other logprobs than the trainer's (behavior_gap)"
-        for name, node in graph.nodes.items() if quantization else ():
-            if node.facts().correction is not None and ((name, generator) in weights or name not in senders):
-                yield name, gap, node.facts()
+        reached = reachable(graph, generator, not_past=as_data)
+        for name in (name for name in graph.nodes if name in reached):
+            facts = graph.nodes[name].facts()
+            if facts.correction is not None and ((name, generator) in weights or name not in senders):
+                yield name, gap, facts
