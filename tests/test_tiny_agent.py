@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.agents import ChatTemplate, Conversation, examine
+from flowrl.cache import RECIPE
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.characters import character_tokenizer, character_vocabulary
@@ -40,9 +41,10 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     names: list[str] = []
 
-    def make(final: Path, recipe: object, make: object) -> None:
+    def make(final: Path, *_: object) -> None:
         names.append(final.name)
         final.mkdir()
+        (final / RECIPE).touch()
 
     monkeypatch.setattr("flowrl.cache._make", make)
     return names
