@@ -119,6 +119,27 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+_environment: dict[str, str] = {}
+
+
+def pytest_sessionstart() -> None:
+    _environment.update(os.environ)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Each file begins in the environment of the session: what imports and engines set in it stays in their file."""
+    if nextitem is None or nextitem.path != item.path:
+        kept = {name: text for name, text in os.environ.items() if name.startswith(("PYTEST_", warm.OWNER))}
+        os.environ.clear()
+        os.environ.update(_environment | kept)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if refused := warm.refused():
+        terminalreporter.write_line(f"{len(refused)} processes were started cold, as the first of these:\n{refused[0]}")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         warm.remove()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_machines import HEAD, RAY, free_ports, start_ray
+from benchmarks.two_machines import HEAD, RAY, end_ray, free_ports, start_ray
 from tests.run_process import ROOT, audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -35,10 +34,7 @@ def cluster() -> Iterator[dict[str, str]]:
     try:
         yield {DASHBOARD: f"http://127.0.0.1:{ports[4]}", **token}
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.stdout is not None
-        process.stdout.read()
-        process.wait(30)
+        end_ray(process)
 
 
 def test_a_job_that_is_submitted_from_elsewhere_runs(tmp_path: Path, cluster: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ print(json.dumps({
     "arguments": sys.argv, "path": sys.path[0], "name": __name__, "directory": os.getcwd(),
     "value": os.environ["RAY_X"], "warm": "warmed" in sys.modules, "random": random.random(),
     "open": sorted(map(int, os.listdir("/proc/self/fd")))[:3], "group": os.getpgid(0) == os.getpid(),
+    "graphs": [path for path in sys.path if "working_dir_files" in path],
     "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
 }))
 print("an error", file=sys.stderr)
@@ -40,7 +41,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "warmed.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once ')")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "says.py").write_text(SAYS)
-    code = Path(server.__file__).read_text().replace('"trainer": (', '"trainer": ("warmed",), "other": (')
+    code = Path(server.__file__).read_text().replace('"trainer": TRAINER', '"trainer": ("warmed",)')
     (tmp_path / "server.py").write_text(code)
     owner = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(warm, "HERE", tmp_path)
@@ -86,9 +87,17 @@ def test_a_fork_is_what_an_interpreter_would_be(python: str, tmp_path: Path) -> 
 
 
 def test_variables_that_an_import_may_read_have_a_server_of_their_own(python: str, tmp_path: Path) -> None:
-    for threads in ("1", "2", "1"):
-        assert say(python, "0", tmp_path, OMP_NUM_THREADS=threads).returncode == 0
+    for dynamo in ("1", "2", "1"):
+        assert say(python, "0", tmp_path, TORCHDYNAMO_DISABLE=dynamo).returncode == 0
     assert (tmp_path / "imports").read_text() == "once once "
+
+
+def test_processes_of_several_rays_and_numbers_of_threads_share_a_server(python: str, tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        copied = f"/ray_{number}/working_dir_files/graph"
+        done = say(python, "0", tmp_path, OMP_NUM_THREADS=number, PYTHONPATH=f"{copied}:{tmp_path}")
+        assert json.loads(done.stdout)["graphs"] == [copied]
+    assert (tmp_path / "imports").read_text() == "once "
 
 
 def test_a_server_is_no_descendant_of_who_asked_first(python: str, tmp_path: Path) -> None:

@@ -41,6 +41,12 @@ def python() -> str:
     return str(directory / "bin" / "python")
 
 
+def refused() -> list[str]:
+    """Of each process that was started anew because there were too many servers: its kind and variables."""
+    file = _directory() / "refused"
+    return file.read_text().splitlines() if file.exists() else []
+
+
 def remove() -> None:
     """Remove what this session has made; its servers end with it."""
     shutil.rmtree(_directory(), ignore_errors=True)

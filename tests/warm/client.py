@@ -17,13 +17,21 @@ import sys
 DIRECTORY = os.path.dirname(os.path.dirname(sys.argv[0]))
 with open(f"{DIRECTORY}/paths") as paths:
     REAL, SERVER = paths.read().splitlines()
-KINDS = {"default_worker.py": "trainer"}
+KINDS = {"default_worker.py": "host"}
 """Scripts, this one Ray's -> what their server has imported."""
 MODULES = {"flowrl.cli": "trainer", "flowrl.commands.gpu_check.rank_process": "trainer", "tests": "trainer"}
 SPAWNED = "from multiprocessing.spawn import spawn_main"
 """So begins a process of `multiprocessing`; that is vLLM's engine."""
-OF_ONE_PROCESS = ("RAY_", "PYTEST_", "FLOWRL_", "MAKE", "MFLAGS", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES")
+OF_ONE_PROCESS = (
+    *("RAY_", "PYTEST_", "FLOWRL_", "VLLM_CPU_OMP_THREADS_BIND"),
+    *("MAKE", "MFLAGS", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
+    *("OMP_NUM_", "MKL_NUM_", "OPENBLAS_NUM_", "NUMEXPR_", "RAYON_NUM_"),  # the fork sets its number of threads
+    *("GLOO_SOCKET_", "NCCL_SOCKET_", "VLLM_HOST_IP", "RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE"),
+    *("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_", "TORCHINDUCTOR_CACHE_DIR", "AITER_", "PYTHONBREAKPOINT", "SPT_NOENV"),
+)
 """Beginnings of the variables that are read after all imports, and so need no server of their own."""
+OF_ONE_RAY = "/working_dir_files/"
+"""In the paths of modules: a graph's directory, as this Ray has copied it. The fork looks there, too."""
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 MOST_SERVERS = 8
 
@@ -47,7 +55,10 @@ def become(arguments):
 def server_of(kind):
     """The socket of the server for this kind and these environment variables, started if there is none; None if there
     are too many."""
-    same = sorted((name, text) for name, text in os.environ.items() if not name.startswith(OF_ONE_PROCESS))
+    same = {name: text for name, text in os.environ.items() if not name.startswith(OF_ONE_PROCESS)}
+    paths = same.get("PYTHONPATH", "").split(os.pathsep)
+    same["PYTHONPATH"] = os.pathsep.join(path for path in paths if OF_ONE_RAY not in path)
+    same = sorted(same.items())
     name = hashlib.sha256(json.dumps([kind, same]).encode()).hexdigest()[:16]
     directory = f"{DIRECTORY}/servers"
     path = f"/proc/self/fd/{os.open(directory, os.O_PATH)}/{name}"  # the whole one may be too long for a socket
@@ -59,6 +70,8 @@ def server_of(kind):
             return connection
         except OSError:
             if sum(not other.startswith("lock-") for other in os.listdir(directory)) >= MOST_SERVERS:
+                with open(f"{DIRECTORY}/refused", "a") as refused:
+                    refused.write(f"{json.dumps([kind, same])}\n")
                 return None
         ready, told = os.pipe()
         start(kind, f"{directory}/{name}", told)

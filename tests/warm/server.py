@@ -23,29 +23,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+TRAINER = (
+    "torch",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "accelerate",
+    "deepspeed",
+    "google.protobuf.descriptor_pb2",
+    "pandas",
+    "pydantic.v1",
+    "requests",
+    "tyro",
+    "zmq",
+    "flowrl.blocks",
+    "flowrl.runtime.driver.launch",
+    "flowrl.runtime.host.actor",
+    "flowrl.training.learner",
+)
 PACKAGES = {
-    "trainer": (
-        "torch",
-        "torch._dynamo",
-        "transformers.modeling_utils",
-        "transformers.generation.utils",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.qwen2.modeling_qwen2",
-        "accelerate",
-        "deepspeed",
-        "google.protobuf.descriptor_pb2",
-        "pandas",
-        "pydantic.v1",
-        "requests",
-        "tyro",
-        "zmq",
-        "flowrl.blocks",
-        "flowrl.runtime.driver.launch",
-        "flowrl.runtime.host.actor",
-        "flowrl.training.learner",
-    ),
+    "trainer": TRAINER,
+    # What a generator's host takes of vLLM, but for what imports Ray.
+    "host": (*TRAINER, "vllm.config", "vllm.engine.arg_utils", "vllm.engine.protocol"),
     "generator": (
         "torch",
         "transformers",
@@ -168,10 +171,17 @@ def _place(descriptors: list[int], numbers: list[int]) -> None:
         os.close(number)
 
 
+def _look_in(paths: str) -> None:
+    """Have modules looked for in these in place of the server's own."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, paths.split(os.pathsep)), *(path for path in sys.path if path not in own)]
+
+
 def become(request: dict[str, Any]) -> None:
     """Make this process what the request describes, and run it."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _look_in(request["environment"].get("PYTHONPATH", ""))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -181,7 +191,10 @@ def become(request: dict[str, Any]) -> None:
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(request["cores"])))
     tempfile.tempdir = None
+    gc.unfreeze = lambda: None  # vLLM's engine would look through all that imports have made when it ends
     program = types.ModuleType("__main__")
     program.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = program
@@ -209,7 +222,7 @@ def main() -> None:
     sys.path.pop(0)
     for name in PACKAGES[kind]:
         importlib.import_module(name)
-    assert kind != "trainer" or "ray" not in sys.modules, "Ray keeps the job's number that it finds when it is imported"
+    assert kind == "generator" or "ray" not in sys.modules, "Ray keeps the job's number that it is imported with"
     gc.collect()
     gc.freeze()
     server = Server(Path(path))
