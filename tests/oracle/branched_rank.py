@@ -21,7 +21,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from tests.oracle.branched import BRANCHED_CASES, GAMMA, SHAPES, VERSIONS, BranchedCase, recorded
 from tests.oracle.cases import LR, MAX_STALENESS, TEMPERATURE
-from tests.oracle.rank import MATRICES_SHARDED, Recording, weights_of
+from tests.oracle.rank import SHARDED, Recording, weights_of
 from tests.ranks import as_rank
 
 GROUP_SIZE = 4
@@ -69,7 +69,7 @@ def train(case: BranchedCase, engine: Recording, directory: Path) -> None:
 
 
 def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
-    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
+    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=SHARDED)
     engine = Recording(directory / "model", settings, gang, head="lm")
     for case in BRANCHED_CASES:
         train(case, engine, directory)

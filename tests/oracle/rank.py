@@ -43,7 +43,10 @@ from tests.oracle.rollouts import Recorded, load
 from tests.pieces import train_in_pieces
 from tests.ranks import as_rank
 
-MATRICES_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
+LAYERS_GATHERED = {"leaf_module": {"classes": ["LlamaDecoderLayer", "Qwen2DecoderLayer"]}}
+SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100, **LAYERS_GATHERED}}
+"""Every matrix is divided, and those of a layer are gathered together: the oracle is about losses. In
+tests/test_training_gang.py each is gathered alone, as by default."""
 TOKEN_BUDGETS = {1: 64, 2: 48}
 """By optimizer steps: two micro-batches of a rank or a few more."""
 
@@ -159,7 +162,7 @@ def leave(engine: Recording, path: Path, clip_fractions: list[Any]) -> None:
 
 
 def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
-    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=MATRICES_SHARDED)
+    settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=SHARDED)
     chosen = set(json.loads((directory / "cases.json").read_text()))
     recorded = load(directory / "rollouts")
     engine = Recording(directory / "model", settings, gang, head="lm")
