@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -27,37 +28,58 @@ LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tiny_agent.py", "test_tic
 
 THOROUGH = frozenset(
     {
+        "accounting_property",
         "agents_conversation",
         "agents_endpoint_docs",
         "agents_endpoint_tree",
         "audit_falsified",
         "audit_kills",
         "benchmark_data_shapes",
+        "benchmark_kernels",
         "channel_cost",
         "channel_endpoint",
         "channel_failures",
+        "code_answers",
+        "device_turns",
         "environments_mcp",
         "environments_processes",
         "environments_python_tool",
+        "environments_tools",
         "failing_by_length",
+        "fit_shared",
         "gpu_check",
+        "graphs_online",
         "guard",
+        "memory_formulas",
         "nodes_agent_outside",
+        "nodes_critic",
+        "nodes_curriculum",
         "nodes_pairwise",
         "random_graphs",
         "ranks",
         "residence",
+        "run_file",
         "runtime_alive",
         "runtime_branches",
+        "runtime_endings",
         "runtime_episodes",
         "runtime_half_done",
         "runtime_resume",
         "runtime_seats",
         "runtime_snapshot",
+        "shared_options",
+        "tasks_evaluation_sets",
+        "tasks_formats",
+        "tasks_on_disk",
         "tickets",
+        "tiny_agent",
         "tools_docs",
+        "training_sequence",
         "training_value_model",
+        "trees",
         "tune",
+        "tune_placements",
+        "warm",
     }
 )
 """Files that start processes, wait, or try thousands of cases: more than half the time of the tests that are not slow.
@@ -86,17 +108,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without slow tests where only slow ones are wanted: importing all takes longer than a test."""
-    if not config.option.markexpr.startswith("slow") or not collection_path.match("test_*.py"):
+    """Leave out files of which no test is wanted: importing all takes longer than a test."""
+    wanted = config.option.markexpr
+    if not collection_path.match("test_*.py") or not wanted.startswith(("slow", "not slow")):
         return None
-    return None if "mark.slow" in collection_path.read_text() else True
+    text = collection_path.read_text()
+    if wanted.startswith("slow"):
+        left_out = "mark.slow" not in text
+    else:
+        whole = re.search(r"^pytestmark = .*mark\.slow\b", text, re.MULTILINE) is not None
+        left_out = whole or ("not thorough" in wanted and _name(collection_path) in THOROUGH)
+    return True if left_out else None
+
+
+def _name(path: Path) -> str:
+    return path.stem.removeprefix("test_")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the files of THOROUGH. Begin with those of LONG, end with what each process can take test by test."""
     for item in items:
-        if item.path.stem.removeprefix("test_") in THOROUGH:
+        if _name(item.path) in THOROUGH:
             item.add_marker("thorough")
     tests = Counter(item.path.name for item in items)
 
