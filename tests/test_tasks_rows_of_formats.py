@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrl import disk_room
@@ -172,6 +172,8 @@ JSON = st.recursive(
 @given(
     values=st.lists(JSON, max_size=6), ascii_only=st.booleans(), indent=st.none() | st.just(1), chunk=st.integers(1, 40)
 )
+@example(values=[1.5, 2], ascii_only=True, indent=None, chunk=3)  # has read as far as "[1."
+@example(values=[1e-7, 2], ascii_only=True, indent=None, chunk=4)  # "[1e-"
 def test_elements_are_those_of_the_array(values: list[Any], ascii_only: bool, indent: int | None, chunk: int) -> None:
     text = json.dumps(values, ensure_ascii=ascii_only, indent=indent)
     content = text.encode("utf-8", errors="surrogatepass")
