@@ -7,6 +7,8 @@ import itertools
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -338,6 +340,14 @@ def test_a_damaged_file_is_named_and_a_resume_puts_it_aside(
     assert "cannot be read" in told and "rollouts/" in told and len(told.splitlines()) == 1
     rewind_rollouts(run_dir, 1e9)
     assert rollout_files.rollout_files(run_dir) == [] and len(list((run_dir / "rollouts").glob("*.damaged"))) == 4
+
+
+@pytest.mark.parametrize("asked", [["--best"], ["--step", "2"], ["--failed"], ["--diff", "1"]])
+def test_the_command_does_without_pandas(asked: list[str], run_dir: Path) -> None:
+    """pyarrow imports it where it may get columns of it, which takes a third of the command's time."""
+    command = ["samples", str(run_dir), *asked]
+    code = f"import sys; from flowrl.cli import main; main({command!r}); assert 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_a_directory_without_samples_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

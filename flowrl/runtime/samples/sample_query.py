@@ -9,6 +9,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -124,7 +125,9 @@ def _nothing(run_dir: Path, *, held_out: bool) -> str:
 def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[Place]:
     """The places of the rows with the highest, or lowest, rewards; newer ones first among equals."""
     sign = 1.0 if query.order == "best" else -1.0
-    bounded = sorted(((_bound(file, sign), file.number, file) for file in files), reverse=True)
+    with ThreadPoolExecutor() as threads:  # Parquet is read without the interpreter's lock
+        bounds = threads.map(_bound, files, itertools.repeat(sign))
+        bounded = sorted(((bound, file.number, file) for bound, file in zip(bounds, files, strict=True)), reverse=True)
     best: list[tuple[float, int, int, Place]] = []
     for bound, _, file in bounded:
         if len(best) == query.limit and bound <= best[-1][0]:
@@ -176,7 +179,12 @@ def _read(places: Sequence[Place]) -> list[SampleRow]:
                 size = opened.metadata.row_group(group).num_rows
                 inside = [place for place in wanted if start <= place.index < start + size]
                 if inside:
-                    table = opened.read_row_group(group).take([place.index - start for place in inside])
-                    rows |= dict(zip(inside, table.to_pylist(maps_as_pydicts="strict"), strict=True))
+                    table = opened.read_row_group(group)  # its `take` would import pandas, as would `read_table`
+                    rows |= {place: _row(table, place.index - start) for place in inside}
                 start += size
     return [rows[place] for place in places]
+
+
+def _row(table: Any, index: int) -> SampleRow:
+    (row,) = table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
+    return row  # type: ignore[no-any-return]
