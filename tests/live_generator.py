@@ -28,7 +28,7 @@ from tests.tiny_policy import ModelSource, make_policy, perturb, score
 
 R = TypeVar("R")
 CORE = (max(os.sched_getaffinity(0)),)
-MOST = 48
+MOST = 96
 """Policy tokens of a sample: enough for updates and checkpoints to come in between."""
 TOLERANCE = 1e-4
 """float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""

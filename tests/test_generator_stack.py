@@ -54,6 +54,11 @@ class Waited(NamedTuple):
     sample: Sample
 
 
+TRIES = range(10_000, 60_000, 10_000)
+"""Numbers of the first prompts: what has to come in the middle of a response is tried until it did, since a test that
+gets no processor for a while reads whole responses at once."""
+
+
 @pytest.fixture(scope="module")
 def started_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Waited]]:
     live = Live(tmp_path_factory.mktemp("tied"), tied=True)
@@ -166,22 +171,26 @@ def test_updates_during_live_traffic_untied(tmp_path: Path) -> None:
 def test_logprobs_across_an_update_are_those_of_the_weights_that_sampled(live: Live) -> None:
     """Before the update exactly the old weights'; every token is the old version's or the new one's."""
 
-    async def crossing() -> list[Sample]:
+    async def crossing(number: int) -> list[Sample]:
         before = len(live.sent)
-        asked = await live.train_amid(3000)
+        asked = await live.train_amid(number)
         return (await live.arrived(before + asked))[before:]
 
-    old, old_model = live.version, copy.deepcopy(live.model)
-    samples = live.do(crossing())
-    assert any(set(sample.versions[12:].tolist()) == {old, old + 1} for sample in samples)
-    for sample in samples:
-        expected = score(old_model, [sample.token_ids])[0]
-        places = np.flatnonzero(sample.versions == old)
-        assert (
-            len(places) == 0
-            or difference([sample.behavior_logprobs[places]], [[expected[i - 1] for i in places]]) <= TOLERANCE
-        )
-        assert set(sample.versions[sample.policy_mask].tolist()) <= {old, old + 1}
+    found = False
+    for number in TRIES:
+        old, old_model = live.version, copy.deepcopy(live.model)
+        samples = live.do(crossing(number))
+        for sample in samples:
+            expected = score(old_model, [sample.token_ids])[0]
+            places = np.flatnonzero(sample.versions == old)
+            assert (
+                len(places) == 0
+                or difference([sample.behavior_logprobs[places]], [[expected[i - 1] for i in places]]) <= TOLERANCE
+            )
+            assert set(sample.versions[sample.policy_mask].tolist()) <= {old, old + 1}
+        if found := any(set(sample.versions[12:].tolist()) == {old, old + 1} for sample in samples):
+            break
+    assert found, "a response has tokens of both versions"
 
 
 def test_the_prefix_cache_does_not_outlive_a_version(live: Live) -> None:
@@ -196,24 +205,27 @@ def test_the_prefix_cache_does_not_outlive_a_version(live: Live) -> None:
 def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live: Live) -> None:
     """With the KV that they have: no request is made again, and what they come to is what they would have come to."""
 
-    async def checkpoint() -> tuple[dict[str, Any], list[Sample]]:
+    async def checkpoint(first: int) -> tuple[dict[str, Any], list[Sample]]:
         before, requests = len(live.sent), live.generator._responses._num_requests
-        for number in range(500, 532):
+        for number in range(first, first + 32):
             live.rig.feed("prompts", make_prompt(number))
         await live.arrived(before + 1)
         prefixes = await live.generator.snapshot()
         count = len(live.sent)
-        ends = [work for _, work in live.generator._responses.running.values()]
-        await asyncio.wait(ends)  # vLLM samples on, but nobody looks at it before the checkpoint is over
-        assert ends and len(live.sent) == count
+        if ends := [work for _, work in live.generator._responses.running.values()]:
+            await asyncio.wait(ends)  # vLLM samples on, but nobody looks at it before the checkpoint is over
+        assert len(live.sent) == count
         await live.generator.resume()
         samples = (await live.arrived(before + 32))[before:]
         assert live.generator._responses._num_requests == requests + 32
         return prefixes, samples
 
-    prefixes, samples = live.do(checkpoint())
+    for first in TRIES:
+        prefixes, samples = live.do(checkpoint(first))
+        if prefixes:
+            break
     assert prefixes and {len(tokens) > 0 for tokens, _, _ in prefixes.values()} == {True}
-    again = {s.sample_id: s for s in live.samples([make_prompt(number) for number in range(500, 532)])}
+    again = {s.sample_id: s for s in live.samples([make_prompt(number) for number in range(first, first + 32)])}
     for sample in samples:
         tokens, logprobs, versions = prefixes.get(sample.sample_id, ((), (), ()))
         response = sample.token_ids[sample.policy_mask]
@@ -226,11 +238,7 @@ def test_a_checkpoint_takes_unfinished_responses_and_they_go_on_undisturbed(live
 
 
 def test_a_checkpoint_knows_the_versions_of_what_is_unfinished(live: Live) -> None:
-    """One is taken whenever a sample arrives, while an update comes in between.
-
-    Updates go on until a checkpoint fell between the first token of a new version and the end of its response: on a
-    loaded machine several tokens are read at once.
-    """
+    """One is taken whenever a sample arrives, while an update comes in between."""
 
     async def crossing(number: int) -> list[tuple[str, Any]]:
         before, kept = len(live.sent), []
@@ -242,7 +250,7 @@ def test_a_checkpoint_knows_the_versions_of_what_is_unfinished(live: Live) -> No
         return kept
 
     before, kept = len(live.sent), []
-    for number in range(9000, 59_000, 10_000):
+    for number in TRIES:
         kept += live.do(crossing(number))
         if any(len(set(versions.tolist())) > 1 for _, (_, _, versions) in kept):
             break
