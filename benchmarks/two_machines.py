@@ -75,11 +75,10 @@ def start_ray(command: list[str], environment: dict[str, str]) -> subprocess.Pop
 def end_ray(*processes: subprocess.Popen[str], within_s: float = 3.0) -> None:
     """End what `start_ray` has started. Ray's own orderly end takes half a minute more, for nobody."""
     for process in processes:
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(within_s)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(within_s)
         assert process.stdout is not None
         process.stdout.read()
         process.wait(30)

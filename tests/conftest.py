@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
 """Every test there has a run of its own; in other files they share what took long to make."""
 
-LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tiny_agent.py", "test_tickets.py", "test_clusters.py")
+LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tickets.py", "test_clusters.py")
 """Few tests, each of them long: begun early, so that no process ends alone with one of them."""
 
 THOROUGH = frozenset(
@@ -82,8 +82,8 @@ THOROUGH = frozenset(
         "warm",
     }
 )
-"""Files that start processes, wait, or try thousands of cases: more than half the time of the tests that are not slow.
-Their tests have the mark of that name, unless they are slow."""
+"""Files that start processes, wait, try thousands of cases, or take seconds: most of the time of the tests that are not
+slow. Their tests have the mark of that name, unless they are slow."""
 
 # How long an example takes depends on what else the machine does; pytest's timeout ends what hangs.
 settings.register_profile("flowrl", deadline=None)

@@ -24,6 +24,7 @@ print(json.dumps({
     "arguments": sys.argv, "path": sys.path[0], "name": __name__, "directory": os.getcwd(),
     "value": os.environ["RAY_X"], "warm": "warmed" in sys.modules, "random": random.random(),
     "open": sorted(map(int, os.listdir("/proc/self/fd")))[:3], "group": os.getpgid(0) == os.getpid(),
+    "threads": vars(sys.modules.get("torch", json)).get("threads"),
     "graphs": [path for path in sys.path if "working_dir_files" in path],
     "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
 }))
@@ -35,10 +36,17 @@ raise SystemExit(int(sys.argv[-1]))
 """
 
 
+TORCH = (
+    "import sys, types; sys.modules['torch'] = torch = types.ModuleType('torch'); "
+    "torch.set_num_threads = lambda number: setattr(torch, 'threads', number)"
+)
+"""A torch that keeps what it is told."""
+
+
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A warm Python of its own, whose servers import a module that counts its imports; they end with the test."""
-    (tmp_path / "warmed.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once ')")
+    (tmp_path / "warmed.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('once '); {TORCH}")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "says.py").write_text(SAYS)
     code = Path(server.__file__).read_text().replace('"trainer": TRAINER', '"trainer": ("warmed",)')
@@ -82,6 +90,7 @@ def test_a_fork_is_what_an_interpreter_would_be(python: str, tmp_path: Path) -> 
         assert found.pop("warm") and found.pop("group")
         assert found.pop("value") == value
         assert 0 < found.pop("random") < 1
+        assert found.pop("threads") == int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
         assert found == {name: expected[name] for name in found}
     assert json.loads(forked[0].stdout)["random"] != json.loads(forked[1].stdout)["random"]
 
@@ -96,7 +105,8 @@ def test_processes_of_several_rays_and_numbers_of_threads_share_a_server(python:
     for number in ("1", "2"):
         copied = f"/ray_{number}/working_dir_files/graph"
         done = say(python, "0", tmp_path, OMP_NUM_THREADS=number, PYTHONPATH=f"{copied}:{tmp_path}")
-        assert json.loads(done.stdout)["graphs"] == [copied]
+        found = json.loads(done.stdout)
+        assert found["graphs"] == [copied] and found["threads"] == int(number)
     assert (tmp_path / "imports").read_text() == "once "
 
 

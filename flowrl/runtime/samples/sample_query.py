@@ -9,7 +9,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -125,9 +124,7 @@ def _nothing(run_dir: Path, *, held_out: bool) -> str:
 def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[Place]:
     """The places of the rows with the highest, or lowest, rewards; newer ones first among equals."""
     sign = 1.0 if query.order == "best" else -1.0
-    with ThreadPoolExecutor() as threads:  # Parquet is read without the interpreter's lock
-        bounds = threads.map(_bound, files, itertools.repeat(sign))
-        bounded = sorted(((bound, file.number, file) for bound, file in zip(bounds, files, strict=True)), reverse=True)
+    bounded = sorted(((_bound(file, sign), file.number, file) for file in files), reverse=True)
     best: list[tuple[float, int, int, Place]] = []
     for bound, _, file in bounded:
         if len(best) == query.limit and bound <= best[-1][0]:
