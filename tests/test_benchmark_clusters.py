@@ -24,8 +24,10 @@ generator/0: version 3: tcp, fetched at 410 MB/s
 def test_rates_are_read_and_the_first_version_does_not_count() -> None:
     found = rates(TOLD)
     assert found == {"messages/s, 1 KB": 51234, "MB/s, messages of 4 MB": 503, "MB/s, weights": 410}
-    lines = table({name: 2 * value for name, value in found.items()}, found).splitlines()
+    twice, thrice = ({name: factor * value for name, value in found.items()} for factor in (2, 3))
+    lines = table([twice, thrice, found], [found, found, found]).splitlines()
     assert len(lines) == 4 and all(line.endswith("50%") for line in lines[1:])
+    assert "820 (410-1,230)" in lines[3] and "410 (410-410)" in lines[3]
     with pytest.raises(SystemExit, match="did not print"):
         rates("generator/0: version 1: tcp, fetched at 400 MB/s")
 

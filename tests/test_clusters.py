@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.learning_apart import learned
 from benchmarks.two_machines import are_possible, two_machines
 from tests.run_process import ROOT, Run, audit
 
@@ -42,6 +43,18 @@ def test_messages_and_weights_go_between_machines(tmp_path: Path, cluster: dict[
     assert "audit: ok" in audit(tmp_path / "run")
     assert re.findall(r"strangers admitted: (.*)", run.stdout) == ["none", "none"], "at trainer and generator"
     assert "weights without keys: refused" in run.stdout
+
+
+@pytest.mark.timeout(400)
+def test_trainer_and_vllm_are_on_machines_of_their_own() -> None:
+    """The job of `benchmarks.clusters --learn`, for a few steps: real ZeRO-3, real vLLM, real weights over tcp."""
+    if not are_possible():
+        pytest.skip("this user may not make namespaces")
+    with two_machines(shm="1g") as environment:
+        found = learned(environment, cores=2, steps=3, evaluate=64)
+    assert found.machines.keys() == {"trainer", "generator"} and len(set(found.machines.values())) == 2
+    assert found.weights == "tcp" and found.audit.startswith("audit: ok"), found
+    assert found.gain.prompts == 64
 
 
 def test_doctor_tries_the_links_of_all_machines(tmp_path: Path, cluster: dict[str, str]) -> None:

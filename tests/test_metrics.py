@@ -29,7 +29,8 @@ EDGE = "generator.rollouts -> reward.rollouts"
 
 
 def node(busy_s: float, counters: Mapping[str, float] | None = None, **observed: list[float]) -> dict[str, Any]:
-    return {"busy_s": busy_s, "counters": counters or {}, "observed": observed}
+    summaries = {name: (len(values), sum(values), max(values)) for name, values in observed.items()}
+    return {"busy_s": busy_s, "counters": counters or {}, "observed": summaries}
 
 
 def lane(depth: int, blocked_s: float, sent: int = 10) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def record(sample_id: str = "g:0", ended_s: float = 1.0, **fields: Any) -> dict[
 def keep(run_dir: Path, *records: dict[str, Any], number: int = 4, warn: Any = pytest.fail) -> None:
     kept = KeptEpisodes(run_dir, number, warn)
     for one in records:
-        kept.add(one["sample_id"], json.dumps(one), failed=bool(one["cause"]))
+        kept.add(one["sample_id"], json.dumps(one).encode(), failed=bool(one["cause"]))
     kept.close()
 
 
@@ -110,11 +110,11 @@ def test_a_full_disk_is_told_once_and_what_comes_after_is_kept(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(json.dumps(record())) + 100, hard))
     try:
         for number in range(3):
-            kept.add(f"g:{number}", json.dumps(record(f"g:{number}", number)), failed=False)
+            kept.add(f"g:{number}", json.dumps(record(f"g:{number}", number)).encode(), failed=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(told) == 1 and "cannot be written" in told[0]
-    kept.add("g:7", json.dumps(record("g:7", 7)), failed=False)
+    kept.add("g:7", json.dumps(record("g:7", 7)).encode(), failed=False)
     kept.close()
     assert kept_ids(tmp_path) == ["g:0", "g:7"]
 

@@ -121,7 +121,8 @@ class NodeContext:
 
     def episode(self, sample_id: str, line: str, *, failed: bool) -> None:
         """Send an attempt at an episode, as a line of JSON, to the run's records."""
-        self.endpoint.notify(DRIVER, "episode", {"sample_id": sample_id, "line": line, "failed": failed})
+        body = {"sample_id": sample_id, "line": line.encode(), "failed": failed}  # bytes may be longer than text
+        self.endpoint.notify(DRIVER, "episode", body)
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -221,7 +222,8 @@ class Meters:
             self.busy_s += time.monotonic() - self._since
 
     def read(self) -> dict[str, object]:
-        """Totals so far, and the observations since the last read."""
+        """Totals so far, and number, sum and largest of the observations since the last read."""
         running = time.monotonic() - self._since if self._depth else 0.0
-        observed, self.observed = self.observed, {}
+        observed = {name: (len(values), sum(values), max(values)) for name, values in self.observed.items()}
+        self.observed = {}
         return {"busy_s": self.busy_s + running, "counters": dict(self.counters), "observed": observed}

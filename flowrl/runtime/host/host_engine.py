@@ -34,6 +34,7 @@ from flowrl.runtime.host.failures import NodeError, attributed, failure_of, leav
 from flowrl.runtime.host.meeting import meeting_place
 from flowrl.runtime.host.processes import pid_space
 from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.host.reports import reports
 from flowrl.runtime.host.wiring import join
 from flowrl.runtime.telemetry.trace import TraceBuffer
 
@@ -381,12 +382,8 @@ class HostEngine:
         self.trace.level = level
 
     def _send_report(self) -> None:
-        report = {
-            "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()},
-            "lanes": {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()},
-            "trace": self.trace.drain(),
-        }
-        self.endpoint.notify(DRIVER, "statistics", report)
+        for report in reports(self.replicas, self.endpoint, self.trace):
+            self.endpoint.notify(DRIVER, "statistics", report)
 
     def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
         """Warn that the loop was blocked; called for the watch thread afterwards."""

@@ -31,6 +31,7 @@ from flowrl.runtime.ledger.fates import LEFT_AT_END, Fates, require_fresh, requi
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
 from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
 from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.long_tables import LongTables
 from flowrl.runtime.ledger.request_book import RequestBook
 from flowrl.runtime.ledger.terms import Terms
 
@@ -79,6 +80,7 @@ class Accounting:
         self._requests = RequestBook(self.ledger)
         self._generated_before: set[str] = set()
         self._scored_before: set[str] = set()
+        self._tables = LongTables()
         self._waiters: list[asyncio.Future[None]] = []
         self._committing: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -92,9 +94,10 @@ class Accounting:
             "episode failed": self._requests.episode_failed,
             "scored": self._scored,
             "lost": self._lost,
+            "rows": self._tables.add,
             "step": self._step,
             "finished": self._fates.finished,
-            "holds": self._holds,
+            "holds": self.tickets.holds,
             "evaluation": self._evaluation,
         }
         if resume:
@@ -248,12 +251,12 @@ class Accounting:
             for trainer in self.tickets.trainers if trainers is None else trainers:
                 self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
-    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
+    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row], replica: str = "") -> None:
         """Book a finished batch, which made version `record["step"]` of `trainer`."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
-        for sample_id, tokens, stale_tokens, masked_tokens, oldest, spans in uses:
+        for sample_id, tokens, stale_tokens, masked_tokens, oldest, spans in self._tables.whole(replica, uses):
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
             for start, length, digest in spans:
                 self.ledger.add("span", sample_id, trainer, step, start, length, digest)
@@ -316,16 +319,13 @@ class Accounting:
         oldest = fate.oldest_version
         self.ledger.add("trained", *tokens, oldest, fate.step - 1, fate.step, time.time(), sample_id)
 
-    def _holds(self, replica: str, policy: str, version: int) -> None:
-        self.tickets.holds(replica, policy, version)
-
     def line(self, step: int, line: str) -> None:
         """Book that the metrics line of that step is written; `line` is its hash."""
         self.ledger.add("line", line, self._main, step)
         self._commit_later()
 
-    def _evaluation(self, rows: Sequence[Row]) -> None:
-        for row in rows:
+    def _evaluation(self, rows: Sequence[Row], replica: str = "") -> None:
+        for row in self._tables.whole(replica, rows):
             self.ledger.add("evaluated", *row)
 
     # Storage

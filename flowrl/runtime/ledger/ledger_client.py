@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.channel.parts import in_parts
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
@@ -191,7 +192,8 @@ class LedgerClient:
         `record["step"]` is the version that the batch made. Call it once per batch, with the uses of
         all ranks. `policy` is the name under which the weights are published: the trainer node's.
         """
-        self._add("step", policy, {name: _plain(value) for name, value in record.items()}, [use.row() for use in uses])
+        rows = self._in_parts([use.row() for use in uses])
+        self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows, self.replica)
         self.flush()
 
     def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
@@ -207,7 +209,7 @@ class LedgerClient:
         """Report the results of one evaluation, which have their own table."""
         now = time.time()
         table = [(*dataclasses.astuple(row), now) for row in rows]
-        self._add("evaluation", _plain(table))
+        self._add("evaluation", self._in_parts(_plain(table)), self.replica)
         self.flush()
 
     def pause(self, paused: bool) -> None:
@@ -228,7 +230,15 @@ class LedgerClient:
             self._timer = None
         if self._events:
             events, self._events = self._events, []
-            self._link.notify(DRIVER, "ledger", {"events": events})
+            for part in in_parts(events):
+                self._link.notify(DRIVER, "ledger", {"events": part})
+
+    def _in_parts(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """The last part of `rows`, after events that hold the others: one event is not split."""
+        *parts, last = [*in_parts(rows)] or [[]]
+        for part in parts:
+            self._add("rows", self.replica, part)
+        return last
 
     def _add(self, *event: Any) -> None:
         self._events.append(event)

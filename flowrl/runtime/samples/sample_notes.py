@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from flowrl.channel.parts import in_parts
 from flowrl.messages import Prompt, Sample
-from flowrl.runtime.samples.sample_record import SampleRecord, held_out_record, record_of, text_bytes
+from flowrl.runtime.samples.sample_record import MOST_TEXT, SampleRecord, held_out_record, record_of, record_size
 from flowrl.runtime.samples.sample_share import SampleChoice, SampleShare, hashed
 
-MOST_BYTES = 4 << 20
-"""Of the records that are sent together."""
+MOST_SIZE = 2 * MOST_TEXT
+"""Sizes of the records that are sent together; a character may take four bytes of the text that a body may have."""
 
 
 class SampleNotes:
@@ -53,17 +54,18 @@ class SampleNotes:
         if records:
             with choice.spending():
                 for part in _parts(records):
-                    self._send(part)
+                    for piece in in_parts(part):
+                        self._send(piece)
 
 
 def _parts(records: list[SampleRecord]) -> Iterator[list[SampleRecord]]:
-    """The records in parts of at most MOST_BYTES, or of one record."""
+    """The records in parts of at most MOST_SIZE, or of one record."""
     part: list[SampleRecord] = []
     size = 0
     for record in records:
-        size += text_bytes(record)
-        if part and size > MOST_BYTES:
+        size += record_size(record)
+        if part and size > MOST_SIZE:
             yield part
-            part, size = [], text_bytes(record)
+            part, size = [], record_size(record)
         part.append(record)
     yield part

@@ -68,14 +68,14 @@ class KeptEpisodes:
         self._warned = False
         self._files: dict[str, BoundedLines] = {}
 
-    def add(self, sample_id: str, line: str, *, failed: bool) -> None:
+    def add(self, sample_id: str, line: bytes, *, failed: bool) -> None:
         """Keep one attempt; `line` is its record as JSON."""
         if not self._number:
             return
         names = [RECENT, CHOSEN] if failed or is_chosen(sample_id) else [RECENT]
         try:
             for name in names:
-                self._file(name).append(line.encode())
+                self._file(name).append(line)
         except OSError as problem:
             self.close()  # the next one opens the files again, and cuts incomplete lines off
             self._files.clear()

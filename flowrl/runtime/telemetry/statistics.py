@@ -81,8 +81,8 @@ class Statistics:
         """By node replica."""
         self._counters: dict[tuple[str, str], _Meter] = defaultdict(_Meter)
         """By (node replica, name)."""
-        self._observed: dict[str, list[float]] = {}
-        """Name -> values of all replicas since the last metrics line."""
+        self._observed: dict[str, tuple[int, float, float]] = {}
+        """Name -> number, sum and largest of the values of all replicas since the last metrics line."""
         self._blocked: dict[str, _Meter] = defaultdict(_Meter)
         """By producer's end of an edge, as `producer_end` names it: all its lanes report the same time."""
         self._depth: dict[str, int] = {}
@@ -94,8 +94,9 @@ class Statistics:
             self._busy[replica_id].read(meters["busy_s"], now_s)
             for name, total in meters["counters"].items():
                 self._counters[replica_id, name].read(total, now_s)
-            for name, values in meters["observed"].items():
-                self._observed.setdefault(name, []).extend(values)
+            for name, (count, total, largest) in meters["observed"].items():
+                before = self._observed.get(name, (0, 0.0, largest))
+                self._observed[name] = (before[0] + count, before[1] + total, max(before[2], largest))
         blocked: dict[str, float] = {}
         for lane, report in body.get("lanes", {}).items():
             if report["sent"]:
@@ -113,8 +114,8 @@ class Statistics:
         for replica_id, meter in self._busy.items():
             name = f"{node_of(replica_id)}_busy_s"
             line[name] = line.get(name, 0.0) + meter.take()
-        for name, values in self._observed.items():
-            line[name], line[f"{name}_max"] = sum(values) / len(values), max(values)
+        for name, (count, total, largest) in self._observed.items():
+            line[name], line[f"{name}_max"] = total / count, largest
         self._observed = {}
         line["edges"] = self._edge_lines()
         return line
