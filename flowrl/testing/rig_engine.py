@@ -18,6 +18,7 @@ from flowrl.runtime.host.context import DRIVER, Meters, ReplicaPlace
 from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ledger.ledger_client import LedgerClient
+from flowrl.runtime.ledger.long_tables import LongTables
 from flowrl.runtime.ports.items import Item, OpenItems
 from flowrl.testing.record import Lost, NodeRecord
 
@@ -50,10 +51,10 @@ class RigEngine(HostEngine):
 
     def answer_as_driver(self) -> None:
         """Answer what a node asks of the driver; call it after `open`."""
-        locks = Locks()
+        locks, tables = Locks(), LongTables()
         for kind, handler in (
             ("admit", self._admit),
-            ("ledger", lambda host, body: self._noted(self._record.ledger.extend, map(tuple, body["events"]))),
+            ("ledger", lambda host, body: self._noted(self._record.ledger.extend, tables.whole(body["events"]))),
             ("progress", lambda host, body: self._noted(self._record.progress.append, body["text"])),
             ("warning", lambda host, body: self._noted(self._record.warnings.append, body["text"])),
             ("statistics", _unused),

@@ -94,7 +94,6 @@ class Accounting:
             "episode failed": self._requests.episode_failed,
             "scored": self._scored,
             "lost": self._lost,
-            "rows": self._tables.add,
             "step": self._step,
             "finished": self._fates.finished,
             "holds": self.tickets.holds,
@@ -203,7 +202,7 @@ class Accounting:
 
     def record(self, events: Sequence[Row]) -> None:
         """Book events from `LedgerClient`, in order."""
-        for kind, *fields in events:
+        for kind, *fields in self._tables.whole(events):
             self._book[kind](*fields)
         self._changed()
         self._commit_later()
@@ -251,12 +250,12 @@ class Accounting:
             for trainer in self.tickets.trainers if trainers is None else trainers:
                 self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
-    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row], replica: str = "") -> None:
+    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
         """Book a finished batch, which made version `record["step"]` of `trainer`."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
-        for sample_id, tokens, stale_tokens, masked_tokens, oldest, spans in self._tables.whole(replica, uses):
+        for sample_id, tokens, stale_tokens, masked_tokens, oldest, spans in uses:
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
             for start, length, digest in spans:
                 self.ledger.add("span", sample_id, trainer, step, start, length, digest)
@@ -324,8 +323,8 @@ class Accounting:
         self.ledger.add("line", line, self._main, step)
         self._commit_later()
 
-    def _evaluation(self, rows: Sequence[Row], replica: str = "") -> None:
-        for row in self._tables.whole(replica, rows):
+    def _evaluation(self, rows: Sequence[Row]) -> None:
+        for row in rows:
             self.ledger.add("evaluated", *row)
 
     # Storage

@@ -19,6 +19,7 @@ import numpy as np
 from flowrl.channel.parts import in_parts
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
+from flowrl.runtime.ledger.long_tables import EARLY
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
 
 SEND_WITHIN_S = 0.05
@@ -237,7 +238,7 @@ class LedgerClient:
         """The last part of `rows`, after events that hold the others: one event is not split."""
         *parts, last = [*in_parts(rows)] or [[]]
         for part in parts:
-            self._add("rows", self.replica, part)
+            self._add(EARLY, self.replica, part)
         return last
 
     def _add(self, *event: Any) -> None:

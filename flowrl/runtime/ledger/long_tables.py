@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+EARLY = "rows"
+"""Kind of an event of rows that come ahead: (EARLY, replica, rows)."""
+WITH_TABLES = frozenset(("step", "evaluation"))
+"""Kinds whose last two fields are the last rows of their table, and the replica."""
 
 
 class LongTables:
-    """Rows of each replica that wait for the event that has the last rows of their table."""
+    """Puts tables together: rows of each replica wait for the event that has the last rows of their table."""
 
     def __init__(self) -> None:
         self._early: dict[str, list[Any]] = defaultdict(list)
 
-    def add(self, replica: str, rows: Sequence[Any]) -> None:
-        """Rows that came ahead."""
-        self._early[replica] += rows
-
-    def whole(self, replica: str, last: Sequence[Any]) -> Sequence[Any]:
-        """The table whose last rows have come."""
-        return [*self._early.pop(replica, ()), *last]
+    def whole(self, events: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+        """The events in order, with whole tables and without what else splitting them took."""
+        for kind, *fields in events:
+            if kind == EARLY:
+                replica, rows = fields
+                self._early[replica] += rows
+            elif kind in WITH_TABLES:
+                *before, last, replica = fields
+                yield (kind, *before, [*self._early.pop(replica, ()), *last])
+            else:
+                yield (kind, *fields)
