@@ -18,9 +18,10 @@ from hypothesis.extra import numpy as npst
 from flowrl import message_base
 from flowrl.channel import codec, multiparts, schema
 from flowrl.channel import values as rule
-from flowrl.channel.codec import freeze, payload_bytes
+from flowrl.channel.codec import freeze
 from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
 from flowrl.channel.envelope import Envelope, message_id, source_id
+from flowrl.channel.payload import payload_bytes
 from flowrl.channel.stored import FORMAT, dump, dump_value, load, load_value
 from flowrl.channel.values import MAX_DEPTH
 from flowrl.channel.wire import (

@@ -387,6 +387,12 @@ def test_every_rank_gets_a_sequence() -> None:
     has(parts.problem(), "a batch has 2 sequences (2 groups × 1), but trainer has 3 ranks")
 
 
+def test_the_part_of_a_rank_fits_into_a_message() -> None:
+    parts = grpo(group_size=16, groups=2_001, num_trainers=2)
+    has(parts.problem(), "a batch has 32016 sequences (2001 groups × 16), 16008 for each of the 2 parts that trainer")
+    assert grpo(group_size=16, groups=2_000, num_trainers=2).problems == ()
+
+
 @pytest.mark.parametrize(
     ("settings", "fragment"),
     [

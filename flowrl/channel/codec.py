@@ -10,7 +10,8 @@ msgpack extension, which costs several calls each. It starts with dtype and shap
 - SLAB:   their address in a shared-memory slab.
 
 Types that msgpack lacks are extensions too, so that they keep their type: a nested message (its schema hash and
-its own body, without a group id), a list, a read-only mapping, a numpy number. Nothing is ever pickled. Arrays
+its own body, without a group id), a tuple of many messages of one class (`table`), a list, a read-only mapping, a
+numpy number. Nothing is ever pickled. Arrays
 arrive read-only, and are made read-only at the sender too. A message arrives with all its fields, including
 those with `init=False`: no `__init__` or `__post_init__` runs again.
 
@@ -47,6 +48,7 @@ from flowrl.channel.cost import (
 )
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.schema import Schema, freeze, freeze_inside, schema_named, schema_of
+from flowrl.channel.table import MESSAGES, Columns, expanded, is_table
 from flowrl.channel.values import (
     DICT,
     LIST,
@@ -65,9 +67,9 @@ from flowrl.channel.values import (
 from flowrl.errors import WireError
 from flowrl.messages import Message
 
-__all__ = ["ArrayPlace", "Buffer", "Decoder", "Encoder", "freeze", "freeze_inside", "payload_bytes"]
+__all__ = ["ArrayPlace", "Buffer", "Decoder", "Encoder", "freeze", "freeze_inside"]
 
-INLINE_CODE, FRAME_CODE, SLAB_CODE, MESSAGE_CODE, LIST_CODE, PROXY_CODE, NUMBER_CODE = range(1, 8)
+INLINE_CODE, FRAME_CODE, SLAB_CODE, MESSAGE_CODE, LIST_CODE, PROXY_CODE, NUMBER_CODE, TABLE_CODE = range(1, 9)
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
 
 
@@ -84,27 +86,11 @@ class ArrayPlace(Protocol):
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(MAX_AXES + 1))
 _index = Struct("<Q")
 _hash = Struct("<I")
-WITHIN.update({MESSAGE_CODE: _hash.size, LIST_CODE: 0, PROXY_CODE: 0})
+WITHIN.update({MESSAGE_CODE: _hash.size, LIST_CODE: 0, PROXY_CODE: 0, TABLE_CODE: 0})
 UNPARSABLE = (ValueError, TypeError, LookupError, OverflowError, StructError, UnpackException)
 """The errors that the parser raises for bytes that are no body."""
 _extension = partial(tuple.__new__, msgpack.ExtType)
 """An ExtType without the checks of its constructor."""
-
-
-def payload_bytes(value: Any) -> int:
-    """Approximate size of a value in memory: the bytes of arrays and texts, 8 for any other scalar."""
-    kind = type(value)
-    if kind is np.ndarray:
-        return int(value.nbytes)
-    if kind is str or kind is bytes:
-        return len(value)
-    if isinstance(value, Message):
-        return sum(map(payload_bytes, schema_of(kind).values(value)))
-    if kind is tuple or kind is list:
-        return sum(map(payload_bytes, value))
-    if isinstance(value, Mapping):
-        return sum(map(payload_bytes, value.values()))
-    return 8
 
 
 class Encoder:
@@ -126,6 +112,7 @@ class Encoder:
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
         self._depth = 0
+        self._columns = Columns(self.carried, self._pay)
         self.pack: Callable[[Any], bytes] = self._packers[0].pack
 
     def keep(self) -> None:
@@ -150,6 +137,8 @@ class Encoder:
         if kind == TUPLE:
             check_nested(nested + 1)
             self.cost += of_tuple(len(value))
+            if is_table(value):
+                return self._within(TABLE_CODE, lambda: (len(value), self._columns.of(value)))
             return value if {*map(type, value)} <= SCALARS else tuple([self.carried(v, nested + 1) for v in value])
         if kind == DICT:
             check_nested(nested + 1)
@@ -161,6 +150,9 @@ class Encoder:
         if kind == NUMBER:
             return self._number(value)
         return value
+
+    def _pay(self, cost: int) -> None:
+        self.cost += cost
 
     def _dict(self, value: Mapping[Any, Any], nested: int) -> Mapping[Any, Any]:
         self.cost += of_dict(len(value))
@@ -363,7 +355,18 @@ class Decoder:
             return [*values]
         if code == PROXY_CODE:
             return MappingProxyType(values)
+        if code == TABLE_CODE:
+            return self._table(values)
         return schema_named(_hash.unpack_from(data)[0]).build(values)
+
+    def _table(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The messages of a table."""
+        if self._read == self._read_short:
+            raise ValueError("a table, which has to be paid for")
+        number, column = values
+        if column[0] != MESSAGES or not number > 0:
+            raise ValueError("a table of no messages")
+        return tuple(expanded(column, number, self._allowance.pay if self.counting else _free))
 
     def _nested(self, data: memoryview) -> Any:
         self._depth += 1
@@ -381,6 +384,10 @@ class Decoder:
             num_bytes = dtype.itemsize * math.prod(shape)
             block = self._attached[address] = np.asarray(self._attach(address, num_bytes))
         return _sealed(block.view(dtype).reshape(shape))
+
+
+def _free(num_bytes: int) -> None:
+    """Stored data are not paid for."""
 
 
 def _framed(shape: tuple[int, ...], dtype: np.dtype[Any], frame: Any) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 One byte of msgpack can make a mapping of 88 bytes, and five bytes an array of 32 GB. So a decoder has an
 allowance for what it makes: PER_BYTE for each received byte and FLOOR_BYTES for a multipart, and never more
-than MOST_BYTES, which take some 40 ms to make. The sender counts in the same way: it splits data that would
+than MOST_BYTES, which take some 160 ms to make. The sender counts in the same way: it splits data that would
 exceed the allowance into several multiparts, and refuses data that cannot be split.
 
 There are two ways to count. During decoding, an `Allowance` counts containers through msgpack's hooks, as if all
@@ -20,7 +20,7 @@ from flowrl.errors import WireError
 
 PER_BYTE = 16
 FLOOR_BYTES = 1 << 20
-MOST_BYTES = 24 << 20
+MOST_BYTES = 96 << 20
 """Not counting the content of texts and bytes, which is copied fast."""
 MOST_VALUES = 150_000
 """Most values in those bodies of a multipart that are weighed: reading and decoding them takes some 40 ms."""

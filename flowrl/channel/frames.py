@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.channel.cost import SHORT, SMALL_BYTES
 
 MAGIC = b"flow"
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 MAX_BODY_BYTES = 72 << 20
 """Largest body of one message or other frame, without the arrays beside it; copying it takes some 50 ms."""
 RECORD_BYTES = SMALL_BYTES

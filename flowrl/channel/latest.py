@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.lane_spec import LaneSpec, LaneStatistics, schema_problem
+from flowrl.channel.payload import payload_bytes
 from flowrl.channel.wire import ACK, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
 
 

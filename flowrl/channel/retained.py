@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flowrl.channel.codec import payload_bytes
 from flowrl.channel.envelope import Envelope
+from flowrl.channel.payload import payload_bytes
 
 
 class RetainedBytes:

@@ -102,6 +102,10 @@ def model_problems(graph: Graph) -> Iterator[str]:
             )
 
 
+MOST_SAMPLES = 16_000
+"""Samples of one rank's part of a batch, which travels as one message; `flowrl.channel.cost` allows some more."""
+
+
 def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     """Check 7: every sample fits into a micro-batch, every rank gets a sequence."""
     for name, node in graph.nodes.items():
@@ -131,6 +135,12 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
             yield (
                 f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {members}), "
                 f"but {placed.name} has {placed.replicas} ranks{each}; use more groups a batch or fewer ranks."
+            )
+        elif fed and sequences > MOST_SAMPLES * parts:
+            yield (
+                f"a batch has {sequences} sequences ({numbers.groups_per_batch} groups × {members}), "
+                f"{-(-sequences // parts)} for each of the {parts} parts that {placed.name} takes; one message holds "
+                f"at most {MOST_SAMPLES}. Use fewer groups a batch or more ranks."
             )
 
 

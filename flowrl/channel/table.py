@@ -1,0 +1,210 @@
+"""Tables: many messages of one class as columns, which is how a batch travels.
+
+One by one, a sample costs some fifty values of msgpack and several small arrays. As columns a batch of any size costs a
+few values and arrays for each field, so that it fits into one body (`cost`), and is packed and unpacked several times
+as fast. Arrays of all messages stand one after the other in one array, which goes beside the body or into shared
+memory as every large array does; each message gets a read-only view of it.
+
+A column is a tuple: its form, then what that form needs for its n values.
+
+- SAME:     the value, which all rows have; one of SCALARS but no float, or an empty tuple.
+- NUMBERS:  their type's position in NUMBER_TYPES, and an array of n.
+- TEXTS:    all texts in UTF-8 as bytes in an array, and their n lengths in bytes.
+- ARRAYS:   all arrays, which have one axis and one dtype, one after the other, and their n lengths.
+- DICTS:    the keys, which all have in the same order, and a column for each key.
+- TUPLES:   the n lengths, and a column of all items.
+- MESSAGES: the hash of their schema, and a column for each field.
+- ROWS:     the values one by one.
+
+Whoever expands a column pays for what it makes before it makes it. `Prices` counts the same for the sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import numpy as np
+
+from flowrl.channel.compiled import DTYPE_CODES, NOT_PLAIN
+from flowrl.channel.cost import of_tuple
+from flowrl.channel.schema import schema_named, schema_of
+from flowrl.channel.values import SCALARS
+from flowrl.messages import Message
+
+SAME, NUMBERS, TEXTS, ARRAYS, DICTS, TUPLES, MESSAGES, ROWS = range(8)
+LEAST_ROWS = 32
+"""A shorter tuple of messages is sent one by one."""
+MOST_COLUMNS_DEEP = 8
+"""Most columns around a column; what is deeper goes in rows."""
+NUMBER_TYPES: tuple[type, ...] = (bool, int, float)
+_DTYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
+_LENGTH = np.dtype(np.int64)
+_NUMBER, _TEXT, _VIEW, _DICT, _FIELD = 32, 80, 144, 256, 56
+"""What a number, a text without its characters, a view of an array, an empty dict or message, and a key with its value
+take in memory, at most."""
+
+Column = tuple[Any, ...]
+Pay = Callable[[int], None]
+
+
+def is_table(values: Sequence[Any]) -> bool:
+    """Whether these are messages of one class, and enough of them."""
+    return len(values) >= LEAST_ROWS and isinstance(values[0], Message) and len({*map(type, values)}) == 1
+
+
+class Columns:
+    """Makes columns. `carried` converts a value that stands alone; `pay` hears what the receiver will pay."""
+
+    def __init__(self, carried: Callable[[Any], Any], pay: Pay) -> None:
+        self._carried = carried
+        self._pay = pay
+
+    def of(self, values: Sequence[Any], depth: int = 0) -> Column:
+        """The column of these values, of which there is at least one."""
+        kinds = {*map(type, values)}
+        first = values[0]
+        if len(kinds) == 1 and depth < MOST_COLUMNS_DEEP and (column := self._of_one_type(first, values, depth)):
+            return column
+        return (ROWS, tuple(map(self._carried, values)))
+
+    def _of_one_type(self, first: Any, values: Sequence[Any], depth: int) -> Column | None:
+        kind = type(first)
+        if kind in SCALARS or kind is tuple:
+            if kind is not float and (kind is not tuple or not first) and all(value == first for value in values):
+                return (SAME, self._carried(first))
+            if kind in NUMBER_TYPES:
+                return self._numbers(kind, values)
+            if kind is str:
+                return self._texts(values)
+            return self._tuples(values, depth) if kind is tuple else None
+        if kind is np.ndarray:
+            return self._arrays(first, values)
+        if kind is dict:
+            return self._dicts(first, values, depth)
+        return self._messages(values, depth) if isinstance(first, Message) else None
+
+    def _numbers(self, kind: type, values: Sequence[Any]) -> Column | None:
+        number = NUMBER_TYPES.index(kind)
+        self._pay(_NUMBER * len(values))
+        try:
+            return (NUMBERS, number, np.array(values, _DTYPES[number]))
+        except OverflowError:
+            return None
+
+    def _texts(self, values: Sequence[str]) -> Column:
+        texts = [value.encode() for value in values]
+        joined = b"".join(texts)
+        self._pay(_TEXT * len(texts) + 4 * len(joined))
+        return (TEXTS, np.frombuffer(joined, np.uint8), _lengths(texts))
+
+    def _arrays(self, first: np.ndarray[Any, Any], values: Sequence[np.ndarray[Any, Any]]) -> Column | None:
+        dtype = first.dtype
+        if dtype not in DTYPE_CODES or any(value.dtype != dtype or value.ndim != 1 for value in values):
+            return None
+        self._pay(_VIEW * len(values))
+        for value in values:
+            value.setflags(write=False)
+        return (ARRAYS, np.concatenate(values), _lengths(values))
+
+    def _dicts(self, first: dict[Any, Any], values: Sequence[dict[Any, Any]], depth: int) -> Column | None:
+        keys = (*first,)
+        if not {*map(type, keys)} <= {str, int} or any((*value,) != keys for value in values):
+            return None
+        self._pay(_of_fields(len(keys)) * len(values))
+        return (DICTS, keys, *(self.of([value[key] for value in values], depth + 1) for key in keys))
+
+    def _tuples(self, values: Sequence[tuple[Any, ...]], depth: int) -> Column:
+        items = [*chain.from_iterable(values)]
+        self._pay(_of_tuples(len(values), len(items)))
+        return (TUPLES, _lengths(values), self.of(items, depth + 1))
+
+    def _messages(self, values: Sequence[Message], depth: int) -> Column:
+        schema = schema_of(type(values[0]))
+        self._pay(_of_fields(len(schema.names)) * len(values))
+        fields = zip(*map(schema.values, values), strict=True)
+        return (MESSAGES, schema.hash, *(self.of(field, depth + 1) for field in fields))
+
+
+def expanded(column: Any, number: int, pay: Pay, depth: int = 0) -> Sequence[Any]:
+    """The values of a column. Raises ValueError for what is no column of `number` values, and what `pay` raises."""
+    if depth > MOST_COLUMNS_DEEP + 1:
+        raise ValueError("a table of too many levels")
+    form, *parts = column
+    match form, parts:
+        case 0, [value]:
+            if type(value) not in SCALARS and value != ():
+                raise ValueError("a value of all rows that is no scalar")
+            return [value] * number
+        case 1, [kind, array]:
+            _require(array, _DTYPES[kind], number)
+            pay(_NUMBER * number)
+            return array.tolist()  # type: ignore[no-any-return]
+        case 2, [data, lengths]:
+            _require(data, np.dtype(np.uint8))
+            bounds = _bounds(lengths, number, data.size)
+            pay(_TEXT * number + 4 * data.size)
+            joined = data.tobytes()
+            return [joined[start:end].decode() for start, end in bounds]
+        case 3, [data, lengths]:
+            _require(data)
+            bounds = _bounds(lengths, number, data.size)
+            pay(_VIEW * number)
+            return [data[start:end] for start, end in bounds]
+        case 4, [tuple() as keys, *columns]:
+            pay(_of_fields(len(keys)) * number)
+            found = [expanded(one, number, pay, depth + 1) for one in columns]
+            if len(found) != len(keys):
+                raise ValueError("a dict's columns are not as many as its keys")
+            return [dict(zip(keys, row, strict=True)) for row in _rows(found, number)]
+        case 5, [lengths, items]:
+            spans = [*_bounds(lengths, number)]
+            total = spans[-1][1] if spans else 0
+            pay(_of_tuples(number, total))
+            values = tuple(expanded(items, total, pay, depth + 1))
+            return [values[start:end] for start, end in spans]
+        case 6, [name, *columns]:
+            schema = schema_named(name)
+            pay(_of_fields(len(schema.names)) * number)
+            codes = bytes([NOT_PLAIN]) * len(schema.arrays) if schema.arrays else None
+            found = [expanded(one, number, pay, depth + 1) for one in columns]
+            return [schema.build((None, codes, *row)) for row in _rows(found, number)]
+        case 7, [tuple() as rows] if len(rows) == number:
+            return rows
+    raise ValueError(f"no column of form {form!r}")
+
+
+def _rows(columns: Sequence[Sequence[Any]], number: int) -> Iterator[tuple[Any, ...]]:
+    return zip(*columns, strict=True) if columns else iter([()] * number)
+
+
+def _lengths(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    return np.fromiter(map(len, values), _LENGTH, len(values))
+
+
+def _require(array: Any, dtype: np.dtype[Any] | None = None, number: int | None = None) -> None:
+    if type(array) is not np.ndarray or array.ndim != 1 or (dtype is not None and array.dtype != dtype):
+        raise ValueError("a column without its array")
+    if number is not None and array.size != number:
+        raise ValueError(f"a column of {array.size} values where there are {number} rows")
+
+
+def _bounds(lengths: Any, number: int, total: int | None = None) -> Iterator[tuple[int, int]]:
+    """Where each value begins and ends in what is joined."""
+    _require(lengths, _LENGTH, number)
+    if number and int(lengths.min()) < 0:
+        raise ValueError("a negative length")
+    ends = [*accumulate(lengths.tolist(), initial=0)]
+    if total is not None and ends[-1] != total:
+        raise ValueError(f"lengths of {ends[-1]} in all where there are {total}")
+    return pairwise(ends)
+
+
+def _of_tuples(number: int, total: int) -> int:
+    return of_tuple(0) * number + (of_tuple(1) - of_tuple(0)) * total
+
+
+def _of_fields(number: int) -> int:
+    """The cost of a dict or message with so many fields, without their values."""
+    return _DICT + _FIELD * number
