@@ -188,6 +188,8 @@ THINGS: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.randbytes(rng.randrange(20_000)),
     lambda rng: np.zeros(rng.randrange(9000)),
     lambda rng: (np.float64(1), np.zeros(3), Parcel(values=np.zeros(5, np.int32))) * rng.randrange(9),
+    lambda rng: tuple(Parcel(text="a" * rng.randrange(3)) for _ in range(rng.randrange(90))),
+    lambda rng: (Parcel(),) * rng.randrange(90),
 ]
 
 

@@ -174,6 +174,39 @@ def test_a_large_batch_is_one_message(number: int, tokens: int, branches: int) -
     assert not body or weigh(body, deep=True).num_values < 300
 
 
+class Shared:
+    """Stands for the shared memory of a sender: all arrays of 4 KB and more are put there."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
+        if array.nbytes < 4096:
+            return None
+        address = len(self.blocks).to_bytes(8, "big")
+        self.blocks[address] = array.tobytes()
+        return address
+
+    def take_back(self, address: bytes) -> None:
+        del self.blocks[address]
+
+    def attach(self, address: bytes, num_bytes: int) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self.blocks[address], np.uint8)[:num_bytes]
+
+
+@pytest.mark.parametrize("number", [LEAST_ROWS, 700, 16_000])
+def test_what_lies_in_shared_memory_counts_as_received(number: int) -> None:
+    """Else the receiver refused what the sender had sent: the arrays are not in the multipart."""
+    shared = Shared()
+    batch = Batch(tuple(sample(n, 24) for n in range(number)), ((0, 1),), number, 1, 1)
+    encoder = MessageEncoder("A", 0, shared)
+    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=batch)])])
+    decoder = MessageDecoder(shared.attach)
+    (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
+    assert not isinstance(frame, Refused), frame.reason
+    assert equal(frame[4][0].body.samples[-1], batch.samples[-1]) and bool(shared.blocks) == (number > LEAST_ROWS)
+
+
 # What a peer may send
 
 

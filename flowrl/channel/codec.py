@@ -48,7 +48,7 @@ from flowrl.channel.cost import (
 )
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.schema import Schema, freeze, freeze_inside, schema_named, schema_of
-from flowrl.channel.table import MESSAGES, Columns, expanded, is_table
+from flowrl.channel.table import Columns, is_table, messages_of
 from flowrl.channel.values import (
     DICT,
     LIST,
@@ -106,8 +106,10 @@ class Encoder:
         """Functions that take back the arrays of the current value."""
         self.cost = 0
         """What an Allowance counts for the extensions of the current value, and for containers in its messages."""
-        self.beside_bytes = 0
-        """Bytes of the current value's arrays in `frames`."""
+        self.tables_cost = 0
+        """The part of `cost` that is for what is made of tables."""
+        self.beside_bytes = self.shared_bytes = 0
+        """Bytes of the current value's arrays in `frames`, and in shared memory."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
@@ -118,14 +120,13 @@ class Encoder:
     def keep(self) -> None:
         """The current value will be sent."""
         self.steps.clear()
-        self.cost = self.beside_bytes = 0
+        self.cost = self.tables_cost = self.beside_bytes = self.shared_bytes = 0
 
     def undo(self) -> None:
         """The current value will not be sent: take back its arrays from `frames` and from shared memory."""
         for step in self.steps:
             step()
-        self.steps.clear()
-        self.cost = self.beside_bytes = 0
+        self.keep()
 
     def carried(self, value: Any, nested: int = 0) -> Any:
         """Convert `value`, which is in a message, to what a packer takes. Raises WireError if it cannot be sent.
@@ -153,6 +154,7 @@ class Encoder:
 
     def _pay(self, cost: int) -> None:
         self.cost += cost
+        self.tables_cost += cost
 
     def _dict(self, value: Mapping[Any, Any], nested: int) -> Mapping[Any, Any]:
         self.cost += of_dict(len(value))
@@ -203,6 +205,7 @@ class Encoder:
             address = self._place(array)
             if address is not None:
                 self.steps.append(partial(self._place.take_back, address))
+                self.shared_bytes += array.nbytes
                 return _extension((SLAB_CODE, head + address))
         raw = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         self.frames.append(raw.reshape(-1).view(np.uint8).data)
@@ -273,6 +276,7 @@ class Decoder:
     def _begin_counting(self) -> None:
         self.counting, self._read = True, self._read_counted
         self._allowance.begin(self._num_bytes)
+        self._allowance.earn(sum(block.nbytes for block in self._attached.values()))
 
     def pay(self, num_bytes: int) -> None:
         """Count memory that is used outside of bodies. Only while `counting`. Raises Costly."""
@@ -310,11 +314,11 @@ class Decoder:
         """Counts while it unpacks. A body that costs too much, or is long, is weighed first."""
         allowance = self._allowance
         if len(data) <= SMALL_BYTES and not allowance.careful:
-            before = allowance.left
+            before, earned = allowance.left, allowance.earned
             try:
                 return self._read(data)
             except (Costly, ValueError):  # too costly, or a container too long to be counted before it is built
-                allowance.left = before
+                allowance.left = before + allowance.earned - earned
                 allowance.careful = True
         try:
             return self._weighed(data, allowance)
@@ -363,10 +367,7 @@ class Decoder:
         """The messages of a table."""
         if self._read == self._read_short:
             raise ValueError("a table, which has to be paid for")
-        number, column = values
-        if column[0] != MESSAGES or not number > 0:
-            raise ValueError("a table of no messages")
-        return tuple(expanded(column, number, self._allowance.pay if self.counting else _free))
+        return messages_of(values, self._allowance.pay if self.counting else None)
 
     def _nested(self, data: memoryview) -> Any:
         self._depth += 1
@@ -383,11 +384,8 @@ class Decoder:
         if block is None:
             num_bytes = dtype.itemsize * math.prod(shape)
             block = self._attached[address] = np.asarray(self._attach(address, num_bytes))
+            self._allowance.earn(num_bytes)
         return _sealed(block.view(dtype).reshape(shape))
-
-
-def _free(num_bytes: int) -> None:
-    """Stored data are not paid for."""
 
 
 def _framed(shape: tuple[int, ...], dtype: np.dtype[Any], frame: Any) -> np.ndarray[Any, Any]:

@@ -58,7 +58,7 @@ class Costly(Exception):
 class Allowance:
     """What decoding the current multipart may still cost. `array` and `mapping` are msgpack's hooks."""
 
-    __slots__ = ("_bulk", "_values", "careful", "left")
+    __slots__ = ("_bulk", "_most", "_values", "careful", "earned", "left")
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.begin(num_bytes)
@@ -66,8 +66,10 @@ class Allowance:
     def begin(self, num_bytes: int) -> None:
         """Begin a multipart of `num_bytes` bytes."""
         most = FLOOR_BYTES + PER_BYTE * num_bytes
-        self.left = min(most, MOST_BYTES)
+        self.left = self._most = min(most, MOST_BYTES)
         self._bulk = most - self.left
+        self.earned = 0
+        """What `earn` added to `left`."""
         self._values = MOST_VALUES
         self.careful = False
         """True after a body was decoded in vain: the other bodies of the multipart are weighed first."""
@@ -77,6 +79,13 @@ class Allowance:
         self.left -= num_bytes
         if self.left < 0:
             raise Costly
+
+    def earn(self, num_bytes: int) -> None:
+        """Allow for `num_bytes` that came in shared memory."""
+        more = min(PER_BYTE * num_bytes, MOST_BYTES - self._most)
+        self._most += more
+        self.earned += more
+        self.left += more
 
     def weigh(self, data: bytes | memoryview, *, deep: bool = False) -> None:
         """Pay for decoding `data`. Raises Costly, or WireError as `weigh` does; after either, nothing is left."""

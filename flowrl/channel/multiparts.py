@@ -216,6 +216,8 @@ class MessageEncoder:
         try:
             allowance.pay(cost)
             allowance.weigh(body, deep=True)
+            allowance.earn(self._encoder.shared_bytes)
+            allowance.pay(self._encoder.tables_cost)
         except Costly:
             raise too_costly() from None
 

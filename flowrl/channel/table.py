@@ -127,6 +127,14 @@ class Columns:
         return (MESSAGES, schema.hash, *(self.of(field, depth + 1) for field in fields))
 
 
+def messages_of(table: Any, pay: Pay | None) -> tuple[Any, ...]:
+    """The messages of a table: (their number, their column). Raises as `expanded`; without `pay` nothing is paid."""
+    number, column = table
+    if column[0] != MESSAGES or not number > 0:
+        raise ValueError("a table of no messages")
+    return tuple(expanded(column, number, pay or (lambda num_bytes: None)))
+
+
 def expanded(column: Any, number: int, pay: Pay, depth: int = 0) -> Sequence[Any]:
     """The values of a column. Raises ValueError for what is no column of `number` values, and what `pay` raises."""
     if depth > MOST_COLUMNS_DEEP + 1:
