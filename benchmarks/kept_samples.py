@@ -2,13 +2,15 @@
 
     python -m benchmarks.kept_samples [--repeat 3] [--steps 60] [--gigabytes 1]
 
-Runs take turns, without and with the default share; the time of each run's steps is compared in pairs. Then files of
-that size are written, and the command is timed on them, the start of Python included.
+Runs take turns, without and with the default share, and are compared in pairs: the time of all steps, and the median
+step, which a moment of other work on the machine moves less. Then files of that size are written, and the command is
+timed on them, the start of Python included.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import resource
 import statistics
@@ -16,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,14 @@ class Options:
     """Size of the files that are read; 0: none are."""
 
 
+@dataclass(frozen=True)
+class Steps:
+    """How long the steps of a run took, after the first."""
+
+    total_s: float
+    median_s: float
+
+
 def main(options: Options) -> None:
     """Print both tables."""
     with tempfile.TemporaryDirectory() as folder:
@@ -51,26 +63,48 @@ def main(options: Options) -> None:
 
 
 def _costs(options: Options, folder: Path) -> None:
-    ratios = []
+    pairs: list[tuple[Steps, Steps]] = []
     for number in range(options.repeat):
-        times = {}
+        steps = {}
         for keep in ("off", "auto") if number % 2 else ("auto", "off"):
             run_dir = folder / f"{keep}-{number}"
-            times[keep] = _run(options, run_dir, keep)
-        kept = _num_rows(folder / f"auto-{number}")
-        ratios.append(times["auto"] / times["off"])
-        print(json.dumps({"pair": number, **times, "ratio": round(ratios[-1], 4), "kept": kept}), flush=True)
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    print(f"time with the default share / without: median {statistics.median(ratios):.3f} ({spread})")
+            steps[keep] = _run(options, run_dir, keep)
+        rows = _num_rows(folder / f"auto-{number}")
+        pairs.append((steps["auto"], steps["off"]))
+        print(
+            json.dumps({"pair": number, **{name: asdict(one) for name, one in steps.items()}, "kept": rows}), flush=True
+        )
+    for what in ("total_s", "median_s"):
+        ratios = compared([(getattr(kept, what), getattr(off, what)) for kept, off in pairs])
+        print(f"{what} with the default share / without: {ratios}")
 
 
-def _run(options: Options, run_dir: Path, keep: str) -> float:
-    """Seconds from the first to the last step."""
+def compared(pairs: Sequence[tuple[float, float]]) -> str:
+    """The ratio of the first to the second: its median over the pairs, with a 95% interval and the spread.
+
+    The interval is that of the median by order statistics, which assumes no distribution; six pairs or more have one.
+    """
+    ratios = sorted(first / second for first, second in pairs)
+    number = len(ratios)
+    told = f"{statistics.median(ratios):.4f}"
+    inside = sum(1 for k in range(number // 2) if _at_most(k, number) <= 0.025)
+    if inside:
+        told += f" [{ratios[inside - 1]:.4f}, {ratios[number - inside]:.4f}]"
+    return f"{told}, {number} pairs from {ratios[0]:.3f} to {ratios[-1]:.3f}"
+
+
+def _at_most(k: int, number: int) -> float:
+    """How likely at most `k` of `number` fair coins show heads."""
+    return float(sum(math.comb(number, i) for i in range(k + 1)) / 2**number)
+
+
+def _run(options: Options, run_dir: Path, keep: str) -> Steps:
     command = [sys.executable, "-m", "flowrl.cli", "run", options.graph, "--steps", str(options.steps), "--plain"]
     command += ["--evaluate", "0", "--keep-samples", keep, "--run-dir", str(run_dir)]
     subprocess.run(command, capture_output=True, check=True)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return float(lines[-1]["time_s"] - lines[0]["time_s"])
+    times = [line["time_s"] for line in lines]
+    return Steps(round(times[-1] - times[0], 3), round(statistics.median(b - a for a, b in pairwise(times)), 5))
 
 
 def _num_rows(run_dir: Path) -> int:
