@@ -19,7 +19,7 @@ demo: setup
 demo-control: setup
 	$(PY) -m benchmarks.demo --control
 
-# Every graph on `tiny`, and the table in docs/ladder.md: about an hour and a half on two cores.
+# Every graph on `tiny`, and the table in docs/ladder.md: half an hour on two quiet cores.
 ladder-table: setup
 	$(PY) -m benchmarks.ladder --page
 
