@@ -19,7 +19,19 @@ from flowrl.channel.cost import FLOOR_BYTES, PER_BYTE, weigh
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.schema import schema_of
 from flowrl.channel.stored import dump, load
-from flowrl.channel.table import ARRAYS, DICTS, LEAST_ROWS, MESSAGES, NUMBERS, ROWS, SAME, TEXTS, TUPLES, Columns
+from flowrl.channel.table import (
+    ARRAYS,
+    DICTS,
+    LEAST_ROWS,
+    MESSAGES,
+    NUMBERS,
+    RECORDS,
+    ROWS,
+    SAME,
+    TEXTS,
+    TUPLES,
+    Columns,
+)
 from flowrl.channel.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import WireError
 from flowrl.messages import Batch, Branch, Message, Trainable
@@ -174,6 +186,65 @@ def test_a_large_batch_is_one_message(number: int, tokens: int, branches: int) -
     assert not body or weigh(body, deep=True).num_values < 300
 
 
+def batch_of(number: int, tokens: int, **fields: Any) -> Batch:
+    samples = tuple(sample(n, tokens) for n in range(number))
+    for one in samples:
+        for name, value in fields.items():
+            object.__setattr__(one, name, value(one) if callable(value) else value)
+    return Batch(samples, ((0, 1),), number, 1, 1)
+
+
+LARGE: dict[str, Callable[[], Message]] = {
+    "samples of one token": lambda: batch_of(4_000, 1),
+    "long texts": lambda: batch_of(4_000, 8, response_text=lambda one: one.sample_id + "word " * 1_600),
+    "long texts in another alphabet": lambda: batch_of(
+        1_000, 8, response_text=lambda one: one.sample_id + "数" * 9_000
+    ),
+    "rewards by turn": lambda: batch_of(4_000, 8, turn_rewards=tuple((turn, 0.5) for turn in range(20))),
+    "nothing but equal values": lambda: Many(tuple(Leaf(7) for _ in range(40_000))),
+    "a table beside a larger array": lambda: Many((tuple(Leaf(7) for _ in range(4_000)), np.zeros(1 << 20))),
+    "two tables": lambda: Many((tuple(Leaf(7) for _ in range(4_000)), tuple(Row(np.zeros(4_000)) for _ in range(32)))),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_table_saves_in_bytes_does_not_make_it_too_costly(name: str, shared: bool) -> None:
+    """A receiver allows so much memory for each byte: a table brings as many bytes as what is made of it needs."""
+    place = Shared() if shared else None
+    message = LARGE[name]()
+    encoder = MessageEncoder("A", 0, place)
+    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=message)])])
+    decoder = MessageDecoder(place.attach if place else None)
+    (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
+    assert not isinstance(frame, Refused), frame.reason
+    assert same(frame[4][0].body, message)
+
+
+@pytest.mark.parametrize("number", [40, 300, 3_000])
+def test_notes_with_tables_share_a_multipart_if_they_fit(number: int) -> None:
+    encoder = MessageEncoder("A", 0)
+    encoder.add([(NOTIFY, 0, 0, n, ("kind", Many(tuple(Leaf(7) for _ in range(number))))) for n in range(30)])
+    frames = [one for parts in encoder.multiparts() for one in MessageDecoder().decode([bytes(part) for part in parts])]
+    assert len(frames) == 30 and all(not isinstance(one, Refused) and one[4][0] == "kind" for one in frames)
+
+
+@pytest.mark.parametrize("keys", [(1, True), (1, 1.0), (1, np.int64(1)), ("a", 1)])
+def test_keys_keep_their_types(keys: tuple[Any, ...]) -> None:
+    message = Many(tuple(Row({keys[n % 2]: n}) for n in range(100)))
+    assert same(through(message), message)
+
+
+@pytest.mark.parametrize("number", [140_000, 160_000])
+def test_more_values_than_a_receiver_reads_are_refused_by_the_sender(number: int) -> None:
+    message = Many(tuple(float(n) for n in range(number)))
+    if number < 150_000:
+        assert same(through(message), message)
+    else:
+        with pytest.raises(WireError, match="more than 150000 values"):
+            through(message)
+
+
 class Shared:
     """Stands for the shared memory of a sender: all arrays of 4 KB and more are put there."""
 
@@ -211,7 +282,7 @@ def test_what_lies_in_shared_memory_counts_as_received(number: int) -> None:
 
 
 def column(values: Any) -> tuple[Any, ...]:
-    return Columns(Encoder().carried, lambda cost: None).of(values)
+    return Columns(Encoder().carried, lambda cost, bulk: None).of(values)
 
 
 LEAF = schema_of(Leaf).hash
@@ -241,6 +312,12 @@ WRONG: dict[str, tuple[Any, Any]] = {
     "a value that all would share": (4, (MESSAGES, LEAF, (SAME, {}), (SAME, 0))),
     "a negative number": (-1, (MESSAGES, LEAF, (SAME, 0), (SAME, 0))),
     "no number": ("4", (MESSAGES, LEAF, (SAME, 0), (SAME, 0))),
+    "a number of numpy": (np.uint32(1 << 28), (MESSAGES, LEAF, (SAME, 0), (SAME, None))),
+    "columns by the thousand": (2_000, (MESSAGES, LEAF, *[(SAME, None)] * 5_000)),
+    "an array for a column": (4, np.arange(4)),
+    "an array for a field": (4, (MESSAGES, LEAF, np.arange(4), (SAME, 0))),
+    "records of another length": (4, (MESSAGES, LEAF, (RECORDS, 2, (SAME, 0)), (SAME, 0))),
+    "records of no length": (4, (MESSAGES, LEAF, (RECORDS, 0), (SAME, 0))),
     "half a message": (0.5, (MESSAGES, LEAF, (SAME, 0), (SAME, 0))),
 }
 
@@ -294,7 +371,7 @@ def test_a_table_is_paid_for_before_it_is_made(name: str) -> None:
 def test_what_is_paid_is_at_least_what_it_takes() -> None:
     paid: list[int] = []
     batch = tuple(sample(n, 24) for n in range(2_000))
-    Columns(Encoder().carried, paid.append).of(batch)
+    Columns(Encoder().carried, lambda cost, bulk: paid.append(cost + bulk)).of(batch)
     encoder = MessageEncoder("A", 0)
     encoder.add([(NOTIFY, 0, 0, 0, ("kind", batch))])
     multiparts = [[bytes(part) for part in parts] for parts in encoder.multiparts()]

@@ -27,15 +27,17 @@ from functools import partial
 from struct import Struct
 from struct import error as StructError
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import numpy as np
 from msgpack.exceptions import UnpackException
 
+from flowrl.channel.arrays import ArrayPlace, framed, sealed
 from flowrl.channel.compiled import DTYPE_CODES, DTYPES, INLINE_LIMIT_BYTES, Head
 from flowrl.channel.cost import (
     EXTENSION,
+    PER_BYTE,
     SHORT,
     SMALL_BYTES,
     TINY_BYTES,
@@ -48,7 +50,7 @@ from flowrl.channel.cost import (
 )
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.schema import Schema, freeze, freeze_inside, schema_named, schema_of
-from flowrl.channel.table import Columns, is_table, messages_of
+from flowrl.channel.table import Columns, is_table, messages_of, padded
 from flowrl.channel.values import (
     DICT,
     LIST,
@@ -71,16 +73,6 @@ __all__ = ["ArrayPlace", "Buffer", "Decoder", "Encoder", "freeze", "freeze_insid
 
 INLINE_CODE, FRAME_CODE, SLAB_CODE, MESSAGE_CODE, LIST_CODE, PROXY_CODE, NUMBER_CODE, TABLE_CODE = range(1, 9)
 Buffer = bytes | memoryview | np.ndarray[Any, Any]
-
-
-class ArrayPlace(Protocol):
-    """Puts arrays into shared memory."""
-
-    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
-        """Copy `array` into shared memory and return the address, None if that is not possible."""
-
-    def take_back(self, address: bytes) -> None:
-        """Free the array at `address`, which was not sent."""
 
 
 _shape_structs = tuple(Struct(f"<BBxxxxxx{ndim}Q") for ndim in range(MAX_AXES + 1))
@@ -106,8 +98,8 @@ class Encoder:
         """Functions that take back the arrays of the current value."""
         self.cost = 0
         """What an Allowance counts for the extensions of the current value, and for containers in its messages."""
-        self.tables_cost = 0
-        """The part of `cost` that is for what is made of tables."""
+        self.tables_cost = self.tables_bulk = 0
+        """The part of `cost` that is for what is made of tables: without their texts' characters, and for these."""
         self.beside_bytes = self.shared_bytes = 0
         """Bytes of the current value's arrays in `frames`, and in shared memory."""
         self._place = place
@@ -120,7 +112,7 @@ class Encoder:
     def keep(self) -> None:
         """The current value will be sent."""
         self.steps.clear()
-        self.cost = self.tables_cost = self.beside_bytes = self.shared_bytes = 0
+        self.cost = self.tables_cost = self.tables_bulk = self.beside_bytes = self.shared_bytes = 0
 
     def undo(self) -> None:
         """The current value will not be sent: take back its arrays from `frames` and from shared memory."""
@@ -139,7 +131,7 @@ class Encoder:
             check_nested(nested + 1)
             self.cost += of_tuple(len(value))
             if is_table(value):
-                return self._within(TABLE_CODE, lambda: (len(value), self._columns.of(value)))
+                return self._table(value)
             return value if {*map(type, value)} <= SCALARS else tuple([self.carried(v, nested + 1) for v in value])
         if kind == DICT:
             check_nested(nested + 1)
@@ -152,9 +144,21 @@ class Encoder:
             return self._number(value)
         return value
 
-    def _pay(self, cost: int) -> None:
-        self.cost += cost
+    def _table(self, messages: Sequence[Any]) -> Any:
+        """Pack a table. Bytes are added where its own would not pay for what the receiver makes of it."""
+        paid = self._paid()
+        code, body = self._within(TABLE_CODE, lambda: (len(messages), self._columns.of(messages)))
+        missing = self._paid() - paid - PER_BYTE * len(body)
+        return _extension((code, padded(body, missing) if missing > 0 else body))
+
+    def _paid(self) -> int:
+        """What tables cost so far, without what their arrays pay for."""
+        return self.tables_cost + self.tables_bulk - PER_BYTE * (self.beside_bytes + self.shared_bytes)
+
+    def _pay(self, cost: int, bulk: int) -> None:
+        self.cost += cost + bulk
         self.tables_cost += cost
+        self.tables_bulk += bulk
 
     def _dict(self, value: Mapping[Any, Any], nested: int) -> Mapping[Any, Any]:
         self.cost += of_dict(len(value))
@@ -314,11 +318,11 @@ class Decoder:
         """Counts while it unpacks. A body that costs too much, or is long, is weighed first."""
         allowance = self._allowance
         if len(data) <= SMALL_BYTES and not allowance.careful:
-            before, earned = allowance.left, allowance.earned
+            spent = allowance.spent()
             try:
                 return self._read(data)
             except (Costly, ValueError):  # too costly, or a container too long to be counted before it is built
-                allowance.left = before + allowance.earned - earned
+                allowance.spend_again(spent)
                 allowance.careful = True
         try:
             return self._weighed(data, allowance)
@@ -349,7 +353,7 @@ class Decoder:
         if code == INLINE_CODE:
             return np.ndarray(shape, dtype, data, start)
         if code == FRAME_CODE:
-            return _framed(shape, dtype, self._frames[_index.unpack_from(data, start)[0]])
+            return framed(shape, dtype, self._frames[_index.unpack_from(data, start)[0]])
         return self._shared(data[start:], shape, dtype)
 
     def _body(self, code: int, body: memoryview, data: bytes) -> Any:
@@ -367,7 +371,7 @@ class Decoder:
         """The messages of a table."""
         if self._read == self._read_short:
             raise ValueError("a table, which has to be paid for")
-        return messages_of(values, self._allowance.pay if self.counting else None)
+        return messages_of(values, self._allowance.pay_table if self.counting else None)
 
     def _nested(self, data: memoryview) -> Any:
         self._depth += 1
@@ -385,14 +389,4 @@ class Decoder:
             num_bytes = dtype.itemsize * math.prod(shape)
             block = self._attached[address] = np.asarray(self._attach(address, num_bytes))
             self._allowance.earn(num_bytes)
-        return _sealed(block.view(dtype).reshape(shape))
-
-
-def _framed(shape: tuple[int, ...], dtype: np.dtype[Any], frame: Any) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, frame)
-    return _sealed(array if array.flags.aligned else array.copy())
-
-
-def _sealed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    array.flags.writeable = False
-    return array
+        return sealed(block.view(dtype).reshape(shape))

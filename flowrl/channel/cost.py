@@ -58,7 +58,7 @@ class Costly(Exception):
 class Allowance:
     """What decoding the current multipart may still cost. `array` and `mapping` are msgpack's hooks."""
 
-    __slots__ = ("_bulk", "_most", "_values", "careful", "earned", "left")
+    __slots__ = ("_bulk", "_earned", "_most", "_values", "careful", "left")
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.begin(num_bytes)
@@ -68,8 +68,8 @@ class Allowance:
         most = FLOOR_BYTES + PER_BYTE * num_bytes
         self.left = self._most = min(most, MOST_BYTES)
         self._bulk = most - self.left
-        self.earned = 0
-        """What `earn` added to `left`."""
+        self._earned = (0, 0)
+        """What `earn` added to `left` and to `_bulk`."""
         self._values = MOST_VALUES
         self.careful = False
         """True after a body was decoded in vain: the other bodies of the multipart are weighed first."""
@@ -80,12 +80,28 @@ class Allowance:
         if self.left < 0:
             raise Costly
 
+    def pay_table(self, num_bytes: int, bulk_bytes: int) -> None:
+        """Spend `num_bytes`, and `bulk_bytes` of text. Raises Costly if that is more than is left."""
+        free = min(bulk_bytes, self._bulk)
+        self._bulk -= free
+        self.pay(num_bytes + bulk_bytes - free)
+
     def earn(self, num_bytes: int) -> None:
         """Allow for `num_bytes` that came in shared memory."""
-        more = min(PER_BYTE * num_bytes, MOST_BYTES - self._most)
+        most = PER_BYTE * num_bytes
+        more = min(most, MOST_BYTES - self._most)
         self._most += more
-        self.earned += more
+        self._earned = (self._earned[0] + more, self._earned[1] + most - more)
         self.left += more
+        self._bulk += most - more
+
+    def spent(self) -> tuple[int, int]:
+        """For `spend_again`."""
+        return self.left - self._earned[0], self._bulk - self._earned[1]
+
+    def spend_again(self, spent: tuple[int, int]) -> None:
+        """Forget what was paid since `spent`, and keep what was earned."""
+        self.left, self._bulk = spent[0] + self._earned[0], spent[1] + self._earned[1]
 
     def weigh(self, data: bytes | memoryview, *, deep: bool = False) -> None:
         """Pay for decoding `data`. Raises Costly, or WireError as `weigh` does; after either, nothing is left."""

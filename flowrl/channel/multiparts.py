@@ -41,6 +41,9 @@ _FRAME_COST = FLOOR_BYTES // MAX_FRAMES
 """At least what an Allowance counts for another frame, or for a message in its own record, without the body.
 Frames that together cost less than FLOOR_BYTES are within the allowance and within MAX_FRAMES."""
 
+_MOST_SHARED = 12 << 20
+"""Most that a multipart costs without an exact count. Tuples that cost less hold fewer than MOST_VALUES values."""
+
 
 class _Record:
     """Messages that are collected for one record."""
@@ -172,7 +175,7 @@ class MessageEncoder:
         num_bytes = len(body)
         if self._open is not None:
             self._close(self._open)
-        cost = self._cost + _FRAME_COST + WORST * num_bytes
+        cost = self._cost + _FRAME_COST + WORST * num_bytes + encoder.tables_cost + encoder.tables_bulk
         if num_bytes > FEW_BYTES or (cost > FLOOR_BYTES and not self._takes(cost, num_bytes)):
             if self._frames:
                 self._cut()
@@ -196,7 +199,7 @@ class MessageEncoder:
             body_bytes += self._open.num_bytes
         beside_bytes = self._beside_bytes + self._encoder.beside_bytes
         return (
-            cost <= MOST_BYTES
+            cost <= _MOST_SHARED
             and cost <= FLOOR_BYTES + PER_BYTE * (body_bytes + beside_bytes)
             and body_bytes <= MAX_BODY_BYTES
             and self._frames < MAX_FRAMES
@@ -217,7 +220,7 @@ class MessageEncoder:
             allowance.pay(cost)
             allowance.weigh(body, deep=True)
             allowance.earn(self._encoder.shared_bytes)
-            allowance.pay(self._encoder.tables_cost)
+            allowance.pay_table(self._encoder.tables_cost, self._encoder.tables_bulk)
         except Costly:
             raise too_costly() from None
 

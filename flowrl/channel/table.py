@@ -11,12 +11,15 @@ A column is a tuple: its form, then what that form needs for its n values.
 - NUMBERS:  their type's position in NUMBER_TYPES, and an array of n.
 - TEXTS:    all texts in UTF-8 as bytes in an array, and their n lengths in bytes.
 - ARRAYS:   all arrays, which have one axis and one dtype, one after the other, and their n lengths.
-- DICTS:    the keys, which all have in the same order, and a column for each key.
+- DICTS:    the keys, texts that all have in the same order, and a column for each key.
+- RECORDS:  tuples of one short length: their length, and a column for each position.
 - TUPLES:   the n lengths, and a column of all items.
 - MESSAGES: the hash of their schema, and a column for each field.
 - ROWS:     the values one by one.
 
-Whoever expands a column pays for what it makes before it makes it. `Prices` counts the same for the sender.
+A table is (number of messages, a column of MESSAGES, and perhaps bytes that say nothing). Whoever expands a column pays
+for what it makes before it makes it, and its sender counts the same. A receiver allows so much for each byte that it
+got (`cost`): the bytes that say nothing make up for columns that are shorter than the messages one by one.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from flowrl.channel.compiled import DTYPE_CODES, NOT_PLAIN
-from flowrl.channel.cost import of_tuple
+from flowrl.channel.cost import PER_BYTE, of_tuple
 from flowrl.channel.schema import schema_named, schema_of
 from flowrl.channel.values import SCALARS
 from flowrl.messages import Message
 
-SAME, NUMBERS, TEXTS, ARRAYS, DICTS, TUPLES, MESSAGES, ROWS = range(8)
+SAME, NUMBERS, TEXTS, ARRAYS, DICTS, RECORDS, TUPLES, MESSAGES, ROWS = range(9)
+LONGEST_RECORD = 8
 LEAST_ROWS = 32
 """A shorter tuple of messages is sent one by one."""
 MOST_COLUMNS_DEEP = 8
@@ -45,8 +50,12 @@ _NUMBER, _TEXT, _VIEW, _DICT, _FIELD = 32, 80, 144, 256, 56
 """What a number, a text without its characters, a view of an array, an empty dict or message, and a key with its value
 take in memory, at most."""
 
+_GAIN = PER_BYTE - 4
+"""What a byte that says nothing pays for, less what it costs itself: it is counted at each level around it."""
+
 Column = tuple[Any, ...]
-Pay = Callable[[int], None]
+Pay = Callable[[int, int], None]
+"""Pays for so many bytes of memory, and so many bytes of text besides."""
 
 
 def is_table(values: Sequence[Any]) -> bool:
@@ -87,7 +96,7 @@ class Columns:
 
     def _numbers(self, kind: type, values: Sequence[Any]) -> Column | None:
         number = NUMBER_TYPES.index(kind)
-        self._pay(_NUMBER * len(values))
+        self._pay(_NUMBER * len(values), 0)
         try:
             return (NUMBERS, number, np.array(values, _DTYPES[number]))
         except OverflowError:
@@ -96,91 +105,115 @@ class Columns:
     def _texts(self, values: Sequence[str]) -> Column:
         texts = [value.encode() for value in values]
         joined = b"".join(texts)
-        self._pay(_TEXT * len(texts) + 4 * len(joined))
+        self._pay(_TEXT * len(texts), _of_text(joined))
         return (TEXTS, np.frombuffer(joined, np.uint8), _lengths(texts))
 
     def _arrays(self, first: np.ndarray[Any, Any], values: Sequence[np.ndarray[Any, Any]]) -> Column | None:
         dtype = first.dtype
         if dtype not in DTYPE_CODES or any(value.dtype != dtype or value.ndim != 1 for value in values):
             return None
-        self._pay(_VIEW * len(values))
+        self._pay(_VIEW * len(values), 0)
         for value in values:
             value.setflags(write=False)
         return (ARRAYS, np.concatenate(values), _lengths(values))
 
     def _dicts(self, first: dict[Any, Any], values: Sequence[dict[Any, Any]], depth: int) -> Column | None:
         keys = (*first,)
-        if not {*map(type, keys)} <= {str, int} or any((*value,) != keys for value in values):
+        if any((*value,) != keys or not {*map(type, value)} <= {str} for value in values):
             return None
-        self._pay(_of_fields(len(keys)) * len(values))
+        self._pay(_of_fields(len(keys)) * len(values), 0)
         return (DICTS, keys, *(self.of([value[key] for value in values], depth + 1) for key in keys))
 
     def _tuples(self, values: Sequence[tuple[Any, ...]], depth: int) -> Column:
+        width = len(values[0])
+        if 0 < width <= LONGEST_RECORD and {*map(len, values)} == {width}:
+            self._pay(_of_tuples(len(values), width * len(values)), 0)
+            return (RECORDS, width, *(self.of(place, depth + 1) for place in zip(*values, strict=True)))
         items = [*chain.from_iterable(values)]
-        self._pay(_of_tuples(len(values), len(items)))
+        self._pay(_of_tuples(len(values), len(items)), 0)
         return (TUPLES, _lengths(values), self.of(items, depth + 1))
 
     def _messages(self, values: Sequence[Message], depth: int) -> Column:
         schema = schema_of(type(values[0]))
-        self._pay(_of_fields(len(schema.names)) * len(values))
+        self._pay(_of_fields(len(schema.names)) * len(values), 0)
         fields = zip(*map(schema.values, values), strict=True)
         return (MESSAGES, schema.hash, *(self.of(field, depth + 1) for field in fields))
 
 
+def padded(body: bytes, missing: int) -> bytes:
+    """The packed pair of a table, with a third part whose bytes are received and pay for `missing` bytes of memory."""
+    return b"\x93" + body[1:] + bytes(msgpack.packb(bytes(missing // _GAIN + 1)))
+
+
 def messages_of(table: Any, pay: Pay | None) -> tuple[Any, ...]:
-    """The messages of a table: (their number, their column). Raises as `expanded`; without `pay` nothing is paid."""
-    number, column = table
-    if column[0] != MESSAGES or not number > 0:
+    """The messages of a table. Raises as `expanded`; without `pay` nothing is paid."""
+    number, column, *_ = table
+    if type(number) is not int or number <= 0 or type(column) is not tuple or column[0] != MESSAGES:
         raise ValueError("a table of no messages")
-    return tuple(expanded(column, number, pay or (lambda num_bytes: None)))
+    return tuple(expanded(column, number, pay or (lambda num_bytes, bulk_bytes: None)))
 
 
 def expanded(column: Any, number: int, pay: Pay, depth: int = 0) -> Sequence[Any]:
     """The values of a column. Raises ValueError for what is no column of `number` values, and what `pay` raises."""
-    if depth > MOST_COLUMNS_DEEP + 1:
-        raise ValueError("a table of too many levels")
+    if depth > MOST_COLUMNS_DEEP + 1 or type(column) is not tuple or type(column[0]) is not int:
+        raise ValueError("a table of too many levels, or without a column")
     form, *parts = column
     match form, parts:
         case 0, [value]:
             if type(value) not in SCALARS and value != ():
                 raise ValueError("a value of all rows that is no scalar")
             return [value] * number
-        case 1, [kind, array]:
+        case 1, [int() as kind, array]:
             _require(array, _DTYPES[kind], number)
-            pay(_NUMBER * number)
+            pay(_NUMBER * number, 0)
             return array.tolist()  # type: ignore[no-any-return]
         case 2, [data, lengths]:
             _require(data, np.dtype(np.uint8))
             bounds = _bounds(lengths, number, data.size)
-            pay(_TEXT * number + 4 * data.size)
             joined = data.tobytes()
+            pay(_TEXT * number, _of_text(joined))
             return [joined[start:end].decode() for start, end in bounds]
         case 3, [data, lengths]:
             _require(data)
             bounds = _bounds(lengths, number, data.size)
-            pay(_VIEW * number)
+            pay(_VIEW * number, 0)
             return [data[start:end] for start, end in bounds]
         case 4, [tuple() as keys, *columns]:
-            pay(_of_fields(len(keys)) * number)
-            found = [expanded(one, number, pay, depth + 1) for one in columns]
-            if len(found) != len(keys):
-                raise ValueError("a dict's columns are not as many as its keys")
+            found = _columns(columns, len(keys), number, pay, depth, _of_fields(len(keys)) * number)
             return [dict(zip(keys, row, strict=True)) for row in _rows(found, number)]
-        case 5, [lengths, items]:
+        case 5, [int() as width, *columns] if 0 < width <= LONGEST_RECORD:
+            found = _columns(columns, width, number, pay, depth, _of_tuples(number, width * number))
+            return [*_rows(found, number)]
+        case 6, [lengths, items]:
             spans = [*_bounds(lengths, number)]
             total = spans[-1][1] if spans else 0
-            pay(_of_tuples(number, total))
+            pay(_of_tuples(number, total), 0)
             values = tuple(expanded(items, total, pay, depth + 1))
             return [values[start:end] for start, end in spans]
-        case 6, [name, *columns]:
+        case 7, [int() as name, *columns]:
             schema = schema_named(name)
-            pay(_of_fields(len(schema.names)) * number)
+            cost = _of_fields(len(schema.names)) * number
+            found = _columns(columns, len(schema.names), number, pay, depth, cost)
             codes = bytes([NOT_PLAIN]) * len(schema.arrays) if schema.arrays else None
-            found = [expanded(one, number, pay, depth + 1) for one in columns]
             return [schema.build((None, codes, *row)) for row in _rows(found, number)]
-        case 7, [tuple() as rows] if len(rows) == number:
+        case 8, [tuple() as rows] if len(rows) == number:
             return rows
-    raise ValueError(f"no column of form {form!r}")
+    raise ValueError(f"no column of form {form}")
+
+
+def _columns(
+    columns: Sequence[Any], wanted: int, number: int, pay: Pay, depth: int, cost: int
+) -> Sequence[Sequence[Any]]:
+    """The values of `wanted` columns, after paying `cost` for what is made of them."""
+    if len(columns) != wanted:
+        raise ValueError(f"{len(columns)} columns where there are {wanted} fields")
+    pay(cost, 0)
+    return [expanded(column, number, pay, depth + 1) for column in columns]
+
+
+def _of_text(text: bytes) -> int:
+    """Bytes of memory that the characters of this UTF-8 take at most: one outside of ASCII may make all take four."""
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 def _rows(columns: Sequence[Sequence[Any]], number: int) -> Iterator[tuple[Any, ...]]:
