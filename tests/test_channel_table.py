@@ -235,6 +235,38 @@ def test_keys_keep_their_types(keys: tuple[Any, ...]) -> None:
     assert same(through(message), message)
 
 
+def test_values_one_by_one_are_counted_too() -> None:
+    """Columns of two types go in rows, whose values the receiver reads one by one."""
+
+    def rows(number: int) -> Many:
+        values = ({str(k): (None, 0.5)[(n + k) % 2] for k in range(40)} for n in range(number))
+        return Many(tuple(Row(names=one) for one in values))
+
+    assert same(through(rows(3_000)), rows(3_000))
+    with pytest.raises(WireError, match="more than 150000 values"):
+        through(rows(4_000))
+
+
+def test_nested_values_are_bounded_in_a_table_as_outside() -> None:
+    value: Any = 1
+    for _ in range(64):
+        value = (value, "a")
+    for number in (3, 40):
+        with pytest.raises(WireError, match="nested in more than 64"):
+            through(Many(tuple(Row((value, n)) for n in range(number))))
+
+
+def test_only_arrays_of_a_table_pay_for_it() -> None:
+    """The receiver meets an array behind the table only when the table is made."""
+    place = Shared()
+    message = Many((tuple({} for _ in range(3_000)), tuple(Leaf(7) for _ in range(4_000)), np.zeros(1 << 20)))
+    encoder = MessageEncoder("A", 0, place)
+    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=message)])])
+    decoder = MessageDecoder(place.attach)
+    (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
+    assert not isinstance(frame, Refused) and same(frame[4][0].body, message)
+
+
 @pytest.mark.parametrize("number", [140_000, 160_000])
 def test_more_values_than_a_receiver_reads_are_refused_by_the_sender(number: int) -> None:
     message = Many(tuple(float(n) for n in range(number)))
@@ -373,7 +405,7 @@ def test_what_is_paid_is_at_least_what_it_takes() -> None:
     batch = tuple(sample(n, 24) for n in range(2_000))
     Columns(Encoder().carried, lambda cost, bulk: paid.append(cost + bulk)).of(batch)
     encoder = MessageEncoder("A", 0)
-    encoder.add([(NOTIFY, 0, 0, 0, ("kind", batch))])
+    encoder.add([(NOTIFY, 0, 0, 0, ("kind", Many(batch)))])
     multiparts = [[bytes(part) for part in parts] for parts in encoder.multiparts()]
     tracemalloc.start()
     try:
@@ -390,5 +422,6 @@ def test_columns_are_of_values_of_one_type() -> None:
 
 
 def test_what_is_not_from_a_peer_is_not_paid_for() -> None:
-    values = Decoder().unpack(Encoder(beside=False).pack(tuple(sample(n, 3) for n in range(40))))
-    assert len(values) == 40
+    encoder = Encoder(beside=False)
+    found = Decoder().unpack(encoder.pack(Many(tuple(sample(n, 3) for n in range(40)))))
+    assert isinstance(found, Many) and len(found.rows) == 40 and encoder.tables_cost > 40 * 1000

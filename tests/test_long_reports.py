@@ -46,6 +46,7 @@ def sent(*bodies: Any) -> list[Any]:
     encoder.add([(NOTIFY, 0, 0, 0, ("kind", body)) for body in bodies])
     decoder = MessageDecoder()
     frames = [frame for parts in encoder.multiparts() for frame in decoder.decode([bytes(part) for part in parts])]
+    assert all(frame[4][0] == "kind" for frame in frames), frames  # type: ignore[index]
     return [frame[4][1] for frame in frames]  # type: ignore[index]
 
 
@@ -156,6 +157,32 @@ def test_observations_are_summed_up_where_they_are_made() -> None:
     line = statistics.since_line()
     assert (line["open_turns"], line["open_turns_max"]) == (99_999.5, 199_999)
     assert meters.read()["observed"] == {}
+    for number in (np.uint8(200), np.float16(300.0)):
+        for _ in range(300):
+            meters.observe("small", number)
+    assert meters.read()["observed"] == {"small": (600, 150_000.0, 300.0)}
+
+
+def test_an_unwritable_record_leaves_no_rows_behind(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        client = Checked(small, "trainer/0")
+        members = prompts(0, 8_000)
+        await small.client.admit("prompts/0", members)
+        uses = [Use.of(sample(member, [0])) for member in members]
+        with pytest.raises(ZeroDivisionError):
+            client.step({"step": 1, "loss": Unwritable()}, uses, policy=POLICY)
+        client.step({"step": 1, "tokens_trained": 0, "staleness_max": None}, [], policy=POLICY)
+        small.accounting.commit()
+        assert counted(tmp_path, "uses") == 0
+        small.close()
+
+    asyncio.run(body())
+
+
+class Unwritable:
+    def item(self) -> float:
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ msgpack extension, which costs several calls each. It starts with dtype and shap
 
 Types that msgpack lacks are extensions too, so that they keep their type: a nested message (its schema hash and
 its own body, without a group id), a tuple of many messages of one class (`table`), a list, a read-only mapping, a
-numpy number. Nothing is ever pickled. Arrays
-arrive read-only, and are made read-only at the sender too. A message arrives with all its fields, including
-those with `init=False`: no `__init__` or `__post_init__` runs again.
+numpy number. Nothing is ever pickled. Arrays arrive read-only, and are made read-only at the sender too. A message
+arrives with all its fields, including those with `init=False`: no `__init__` or `__post_init__` runs again.
 
 The bodies of requests and notes are less strict outside of the messages in them: lists arrive as tuples, other
 mappings as dicts, numpy numbers as Python numbers.
@@ -100,8 +99,8 @@ class Encoder:
         """What an Allowance counts for the extensions of the current value, and for containers in its messages."""
         self.tables_cost = self.tables_bulk = 0
         """The part of `cost` that is for what is made of tables: without their texts' characters, and for these."""
-        self.beside_bytes = self.shared_bytes = 0
-        """Bytes of the current value's arrays in `frames`, and in shared memory."""
+        self.beside_bytes = self.shared_bytes = self.tables_shared = 0
+        """Bytes of the current value's arrays in `frames`, in shared memory, and of those the ones in tables."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
@@ -112,7 +111,8 @@ class Encoder:
     def keep(self) -> None:
         """The current value will be sent."""
         self.steps.clear()
-        self.cost = self.tables_cost = self.tables_bulk = self.beside_bytes = self.shared_bytes = 0
+        self.cost = self.tables_cost = self.tables_bulk = 0
+        self.beside_bytes = self.shared_bytes = self.tables_shared = 0
 
     def undo(self) -> None:
         """The current value will not be sent: take back its arrays from `frames` and from shared memory."""
@@ -147,8 +147,10 @@ class Encoder:
     def _table(self, messages: Sequence[Any]) -> Any:
         """Pack a table. Bytes are added where its own would not pay for what the receiver makes of it."""
         paid = self._paid()
+        shared = self.tables_shared - self.shared_bytes
         code, body = self._within(TABLE_CODE, lambda: (len(messages), self._columns.of(messages)))
-        missing = self._paid() - paid - PER_BYTE * len(body)
+        self.tables_shared = shared + self.shared_bytes
+        missing = self._paid() - paid - PER_BYTE // 4 * len(body)  # most of what it pays for is the body itself
         return _extension((code, padded(body, missing) if missing > 0 else body))
 
     def _paid(self) -> int:

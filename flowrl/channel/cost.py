@@ -37,7 +37,7 @@ ENVELOPE, FRAME, EXTENSION = 512, 300, 1024
 """The cost of a message, of another frame, and of an array or message in a body."""
 _SLOT, _TUPLE, _DICT, _ITEM = 88, 128, 256, 200
 WORST = 400
-"""The most that an Allowance counts for one byte of a body."""
+"""The most that an Allowance counts for one byte of a body, without what is made of its tables."""
 TINY_BYTES = FLOOR_BYTES // WORST
 """Longest multipart that needs no counting at all."""
 FEW_BYTES = 1024

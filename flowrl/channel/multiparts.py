@@ -219,7 +219,7 @@ class MessageEncoder:
         try:
             allowance.pay(cost)
             allowance.weigh(body, deep=True)
-            allowance.earn(self._encoder.shared_bytes)
+            allowance.earn(self._encoder.tables_shared)  # before its table is made, unlike other arrays
             allowance.pay_table(self._encoder.tables_cost, self._encoder.tables_bulk)
         except Costly:
             raise too_costly() from None

@@ -9,6 +9,8 @@ from flowrl.channel.cost import MOST_VALUES
 
 PART_VALUES = MOST_VALUES // 4
 """Values of one part. Decoding it takes some 10 ms of the receiver's event loop."""
+VALUE_CHARACTERS = 50
+"""So many characters of a text count as a further value: texts of one part stay below `cost.MOST_TEXT_BYTES`."""
 
 T = TypeVar("T")
 
@@ -29,7 +31,12 @@ def in_parts(items: Iterable[T], most_values: int = PART_VALUES) -> Iterator[lis
 
 
 def values_in(value: Any) -> int:
-    """How many values a receiver decodes for this one, counted as `cost.weigh` does: a container is one, too."""
+    """How many values a receiver decodes for this one, counted as `cost.weigh` does: a container is one, too.
+
+    A long text counts as several.
+    """
+    if type(value) is str:
+        return 1 + len(value) // VALUE_CHARACTERS
     if isinstance(value, list | tuple):
         return 1 + sum(map(values_in, value))
     if isinstance(value, Mapping):

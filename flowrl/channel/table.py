@@ -46,7 +46,7 @@ MOST_COLUMNS_DEEP = 8
 NUMBER_TYPES: tuple[type, ...] = (bool, int, float)
 _DTYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
 _LENGTH = np.dtype(np.int64)
-_NUMBER, _TEXT, _VIEW, _DICT, _FIELD = 32, 80, 144, 256, 56
+_NUMBER, _TEXT, _VIEW, _DICT, _FIELD = 48, 80, 144, 256, 56
 """What a number, a text without its characters, a view of an array, an empty dict or message, and a key with its value
 take in memory, at most."""
 
@@ -64,43 +64,55 @@ def is_table(values: Sequence[Any]) -> bool:
 
 
 class Columns:
-    """Makes columns. `carried` converts a value that stands alone; `pay` hears what the receiver will pay."""
+    """Makes columns. `carried` converts a value that stands alone, within so many tuples and dicts.
 
-    def __init__(self, carried: Callable[[Any], Any], pay: Pay) -> None:
+    `pay` hears what the receiver will pay, and besides what the values of ROWS cost.
+    """
+
+    def __init__(self, carried: Callable[[Any, int], Any], pay: Pay) -> None:
         self._carried = carried
         self._pay = pay
 
-    def of(self, values: Sequence[Any], depth: int = 0) -> Column:
-        """The column of these values, of which there is at least one."""
+    def of(self, values: Sequence[Any], depth: int = 0, nested: int = 0) -> Column:
+        """The column of these values, of which there is at least one.
+
+        `depth` is the number of columns around it, `nested` that of tuples and dicts since the last message.
+        """
         kinds = {*map(type, values)}
         first = values[0]
-        if len(kinds) == 1 and depth < MOST_COLUMNS_DEEP and (column := self._of_one_type(first, values, depth)):
+        if (
+            len(kinds) == 1
+            and depth < MOST_COLUMNS_DEEP
+            and (column := self._of_one_type(first, values, depth, nested))
+        ):
             return column
-        return (ROWS, tuple(map(self._carried, values)))
+        self._pay(of_tuple(len(values)), 0)
+        return (ROWS, tuple([self._carried(value, nested) for value in values]))
 
-    def _of_one_type(self, first: Any, values: Sequence[Any], depth: int) -> Column | None:
+    def _of_one_type(self, first: Any, values: Sequence[Any], depth: int, nested: int) -> Column | None:
         kind = type(first)
         if kind in SCALARS or kind is tuple:
             if kind is not float and (kind is not tuple or not first) and all(value == first for value in values):
-                return (SAME, self._carried(first))
+                return (SAME, self._carried(first, nested))
             if kind in NUMBER_TYPES:
                 return self._numbers(kind, values)
             if kind is str:
                 return self._texts(values)
-            return self._tuples(values, depth) if kind is tuple else None
+            return self._tuples(values, depth, nested) if kind is tuple else None
         if kind is np.ndarray:
             return self._arrays(first, values)
         if kind is dict:
-            return self._dicts(first, values, depth)
+            return self._dicts(first, values, depth, nested)
         return self._messages(values, depth) if isinstance(first, Message) else None
 
     def _numbers(self, kind: type, values: Sequence[Any]) -> Column | None:
         number = NUMBER_TYPES.index(kind)
-        self._pay(_NUMBER * len(values), 0)
         try:
-            return (NUMBERS, number, np.array(values, _DTYPES[number]))
+            array = np.array(values, _DTYPES[number])
         except OverflowError:
             return None
+        self._pay(_NUMBER * len(values), 0)
+        return (NUMBERS, number, array)
 
     def _texts(self, values: Sequence[str]) -> Column:
         texts = [value.encode() for value in values]
@@ -117,21 +129,21 @@ class Columns:
             value.setflags(write=False)
         return (ARRAYS, np.concatenate(values), _lengths(values))
 
-    def _dicts(self, first: dict[Any, Any], values: Sequence[dict[Any, Any]], depth: int) -> Column | None:
+    def _dicts(self, first: dict[Any, Any], values: Sequence[dict[Any, Any]], depth: int, nested: int) -> Column | None:
         keys = (*first,)
         if any((*value,) != keys or not {*map(type, value)} <= {str} for value in values):
             return None
         self._pay(_of_fields(len(keys)) * len(values), 0)
-        return (DICTS, keys, *(self.of([value[key] for value in values], depth + 1) for key in keys))
+        return (DICTS, keys, *(self.of([value[key] for value in values], depth + 1, nested + 1) for key in keys))
 
-    def _tuples(self, values: Sequence[tuple[Any, ...]], depth: int) -> Column:
+    def _tuples(self, values: Sequence[tuple[Any, ...]], depth: int, nested: int) -> Column:
         width = len(values[0])
         if 0 < width <= LONGEST_RECORD and {*map(len, values)} == {width}:
             self._pay(_of_tuples(len(values), width * len(values)), 0)
-            return (RECORDS, width, *(self.of(place, depth + 1) for place in zip(*values, strict=True)))
+            return (RECORDS, width, *(self.of(place, depth + 1, nested + 1) for place in zip(*values, strict=True)))
         items = [*chain.from_iterable(values)]
         self._pay(_of_tuples(len(values), len(items)), 0)
-        return (TUPLES, _lengths(values), self.of(items, depth + 1))
+        return (TUPLES, _lengths(values), self.of(items, depth + 1, nested + 1))
 
     def _messages(self, values: Sequence[Message], depth: int) -> Column:
         schema = schema_of(type(values[0]))

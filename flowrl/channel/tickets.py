@@ -65,6 +65,8 @@ class Tickets:
         No entry as long as neither is known."""
         self._expected: dict[int, tuple[str, ...]] = {}
         """Open ticket -> the trainers that its group can reach."""
+        self._num_untrained = 0
+        """Length of `untrained()`."""
         self._next = 0
         self._pauses: list[str] = []
 
@@ -73,7 +75,7 @@ class Tickets:
 
         `trainers`: those that the group can reach; all by default.
         """
-        if self.closed or self.why_waiting():
+        if self.closed or self._pauses or self.num_wanted == 0 or self._all_out():
             return None
         ticket = self._next
         self._next += 1
@@ -83,6 +85,7 @@ class Tickets:
     def _put(self, ticket: int, trainers: tuple[str, ...], fates: Mapping[str, int | None]) -> None:
         self._open[ticket] = dict(fates)
         self._expected[ticket] = trainers
+        self._num_untrained += self._main(ticket) not in fates
 
     def why_waiting(self) -> str:
         """Why the next group cannot be admitted now, "" if it can."""
@@ -90,16 +93,19 @@ class Tickets:
             return f"admission is closed: {self._pauses[-1]}"
         if self.num_wanted == 0:
             return f"all {self.max_groups} groups that the steps need are trained or in flight"
-        if self.num_tickets is not None and self.num_open >= self.num_tickets:
+        if self._all_out():
             return f"all {self.num_tickets} tickets are out: {self._what_holds_them()}"
         return ""
+
+    def _all_out(self) -> bool:
+        return self.num_tickets is not None and self.num_open >= self.num_tickets
 
     @property
     def num_wanted(self) -> int | None:
         """Groups still to be admitted if the main trainer trains all groups in flight; None if there is no end."""
         if self.max_groups is None:
             return None
-        return max(self.max_groups - self.num_trained - len(self.untrained()), 0)
+        return max(self.max_groups - self.num_trained - self._num_untrained, 0)
 
     @property
     def num_open(self) -> int:
@@ -149,8 +155,10 @@ class Tickets:
         if fates is None or trainer in fates:
             return
         fates[trainer] = version
-        self.num_trained += version is not None and trainer == self._main(ticket)
-        self._return_held()
+        if trainer == self._main(ticket):
+            self._num_untrained -= 1
+            self.num_trained += version is not None
+        self._give_back([ticket])  # of the others nothing has changed: a batch settles many
         if self.max_groups is not None and self.num_trained >= self.max_groups:
             self.closed = True
 
@@ -163,8 +171,10 @@ class Tickets:
         """`replica` now serves with `version` of `trainer`. A version older than the known one is ignored."""
         consumer = (replica, trainer)
         assert consumer in self._held, f"{replica} is no consumer of {trainer!r}; known are {sorted(self._held)}"
+        before = self.floor(trainer)
         self._held[consumer] = max(self._held[consumer], version)
-        self._return_held()
+        if self.floor(trainer) != before:
+            self._return_held()
 
     def died(self, replica: str) -> None:
         """Tickets no longer wait for `replica`."""
@@ -203,14 +213,19 @@ class Tickets:
         """
         self._open.clear()
         self._expected.clear()
+        self._num_untrained = 0
         for ticket, (trainers, fates) in sorted(open_tickets.items()):
             self._put(ticket, tuple(trainers), fates)
         self._next = next_ticket
 
     def _return_held(self) -> None:
+        self._give_back([*self._open])
+
+    def _give_back(self, tickets: Iterable[int]) -> None:
+        """Return those of these open tickets that nobody needs any more."""
         floors = self.floors()
-        back = [ticket for ticket in self._open if self._is_back(ticket, floors)]
-        for ticket in back:
+        for ticket in [ticket for ticket in tickets if self._is_back(ticket, floors)]:
+            self._num_untrained -= self._main(ticket) not in self._open[ticket]
             del self._open[ticket], self._expected[ticket]
 
     def _is_back(self, ticket: int, floors: Mapping[str, int]) -> bool:
@@ -323,25 +338,24 @@ class Window(Generic[T]):
         self._begun = int(state.get("begun", 0))
 
     def _choose(self, *, early: bool) -> list[int]:
+        if not early and len(self._finished) < self.missing:
+            return []  # asked for each group that is finished
         chosen: list[int] = []
+        taken: set[int] = set()
         base = self._base
         for ticket in sorted(self._finished):
-            base = self._oldest_open(base, chosen)
+            while base in self._settled or base in taken:
+                base += 1
             waits = self.look_ahead and ticket >= base + self.look_ahead
             if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) < self.missing)):
                 break
             chosen.append(ticket)
+            taken.add(ticket)
         return chosen
 
     def _num_older(self, ticket: int) -> int:
         """Tickets before this one that are neither taken nor dropped."""
         return ticket - self._base - sum(settled < ticket for settled in self._settled)
-
-    def _oldest_open(self, base: int, chosen: list[int]) -> int:
-        taken = set(chosen)
-        while base in self._settled or base in taken:
-            base += 1
-        return base
 
     def _remove(self, tickets: list[int]) -> list[T]:
         items = [self._finished.pop(ticket) for ticket in tickets]

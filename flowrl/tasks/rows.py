@@ -155,7 +155,10 @@ class Rows:
         of_prompt: dict[str, list[Row]] = {}
         for row in (found := list(rows)):
             of_prompt.setdefault(row.asked_id, []).append(row)
-        best = [[row for row in same if row.score == max(r.score for r in same)] for same in of_prompt.values()]
+        best = []
+        for same in of_prompt.values():
+            highest = max(row.score for row in same)
+            best.append([row for row in same if row.score == highest])
         taken = [
             Demonstration(row.turns, row.columns, row.score, row.as_messages, row.tools, row.reply, row.place, n)
             for same in best

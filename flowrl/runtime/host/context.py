@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -200,7 +201,8 @@ class Meters:
     """Counters, observations and busy time of one node replica."""
 
     counters: dict[str, float] = field(default_factory=dict)
-    observed: dict[str, list[float]] = field(default_factory=dict)
+    observed: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    """Number, sum and largest of the observations since the last read, by name."""
     busy_s: float = 0.0
     _depth: int = 0
     _since: float = 0.0
@@ -209,7 +211,9 @@ class Meters:
         self.counters[name] = self.counters.get(name, 0.0) + value
 
     def observe(self, name: str, value: float) -> None:
-        self.observed.setdefault(name, []).append(value)
+        number, total, largest = self.observed.get(name, (0, 0.0, -math.inf))
+        value = float(value)  # a sum of small numbers of numpy would overflow
+        self.observed[name] = number + 1, total + value, max(largest, value)
 
     def enter(self) -> None:
         if self._depth == 0:
@@ -224,6 +228,5 @@ class Meters:
     def read(self) -> dict[str, object]:
         """Totals so far, and number, sum and largest of the observations since the last read."""
         running = time.monotonic() - self._since if self._depth else 0.0
-        observed = {name: (len(values), sum(values), max(values)) for name, values in self.observed.items()}
-        self.observed = {}
+        observed, self.observed = self.observed, {}
         return {"busy_s": self.busy_s + running, "counters": dict(self.counters), "observed": observed}

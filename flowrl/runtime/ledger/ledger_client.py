@@ -193,8 +193,8 @@ class LedgerClient:
         `record["step"]` is the version that the batch made. Call it once per batch, with the uses of
         all ranks. `policy` is the name under which the weights are published: the trainer node's.
         """
-        rows = self._in_parts([use.row() for use in uses])
-        self._add("step", policy, {name: _plain(value) for name, value in record.items()}, rows, self.replica)
+        line = {name: _plain(value) for name, value in record.items()}  # first: this may raise
+        self._add("step", policy, line, self._in_parts([use.row() for use in uses]), self.replica)
         self.flush()
 
     def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
