@@ -575,3 +575,29 @@ def test_the_simulation_notices_one_ticket_too_many(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Tickets, "__init__", generous)
     with pytest.raises(AssertionError, match="of Setting"):
         simulate(0, 100)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_number_of_untrained_groups_is_counted_right(seed: int) -> None:
+    rng = random.Random(seed)
+    names = ("actor", "value")
+    tickets = Tickets(
+        4, 3, consumers=[("g/0", "actor"), ("g/1", "actor"), ("v/0", "value")], trainers=names, max_groups=60
+    )
+    version = dict.fromkeys(names, 0)
+    for _ in range(400):
+        match rng.randrange(5):
+            case 0 | 1:
+                tickets.try_admit(rng.choice((None, names, ("value",), ("actor",))))
+            case 2 if tickets.untrained():
+                trainer = rng.choice(names)
+                version[trainer] += 1
+                tickets.trained(rng.choice(tickets.untrained()), trainer, version[trainer])
+            case 3 if tickets.untrained():
+                tickets.left_out(rng.choice(tickets.untrained()), rng.choice(names))
+            case 4:
+                replica, trainer = rng.choice((("g/0", "actor"), ("g/1", "actor"), ("v/0", "value")))
+                tickets.holds(replica, trainer, rng.randint(0, version[trainer]))
+        assert tickets.num_wanted == max(60 - tickets.num_trained - len(tickets.untrained()), 0)
+    tickets.restore({7: (names, {"actor": None}), 9: (("value",), {}), 11: (names, {})}, 12)
+    assert len(tickets.untrained()) == 2 and tickets.num_wanted == max(58 - tickets.num_trained, 0)
