@@ -374,7 +374,7 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bo
         also=cfg.evaluate_also if cfg.evaluate else (),
         sets=sets,
         training=None if text or isinstance(cfg, PreferenceOptions) else cfg.task,
-        concurrency=max(64, generator.engine.concurrency * g.placed[generator.name].replicas),
+        concurrency=generator.engine.concurrency * g.placed[generator.name].replicas,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)

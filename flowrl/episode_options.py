@@ -118,6 +118,7 @@ def evaluate_episodes(
         agents=agents or bool(cfg.evaluate_task),
         asked_in="" if agents else environment,
         training=cfg.task,
+        concurrency=generator.engine.concurrency * g.placed[generator.name].replicas,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.play, player.requests)

@@ -50,7 +50,13 @@ def graph(cfg: Evaluate) -> Graph:
     answers = Generator(cfg.model, sampling=sampling, evaluation=sampling if several else None, engine=cfg.engine)
     generator = g.add("generator", answers, **cfg.place_generator())
     held_out = Evaluation(
-        () if sets else cfg.task, cfg.model, num_prompts=cfg.prompts, num_samples=cfg.samples, also=cfg.also, sets=sets
+        () if sets else cfg.task,
+        cfg.model,
+        num_prompts=cfg.prompts,
+        num_samples=cfg.samples,
+        also=cfg.also,
+        sets=sets,
+        concurrency=cfg.engine.concurrency * cfg.generator.replicas,
     )
     evaluation = g.add("evaluation", held_out)
 

@@ -122,5 +122,6 @@ def evaluate_against(g: Graph, cfg: SelfPlay, first: Generator, generator: Gener
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
         environments=(cfg.environment,),
+        concurrency=generator.engine.concurrency * g.placed[generator.name].replicas,
     )
     g.call(g.add("evaluation", held_out).play, arena.requests)

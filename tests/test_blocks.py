@@ -149,6 +149,7 @@ def test_an_offline_graph_gets_a_generator_for_its_evaluation() -> None:
     assert isinstance(evaluation, Evaluation) and isinstance(generator, Generator)
     assert (evaluation.num_prompts, evaluation.num_samples, len(evaluation.tasks)) == (5, 2, 2)
     assert generator.evaluation == Sampling(max_tokens=9), "several answers are sampled"
+    assert evaluation.concurrency == generator.engine.concurrency
     assert check(g, CLUSTER).plan.numbers.max_staleness == 1
 
 
@@ -167,3 +168,11 @@ def test_sft_answers_in_its_own_length_and_from_the_weights_it_trains() -> None:
     assert isinstance(generator, Generator) and isinstance(dataset, Demonstrations)
     assert (generator.sampling.max_tokens, dataset.max_tokens) == (5, 64)
     assert generator.policy == dataset.policy == Policy("tiny"), "no warm start on the task"
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "evaluate", "agent_tools", "agent_openai", "self_play"])
+def test_an_evaluation_asks_as_many_answers_as_the_generators_have_places(name: str) -> None:
+    file = load_file(GRAPHS / f"{name}.py")
+    options = ["--generator.replicas", "3", "--engine.concurrency", "40"]
+    evaluation = file.build(file.parse(options)).nodes["evaluation"]
+    assert isinstance(evaluation, Evaluation) and evaluation.concurrency == 120

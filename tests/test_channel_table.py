@@ -99,11 +99,31 @@ def made(rng: random.Random, number: int) -> tuple[Row, ...]:
     )
 
 
-def through(message: Message) -> Message:
-    """The message as it comes out of the wire."""
-    encoder = MessageEncoder("A", 0)
+class Shared:
+    """Stands for the shared memory of a sender: all arrays of 4 KB and more are put there."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
+        if array.nbytes < 4096:
+            return None
+        address = len(self.blocks).to_bytes(8, "big")
+        self.blocks[address] = array.tobytes()
+        return address
+
+    def take_back(self, address: bytes) -> None:
+        del self.blocks[address]
+
+    def attach(self, address: bytes, num_bytes: int) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self.blocks[address], np.uint8)[:num_bytes]
+
+
+def through(message: Message, place: Shared | None = None) -> Message:
+    """The message as it comes out of the wire, its large arrays in shared memory if there is a `place` for them."""
+    encoder = MessageEncoder("A", 0, place)
     encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=message)])])
-    decoder = MessageDecoder()
+    decoder = MessageDecoder(place.attach if place else None)
     (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
     assert not isinstance(frame, Refused), frame.reason
     found: Message = frame[4][0].body
@@ -211,14 +231,8 @@ LARGE: dict[str, Callable[[], Message]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_table_saves_in_bytes_does_not_make_it_too_costly(name: str, shared: bool) -> None:
     """A receiver allows so much memory for each byte: a table brings as many bytes as what is made of it needs."""
-    place = Shared() if shared else None
     message = LARGE[name]()
-    encoder = MessageEncoder("A", 0, place)
-    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=message)])])
-    decoder = MessageDecoder(place.attach if place else None)
-    (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
-    assert not isinstance(frame, Refused), frame.reason
-    assert same(frame[4][0].body, message)
+    assert same(through(message, Shared() if shared else None), message)
 
 
 @pytest.mark.parametrize("number", [40, 300, 3_000])
@@ -258,13 +272,8 @@ def test_nested_values_are_bounded_in_a_table_as_outside() -> None:
 
 def test_only_arrays_of_a_table_pay_for_it() -> None:
     """The receiver meets an array behind the table only when the table is made."""
-    place = Shared()
     message = Many((tuple({} for _ in range(3_000)), tuple(Leaf(7) for _ in range(4_000)), np.zeros(1 << 20)))
-    encoder = MessageEncoder("A", 0, place)
-    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=message)])])
-    decoder = MessageDecoder(place.attach)
-    (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
-    assert not isinstance(frame, Refused) and same(frame[4][0].body, message)
+    assert same(through(message, Shared()), message)
 
 
 @pytest.mark.parametrize("number", [140_000, 160_000])
@@ -277,37 +286,12 @@ def test_more_values_than_a_receiver_reads_are_refused_by_the_sender(number: int
             through(message)
 
 
-class Shared:
-    """Stands for the shared memory of a sender: all arrays of 4 KB and more are put there."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, bytes] = {}
-
-    def __call__(self, array: np.ndarray[Any, Any]) -> bytes | None:
-        if array.nbytes < 4096:
-            return None
-        address = len(self.blocks).to_bytes(8, "big")
-        self.blocks[address] = array.tobytes()
-        return address
-
-    def take_back(self, address: bytes) -> None:
-        del self.blocks[address]
-
-    def attach(self, address: bytes, num_bytes: int) -> np.ndarray[Any, Any]:
-        return np.frombuffer(self.blocks[address], np.uint8)[:num_bytes]
-
-
 @pytest.mark.parametrize("number", [LEAST_ROWS, 700, 16_000])
 def test_what_lies_in_shared_memory_counts_as_received(number: int) -> None:
     """Else the receiver refused what the sender had sent: the arrays are not in the multipart."""
     shared = Shared()
-    batch = Batch(tuple(sample(n, 24) for n in range(number)), ((0, 1),), number, 1, 1)
-    encoder = MessageEncoder("A", 0, shared)
-    encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=batch)])])
-    decoder = MessageDecoder(shared.attach)
-    (frame,) = [one for parts in encoder.multiparts() for one in decoder.decode([bytes(part) for part in parts])]
-    assert not isinstance(frame, Refused), frame.reason
-    assert equal(frame[4][0].body.samples[-1], batch.samples[-1]) and bool(shared.blocks) == (number > LEAST_ROWS)
+    batch = batch_of(number, 24)
+    assert same(through(batch, shared), batch) and bool(shared.blocks) == (number > LEAST_ROWS)
 
 
 # What a peer may send

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
@@ -20,14 +21,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.channel.chunks import chunked, values_in
 from flowrl.channel.cost import MOST_VALUES, weigh
-from flowrl.channel.parts import in_parts, values_in
 from flowrl.channel.wire import NOTIFY, MessageDecoder, MessageEncoder
-from flowrl.runtime.host.context import Meters
+from flowrl.runtime.host.context import Meters, NodeContext
 from flowrl.runtime.ledger.ledger_client import EvaluationRow, LedgerClient, Use
 from flowrl.runtime.samples.sample_notes import SampleNotes
 from flowrl.runtime.samples.sample_record import MOST_TEXT, SampleRecord
 from flowrl.runtime.samples.sample_share import SampleShare
+from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing import run_graph
 from tests.small_run import POLICY, SmallRun, prompts, sample
@@ -52,7 +54,7 @@ def sent(*bodies: Any) -> list[Any]:
 
 @given(st.lists(VALUES, max_size=30), st.integers(1, 40))
 def test_parts_hold_all_in_order_and_at_most_so_many_values(items: list[Any], most: int) -> None:
-    parts = [*in_parts(items, most)]
+    parts = [*chunked(items, most)]
     assert [*itertools.chain(*parts)] == items or any(item != item for item in items)
     assert all(len(part) == 1 or sum(map(values_in, part)) <= most for part in parts) and [] not in parts
     joined = [[*first, second[0]] for first, second in itertools.pairwise(parts)]
@@ -195,15 +197,26 @@ def test_kept_samples_are_sent_however_many_and_long(number: int, text: str) -> 
     assert len(found) == number and {one["response"] for one in found} == {text[:MOST_TEXT]}
 
 
-def test_an_episode_may_be_longer_than_text_may_be(tmp_path: Path) -> None:
-    from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
+class Driver:
+    """Takes a context's notifications as they come out of the wire."""
 
-    told: list[str] = []
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+
+    def notify(self, host: str, kind: str, body: Any) -> None:
+        self.bodies += sent(body)
+
+
+def test_an_episode_may_be_longer_than_text_may_be(tmp_path: Path) -> None:
+    driver, told = Driver(), list[str]()
+    context = NodeContext.__new__(NodeContext)
+    context.endpoint = driver  # type: ignore[assignment]
+    line = json.dumps({"a": "x" * (12 << 20)})
+    context.episode("g:0", line, failed=False)
     kept = KeptEpisodes(tmp_path, 4, told.append)
-    (body,) = sent({"sample_id": "g:0", "line": (b'{"a": "' + b"x" * (12 << 20) + b'"}'), "failed": False})
-    kept.add(**body)
+    kept.add(**driver.bodies[0])
     kept.close()
-    assert not told and (tmp_path / "episodes" / "recent.jsonl").stat().st_size > 12 << 20
+    assert not told and (tmp_path / "episodes" / "recent.jsonl").read_text() == line + "\n"
 
 
 def test_arrays_are_one_value() -> None:

@@ -121,7 +121,7 @@ class KeptView:
     def step(self, record: Mapping[str, Any]) -> None:
         self.records.append(record)
 
-    def statistics(self, statistics: Statistics, admission: str) -> None:
+    def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
         """Kept nowhere: it changes every second."""
 
     def close(self) -> None:

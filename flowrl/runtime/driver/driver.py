@@ -334,9 +334,8 @@ class Driver:
         self.view.step(line)
 
     def _absorb(self, host: str, body: dict[str, Any]) -> None:
-        self.statistics.absorb(body, now := time.monotonic())
-        if self.statistics.is_due(now):
-            self.view.statistics(self.statistics, self.tickets.why_waiting())
+        self.statistics.absorb(body, time.monotonic())
+        self.view.statistics(self.statistics, self.tickets.why_waiting)
         with writing(self.job.run_dir):
             self._trace.write(body["trace"])
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flowrl.channel.chunks import chunked
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.parts import in_parts
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.telemetry.trace import TraceBuffer
 
 
 def reports(replicas: Mapping[str, Replica], endpoint: Endpoint, trace: TraceBuffer) -> Iterator[dict[str, Any]]:
     """The totals of all replicas and lanes, with what was traced since the last report; more of that follows alone."""
-    first, *more = [*in_parts(trace.drain())] or [[]]
+    first, *more = [*chunked(trace.drain())] or [[]]
     yield {
         "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in replicas.items()},
         "lanes": {name: stats.as_dict() for name, stats in endpoint.statistics().items()},

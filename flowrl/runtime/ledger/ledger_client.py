@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.channel.parts import in_parts
+from flowrl.channel.chunks import chunked
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.runtime.ledger.long_tables import EARLY
@@ -194,7 +194,7 @@ class LedgerClient:
         all ranks. `policy` is the name under which the weights are published: the trainer node's.
         """
         line = {name: _plain(value) for name, value in record.items()}  # first: this may raise
-        self._add("step", policy, line, self._in_parts([use.row() for use in uses]), self.replica)
+        self._add("step", policy, line, self._last_of([use.row() for use in uses]), self.replica)
         self.flush()
 
     def finished(self, trainer: str, sample_ids: Sequence[str]) -> None:
@@ -210,7 +210,7 @@ class LedgerClient:
         """Report the results of one evaluation, which have their own table."""
         now = time.time()
         table = [(*dataclasses.astuple(row), now) for row in rows]
-        self._add("evaluation", self._in_parts(_plain(table)), self.replica)
+        self._add("evaluation", self._last_of(_plain(table)), self.replica)
         self.flush()
 
     def pause(self, paused: bool) -> None:
@@ -231,12 +231,12 @@ class LedgerClient:
             self._timer = None
         if self._events:
             events, self._events = self._events, []
-            for part in in_parts(events):
+            for part in chunked(events):
                 self._link.notify(DRIVER, "ledger", {"events": part})
 
-    def _in_parts(self, rows: Sequence[Any]) -> Sequence[Any]:
+    def _last_of(self, rows: Sequence[Any]) -> Sequence[Any]:
         """The last part of `rows`, after events that hold the others: one event is not split."""
-        *parts, last = [*in_parts(rows)] or [[]]
+        *parts, last = [*chunked(rows)] or [[]]
         for part in parts:
             self._add(EARLY, self.replica, part)
         return last

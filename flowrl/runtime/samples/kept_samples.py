@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.runtime.samples.rollout_files import FOLDER, bound_rollouts, rollout_files, write_rollouts
-from flowrl.runtime.samples.sample_record import TRAIN, SampleRecord, record_size
+from flowrl.runtime.samples.sample_record import TRAIN, SampleRecord, text_bytes
 
 LATE = 16384
 """States of samples whose record has not come."""
@@ -100,7 +100,7 @@ class KeptSamples:
             self._told_slow = True
             return
         self._rows.append(row)
-        self._bytes += record_size(row)
+        self._bytes += text_bytes(row)
         if self._writing is None and (self._bytes >= FULL_BYTES or self._is_due()):
             self._begin_write()
 

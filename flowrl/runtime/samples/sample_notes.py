@@ -6,15 +6,12 @@ every answer. A sample that failed is sent whatever the share, unless nothing of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
-from flowrl.channel.parts import in_parts
+from flowrl.channel.chunks import chunked
 from flowrl.messages import Prompt, Sample
-from flowrl.runtime.samples.sample_record import MOST_TEXT, SampleRecord, held_out_record, record_of, record_size
+from flowrl.runtime.samples.sample_record import SampleRecord, held_out_record, record_of
 from flowrl.runtime.samples.sample_share import SampleChoice, SampleShare, hashed
-
-MOST_SIZE = 2 * MOST_TEXT
-"""Sizes of the records that are sent together; a character may take four bytes of the text that a body may have."""
 
 
 class SampleNotes:
@@ -53,19 +50,5 @@ class SampleNotes:
                     records += [record_of(sample, token_ids=self._token_ids) for sample in groups[group_id]]
         if records:
             with choice.spending():
-                for part in _parts(records):
-                    for piece in in_parts(part):
-                        self._send(piece)
-
-
-def _parts(records: list[SampleRecord]) -> Iterator[list[SampleRecord]]:
-    """The records in parts of at most MOST_SIZE, or of one record."""
-    part: list[SampleRecord] = []
-    size = 0
-    for record in records:
-        size += record_size(record)
-        if part and size > MOST_SIZE:
-            yield part
-            part, size = [], record_size(record)
-        part.append(record)
-    yield part
+                for chunk in chunked(records):
+                    self._send(chunk)

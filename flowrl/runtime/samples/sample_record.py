@@ -11,7 +11,8 @@ from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Trainable
 
 SampleRecord = dict[str, Any]
 MOST_TEXT = 1_000_000
-"""Characters of a prompt or a response that are kept, from its beginning."""
+"""Characters of a prompt or a response that are kept, from its beginning. At four bytes a character, both fit into the
+text that one body may have."""
 TRAIN = "train"
 """The phase of samples that were admitted; held-out answers have before, during or after."""
 
@@ -81,6 +82,6 @@ def version_spans(policy_mask: Bool, versions: Int32) -> list[tuple[int, int]]:
     return [(int(size), int(origin[start])) for start, size in zip(starts, sizes, strict=True)]
 
 
-def record_size(record: Mapping[str, Any]) -> int:
-    """About how much memory a record takes: characters of its texts, bytes of its token ids, and the rest."""
+def text_bytes(record: Mapping[str, Any]) -> int:
+    """About how much memory a record takes."""
     return len(record["prompt"]) + len(record["response"]) + len(record.get("token_ids") or b"") + 500

@@ -6,7 +6,6 @@ previous metrics line; `nodes` and `edges` return fractions of the last WINDOW_S
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WINDOW_S = 5.0
-VIEW_EVERY_S = 0.5
 REPLICA = re.compile(r"/\d+")
 
 
@@ -79,7 +77,6 @@ class Statistics:
     """Statistics of one run; its input are the bodies of the hosts' "statistics" notifications."""
 
     def __init__(self) -> None:
-        self._viewed_s = -math.inf
         self._busy: dict[str, _Meter] = defaultdict(_Meter)
         """By node replica."""
         self._counters: dict[tuple[str, str], _Meter] = defaultdict(_Meter)
@@ -90,12 +87,6 @@ class Statistics:
         """By producer's end of an edge, as `producer_end` names it: all its lanes report the same time."""
         self._depth: dict[str, int] = {}
         """By lane: messages sent but not yet taken, as its producer last reported."""
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether a view is to be given new figures. Each of hundreds of hosts reports once per second."""
-        due = now_s - self._viewed_s >= VIEW_EVERY_S
-        self._viewed_s = now_s if due else self._viewed_s
-        return due
 
     def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
         """Add one host's report. Both ends of a lane may report it; the sender's blocking counts."""

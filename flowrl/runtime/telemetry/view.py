@@ -7,7 +7,7 @@ REDRAW_PER_S times per second, and leaves its last picture on the screen.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
@@ -28,8 +28,11 @@ class View(Protocol):
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a finished batch; `record` is its metrics line."""
 
-    def statistics(self, statistics: Statistics, admission: str) -> None:
-        """Show new statistics; `admission` says why the next group cannot be admitted now, "" if it can."""
+    def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
+        """Show new statistics; `admission` says why the next group cannot be admitted now, "" if it can.
+
+        Each of hundreds of hosts reports every second, so figures are read only when they are shown.
+        """
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         """Show a finished evaluation of `count` answers; `task` is given for all tasks but the first."""
@@ -51,6 +54,7 @@ class LiveView:
         self._board = board
         self._start_s = time.monotonic()
         self._drawn_s = 0.0
+        self._figures: tuple[Statistics, Callable[[], str]] | None = None
         self._live = Live(get_renderable=self._draw, console=console, auto_refresh=False)
         self._live.start()
 
@@ -62,11 +66,8 @@ class LiveView:
         self._board.records.append(record)
         self._redraw()
 
-    def statistics(self, statistics: Statistics, admission: str) -> None:
-        board = self._board
-        board.nodes, board.edges = statistics.nodes(), statistics.edges()
-        board.generated_per_s = statistics.counter_rate("tokens_generated")
-        board.admission = admission
+    def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
+        self._figures = statistics, admission
         self._redraw()
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
@@ -93,8 +94,14 @@ class LiveView:
             self._live.refresh()
 
     def _draw(self) -> RenderableType:
-        self._board.elapsed_s = time.monotonic() - self._start_s
-        return draw(self._board)
+        board = self._board
+        board.elapsed_s = time.monotonic() - self._start_s
+        if self._figures is not None:
+            statistics, admission = self._figures
+            board.nodes, board.edges = statistics.nodes(), statistics.edges()
+            board.generated_per_s = statistics.counter_rate("tokens_generated")
+            board.admission = admission()
+        return draw(board)
 
 
 class PlainView:
@@ -104,8 +111,7 @@ class PlainView:
         self._board = board
         self._console = console
         self._start_s = time.monotonic()
-        self._bottleneck = ""
-        """Text for the next step's line."""
+        self._statistics: Statistics | None = None
         self._ringing: set[str] = set()
         """Names of the alarms that have begun and not ended."""
 
@@ -119,7 +125,7 @@ class PlainView:
         names = ("reward_mean", "loss", "kl", "staleness_max", "tokens_generated", "tokens_trained")
         figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
         by_source = "".join(f"  {name} {reward:.4g}" for name, reward in rewards_by_source(record).items())
-        self._print(f"step {record['step']}{of}  {figures}{by_source}" + self._bottleneck)
+        self._print(f"step {record['step']}{of}  {figures}{by_source}{self._bottleneck()}")
         self._alarms(record.get("alarms") or {})
 
     def _alarms(self, ringing: Mapping[str, str]) -> None:
@@ -130,9 +136,15 @@ class PlainView:
             self._print(f"alarm over: {name}")
         self._ringing = set(ringing)
 
-    def statistics(self, statistics: Statistics, admission: str) -> None:
-        node, why = bottleneck(statistics.nodes(), statistics.edges())
-        self._bottleneck = f"  bottleneck {node} ({why})" if node else ""
+    def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
+        self._statistics = statistics
+
+    def _bottleneck(self) -> str:
+        """Text for a step's line."""
+        if self._statistics is None:
+            return ""
+        node, why = bottleneck(self._statistics.nodes(), self._statistics.edges())
+        return f"  bottleneck {node} ({why})" if node else ""
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
         self._print(f"held-out {evaluation_text(phase, step, score, count, task)}")
