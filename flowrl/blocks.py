@@ -19,145 +19,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from inspect import get_annotations
-from types import FunctionType
 from typing import Any, ClassVar, Literal
 
-from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph, OnLimit
-from flowrl.models import Policy
 from flowrl.models.model_layout import trainer_layout
 from flowrl.models.size_table import Learning
-from flowrl.nodes import Engine, Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
+from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
-from flowrl.nodes.source import TooLong
-from flowrl.role_options import ScoringSize, Size, TrainerSize, size_problems, sizes_of, too_low
-from flowrl.tasks import Task
+from flowrl.nodes.too_long import PromptLimit, TooLong
+from flowrl.policy_options import GeneratorOptions, PolicyOptions, SamplingOptions
+from flowrl.role_options import ScoringSize, TrainerSize, too_low
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, ZeroSettings
 
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """Options of every graph."""
-
-    policy: str = "tiny"
-    """tiny, smollm2, the path of a Hugging Face model directory, or OWNER/NAME[@REVISION] on the Hugging Face Hub."""
-    task: Task = Task("arithmetic")
-    """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
-    time_share: tuple[str, ...] | None = None
-    """Nodes that use the same cores and GPUs in turns, by name, such as: generator trainer reference. None: models that
-    only score take turns with the trainer; without any name, no node takes turns."""
-    trust_remote_code: bool = False
-    """Run the Python files that come with models; holds for every model and library of the run."""
-    chat_template: str = ""
-    """File of a Jinja template in place of the policy's own; none: the last message's text, without a template."""
-    chat_template_kwargs: str = ""
-    """Values of the chat template's variables, as enable_thinking=false."""
-
-    def __init_subclass__(cls) -> None:
-        for name in get_annotations(cls):
-            if isinstance(getattr(super(cls, cls), name, None), property | FunctionType):
-                raise ConfigError(f"the option {name} of {cls.__name__} has the name of a block's method; rename it")
-
-    def __post_init__(self) -> None:
-        for problem in self.problems():
-            raise ConfigError(problem)
-
-    def problems(self) -> Iterator[str]:
-        """Sentences that name an option and say what is wrong with its value. Subclasses add theirs."""
-        yield from size_problems(self)
-        if self.time_share is not None and len(self.time_share) == 1:
-            yield f"--time-share names {self.time_share[0]} alone; name the nodes that it takes turns with"
-
-    @property
-    def uses_gpus(self) -> bool:
-        """Whether any role asks for GPUs. Then those that do not say have them too."""
-        return any(size.gpus for size in sizes_of(self).values())
-
-    def place(self, size: Size, *, cpus: float | None = None) -> dict[str, Any]:
-        """The arguments of `Graph.add` for a role of this size, with `cpus` cores if it does not say."""
-        gpus = size.gpus if size.gpus is not None else float(self.uses_gpus)
-        return {"replicas": size.replicas, "cpus": cpus if size.cpus is None else size.cpus, "gpus": gpus}
-
-    def take_turns(self, g: Graph, *default: tuple[str, ...]) -> None:
-        """Let the nodes of --time-share use the same devices in turns. Without the option, those of each of `default`
-        that are in the graph. To be called when all nodes are added."""
-        heavy = [name for name, placed in g.placed.items() if placed.heavy]
-        if strange := [name for name in self.time_share or () if name not in heavy]:
-            raise ConfigError(
-                f"--time-share names {strange[0]}, which is no node with cores or GPUs of its own; in this graph "
-                f"these are {', '.join(heavy)}"
-            )
-        for names in default if self.time_share is None else (self.time_share,):
-            nodes = [g.nodes[name] for name in names if name in heavy]
-            if len(nodes) > 1:
-                g.time_share(*nodes)
-
-    @property
-    def model(self) -> Policy:
-        """The policy as nodes take it."""
-        return Policy(
-            self.policy,
-            task=self.task,
-            trust_remote_code=self.trust_remote_code,
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-
-
-@dataclass(frozen=True)
-class GeneratorOptions(PolicyOptions):
-    """Options of graphs with a generator."""
-
-    generator: Size = Size()
-    """Generators, each with a copy of the policy."""
-    engine: Engine = Engine()
-    """How vLLM runs each generator."""
-    stop_strings: tuple[str, ...] = ()
-    """Texts that end a response and stay in it, such as '</answer>'."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if "" in self.stop_strings:
-            yield "--stop-strings has an empty text, which would end every response at once; leave it out"
-
-    @property
-    def uses_gpus(self) -> bool:
-        return super().uses_gpus or (self.engine.model_parallel_gpus > 1 and self.generator.gpus is None)
-
-    def place_generator(self) -> dict[str, Any]:
-        """The arguments of `Graph.add` for a generator; by default it has the GPUs that its engine asks for."""
-        placed = self.place(self.generator)
-        asked = self.engine.model_parallel_gpus
-        return placed if self.generator.gpus is not None or asked == 1 else placed | {"gpus": asked}
-
-
-@dataclass(frozen=True)
-class SamplingOptions(GeneratorOptions):
-    """Options of graphs that sample from the policy."""
-
-    learning: ClassVar[Learning] = "samples"
-
-    max_tokens: int = 32
-    """Most tokens of a response."""
-    temperature: float = 1.0
-    """Sampling temperature."""
-    group_size: int = 8
-    """Samples of one prompt."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from too_low(self, max_tokens=1, group_size=1)
-        if not self.temperature > 0:
-            yield f"--temperature is {self.temperature}; it has to be above 0, or the samples of a prompt are all equal"
-
-    @property
-    def sampling(self) -> Sampling:
-        """How responses are sampled."""
-        return Sampling(temperature=self.temperature, max_tokens=self.max_tokens, stop=self.stop_strings)
+__all__ = (
+    "DatasetOptions",
+    "EvaluationOptions",
+    "GeneratorOptions",
+    "OnlineOptions",
+    "PolicyOptions",
+    "PreferenceOptions",
+    "SamplingOptions",
+    "TrainerOptions",
+    "evaluate",
+    "evaluate_offline",
+)
 
 
 @dataclass(frozen=True)
@@ -238,16 +126,24 @@ class EvaluationOptions(TrainerOptions, GeneratorOptions):
     """Evaluate on all rows of these files or splits, and train on all rows of --task: test.jsonl:check=math, or with
     a name and its own numbers gsm8k=test.jsonl:check=math,num=500,samples=4,temperature=0.6. --evaluate is not looked
     at then."""
-
+    evaluate_max_prompt_tokens: int | None = None
+    """Most tokens of a held-out prompt; None: as many as a training prompt, or the model's context where those have no
+    limit. Longer ones are not asked and counted, or what --too-long says becomes of them."""
     probe_tolerance: float | None = None
     """Largest mean difference between a generator's logprobs of fixed sequences and the trainer's; None: by dtype."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0, probe_tolerance=0)
+        yield from too_low(self, evaluate_max_prompt_tokens=1)
         names = [one.name for one in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"--evaluate-task has two sets of the name {twice[0]}; name one of them, as in other=FILE"
+
+    @property
+    def held_out_prompts(self) -> PromptLimit:
+        """How long a held-out prompt may be."""
+        return PromptLimit(self.evaluate_max_prompt_tokens)
 
     @property
     def evaluates(self) -> bool:
@@ -374,6 +270,7 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bo
         also=cfg.evaluate_also if cfg.evaluate else (),
         sets=sets,
         training=None if text or isinstance(cfg, PreferenceOptions) else cfg.task,
+        prompt_limit=cfg.held_out_prompts,
         concurrency=generator.engine.concurrency * g.placed[generator.name].replicas,
     )
     evaluation = g.add("evaluation", held_out)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flowrl.blocks import PolicyOptions
 from flowrl.errors import ConfigError
 from flowrl.nodes import Curriculum, DynamicSampling
+from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import ReferenceSize
 from flowrl.training.loss.policy_objective import PolicyObjective
 

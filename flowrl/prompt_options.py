@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.blocks import OnlineOptions
 from flowrl.models import Policy
 from flowrl.nodes import Curriculum, Overlong, PromptSource, Reward, RewardModel, Shaping, TokenBatch
-from flowrl.nodes.source import TooLong
+from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.role_options import too_low
 from flowrl.scorer_options import ScorerOptions
 
@@ -30,6 +30,10 @@ class PromptOptions(OnlineOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_prompt_tokens=1, num_prompts=1)
+
+    @property
+    def held_out_prompts(self) -> PromptLimit:
+        return PromptLimit(self.evaluate_max_prompt_tokens or self.max_prompt_tokens, self.too_long)
 
     def batcher(self, **settings: Any) -> TokenBatch:
         """A batcher of groups; `settings` are further arguments of `TokenBatch`."""

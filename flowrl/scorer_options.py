@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.blocks import PolicyOptions
 from flowrl.nodes import ProcessReward, Reward, RewardModel
 from flowrl.nodes.process_reward import OfSteps
+from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import RewardModelSize
 from flowrl.tasks import Task
 from flowrl.tasks.rewards import names_model

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from flowrl import Graph
 from flowrl.blocks import GeneratorOptions
 from flowrl.nodes import Evaluation, Generator, Sampling
+from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.role_options import too_low
 from flowrl.tasks.evaluation_set import EvaluationSet
 
@@ -31,12 +32,16 @@ class Evaluate(GeneratorOptions):
     """Further tasks, each scored by its own verifier."""
     max_tokens: int = 32
     """Most tokens of an answer."""
+    max_prompt_tokens: int | None = None
+    """Most tokens of a prompt; None: what the model's context has room for."""
+    too_long: TooLong = "drop"
+    """Prompts over the limit are left out and counted, lose their beginning, or are an error."""
     temperature: float = 1.0
     """Sampling temperature of several answers."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, prompts=1, samples=1, max_tokens=1)
+        yield from too_low(self, prompts=1, samples=1, max_tokens=1, max_prompt_tokens=1)
         if not self.temperature > 0:
             yield f"--temperature is {self.temperature}; it has to be above 0, or the answers to a prompt are all equal"
 
@@ -56,6 +61,7 @@ def graph(cfg: Evaluate) -> Graph:
         num_samples=cfg.samples,
         also=cfg.also,
         sets=sets,
+        prompt_limit=PromptLimit(cfg.max_prompt_tokens, cfg.too_long, option="max_prompt_tokens"),
         concurrency=cfg.engine.concurrency * cfg.generator.replicas,
     )
     evaluation = g.add("evaluation", held_out)

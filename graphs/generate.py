@@ -11,7 +11,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import SamplingOptions
 from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter
-from flowrl.nodes.source import TooLong
+from flowrl.nodes.too_long import TooLong
 from flowrl.role_options import too_low
 from flowrl.scorer_options import ScorerOptions
 

@@ -9,7 +9,7 @@ from typing import Literal
 from flowrl import Graph
 from flowrl.blocks import SamplingOptions
 from flowrl.nodes import Generator, PairMaker, PairWriter, PromptSource
-from flowrl.nodes.source import TooLong
+from flowrl.nodes.too_long import TooLong
 from flowrl.scorer_options import ScorerOptions
 
 

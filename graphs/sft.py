@@ -24,7 +24,7 @@ from flowrl.nodes import (
     TokenBatch,
 )
 from flowrl.nodes.row_source import Part
-from flowrl.nodes.source import TooLong
+from flowrl.nodes.too_long import TooLong
 from flowrl.role_options import too_low
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
 

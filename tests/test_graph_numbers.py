@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
+from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, longest_asked, message_bytes
+from flowrl.graph.facts import Facts
 from flowrl.messages import Batch, Group, Sample
 from tests.graph_nodes import Evaluation, grpo
+
+
+class LimitedEvaluation(Evaluation):
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def facts(self) -> Facts:
+        return Facts(longest_context=self.most)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,18 @@ def test_derived_capacities() -> None:
         "trainer.weights": 1,
         "evaluation.generate": 16,  # what the generator works on at a time
     }
+
+
+def test_the_longest_prompt_is_known_if_all_who_ask_say_theirs() -> None:
+    parts = grpo()
+    assert longest_asked(parts.graph, "generator") == 64
+    assert longest_asked(parts.graph, "prompts") is None
+    evaluation = parts.graph.add("evaluation", LimitedEvaluation(100))
+    parts.graph.call(evaluation.generate, parts.generator.requests)
+    assert longest_asked(parts.graph, "generator") == 100
+    assert derive(parts.graph).longest_sample == 192, "held-out prompts are not trained on"
+    parts.graph.call(parts.graph.add("any", Evaluation()).generate, parts.generator.requests)
+    assert longest_asked(parts.graph, "generator") is None
 
 
 @pytest.mark.parametrize(("group_size", "groups", "expected"), [(4, 1, 4), (2, 8, 16), (64, 8, 128)])

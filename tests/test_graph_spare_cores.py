@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.nodes.engine import Engine
 from flowrl.runtime.driver.claims import claims
 from tests.graph_nodes import grpo
 
@@ -55,13 +54,3 @@ def test_cores_that_are_left_are_reserved_once(cores: int, gpus: int, turns: boo
         ranks = one.name.startswith("trainer") and other.name.startswith("trainer")  # on few cores they share them
         if not (set(one.gpus) & set(other.gpus) or one.lease or ranks):
             assert not set(one.cores) & set(other.cores)
-
-
-def test_on_a_gpu_vllm_fits_the_longest_sequence_to_its_cache() -> None:
-    """vLLM's -1; without it an engine whose cache is smaller than the model's context does not start."""
-    found = [
-        Engine().arguments(on_gpu=True),
-        Engine().arguments(on_gpu=False),
-        Engine(max_model_len=9).arguments(on_gpu=True),
-    ]
-    assert [one["max_model_len"] for one in found] == [-1, None, 9]

@@ -55,10 +55,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agents": BASE | {"models", "tasks", "environments"},
     "nodes": ENGINE | LIBRARIES,
     "role_options": {"training"},
-    "blocks": BASE | LIBRARIES | {"graph", "nodes", "role_options"},
-    "scorer_options": {"blocks", "nodes", "role_options", "tasks"},
+    "policy_options": {"errors", "graph", "models", "nodes", "role_options", "tasks"},
+    "blocks": BASE | LIBRARIES | {"graph", "nodes", "policy_options", "role_options"},
+    "scorer_options": {"nodes", "policy_options", "role_options", "tasks"},
     "prompt_options": {"blocks", "models", "nodes", "scorer_options", "role_options"},
-    "loss_options": {"blocks", "errors", "nodes", "role_options", "training"},
+    "loss_options": {"errors", "nodes", "policy_options", "role_options", "training"},
     "episode_options": {"agents", "blocks", "graph", "nodes", "training", "role_options"},
     "recipes": LIBRARIES
     | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import pytest
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
+from flowrl.models.policy import CHARACTER_CONTEXT
 from flowrl.nodes import Evaluation
 from flowrl.nodes.evaluation import draws, pass_at_k
+from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.testing import NodeRecord, NodeRig, sample
 
 TASK = Task("arithmetic:max_value=9")
@@ -79,6 +83,72 @@ def test_only_held_out_prompts_are_asked_with_seeds_that_stay() -> None:
     assert len(first.asked) == len({prompt.seed for prompt in first.asked}) == 10
     assert [(p.prompt_id, p.seed) for p in first.asked] == [(p.prompt_id, p.seed) for p in again.asked]
     assert not {p.sample_id for p in first.asked} & {p.sample_id for p in again.asked}
+
+
+def of_lengths(path: Path, lengths: Sequence[int]) -> Task:
+    """A file that is asked whole; prompts of these lengths in characters."""
+    lines = [json.dumps({"prompt": f"{n:03d}".ljust(length, "x"), "answer": "1"}) for n, length in enumerate(lengths)]
+    path.write_text("\n".join(lines))
+    return Task(str(path))
+
+
+def ask_long(
+    task: Task, *, most: int | None, too_long: TooLong = "drop"
+) -> tuple[Answers, dict[str, float], NodeRecord]:
+    answers = Answers()
+    whole = EvaluationSet("long", task, whole=True)
+    limit = PromptLimit(most, too_long)
+    return answers, *evaluate(answers, tasks=(), sets=(whole,), prompt_limit=limit)
+
+
+def test_long_prompts_are_not_asked_and_counted(tmp_path: Path) -> None:
+    task = of_lengths(tmp_path / "rows.jsonl", [5, 5, 60, 5, 70])
+    answers, figures, record = ask_long(task, most=20)
+    assert len(answers.asked) == figures["num_answers"] == 3
+    assert record.metrics == {"evaluation_prompts_too_long": 2}
+    answers, figures, record = ask_long(task, most=None)
+    assert len(answers.asked) == 5 and record.metrics == {}
+
+
+def test_long_prompts_lose_their_beginning_if_asked_for(tmp_path: Path) -> None:
+    task = of_lengths(tmp_path / "rows.jsonl", [5, 60])
+    answers, figures, record = ask_long(task, most=20, too_long="truncate")
+    whole = ask_long(task, most=None)[0]
+    assert figures["num_answers"] == 2 and record.metrics == {"evaluation_prompts_too_long": 1}
+    for cut, other in zip(answers.asked, whole.asked, strict=True):
+        assert cut.token_ids.tolist() == other.token_ids[-20:].tolist() and cut.text == other.text
+
+
+@pytest.mark.parametrize(
+    ("lengths", "too_long", "message"),
+    [
+        (
+            [5, 60],
+            "error",
+            r"1 of 2 held-out prompts of 'long' are longer than evaluate_max_prompt_tokens = 20, the long",
+        ),
+        ([50, 60], "drop", r"2 of 2 held-out prompts .* the longest has 6\d; raise it, or set too_long to truncate"),
+    ],
+)
+def test_long_prompts_are_an_error_if_asked_for_or_if_nothing_is_left(
+    tmp_path: Path, lengths: list[int], too_long: TooLong, message: str
+) -> None:
+    with pytest.raises(FlowrlError, match=message):
+        ask_long(of_lengths(tmp_path / "rows.jsonl", lengths), most=20, too_long=too_long)
+
+
+def test_the_limit_of_prompts_is_checked() -> None:
+    node = Evaluation(TASK, Policy("tiny"), prompt_limit=PromptLimit(0, "cut"))  # type: ignore[arg-type]
+    assert node.check(None) == [
+        "evaluate_max_prompt_tokens is 0; it needs at least 1",
+        "too_long is 'cut'; choose one of drop, truncate, error",
+    ]
+
+
+def test_without_a_limit_prompts_leave_room_for_an_answer_in_the_context(tmp_path: Path) -> None:
+    task = of_lengths(tmp_path / "rows.jsonl", [5, CHARACTER_CONTEXT])
+    answers, _, record = ask_long(task, most=None)
+    assert len(answers.asked) == 1 and record.metrics == {"evaluation_prompts_too_long": 1}
 
 
 def test_figures_and_books_say_the_same() -> None:

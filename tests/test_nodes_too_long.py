@@ -19,8 +19,7 @@ from flowrl.nodes import (
     Preferences,
     PreferenceSource,
 )
-from flowrl.nodes.source import TooLong
-from flowrl.nodes.too_long import answer_start, shortened
+from flowrl.nodes.too_long import TooLong, answer_start, shortened
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 

@@ -22,6 +22,8 @@ class Facts:
     """Batchers and trainers: tokens in one micro-batch; no sample may be longer."""
     longest_prompt: int | None = None
     """Tokens of the longest prompt this node lets through."""
+    longest_context: int | None = None
+    """Nodes that call a generator: most tokens of what it is to continue; None: what they let through decides."""
     longest_response: int | None = None
     """Most policy tokens this node samples for one prompt."""
     concurrency: int | None = None

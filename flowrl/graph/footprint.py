@@ -41,6 +41,8 @@ class Share:
     token_budget: int | None
     """Most tokens of a micro-batch that it is sent; None: nobody declares it."""
     longest_sample: int | None
+    longest_asked: int | None = None
+    """Tokens of the longest prompt or context that it is asked to continue; None: unknown."""
     sends: tuple[WeightTransport, ...] = ()
     """To each reader of its weights."""
     readers: tuple[str, ...] = ()

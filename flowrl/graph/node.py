@@ -68,6 +68,8 @@ class Context(Protocol):
     """Hard bound on the age of a trained token, None if the graph declares none."""
     window: int | None
     """Number of finished groups, in admission order, from which a batcher may choose; 0: any, None: no admission."""
+    longest_asked: int | None
+    """Tokens of the longest prompt or context that this node is asked to continue, None if those who ask do not say."""
     own_clock: bool
     """Whether this trainer's versions are not those of the tokens, because it gets other batches than the main one."""
     in_pieces: bool

@@ -90,7 +90,8 @@ def _values(
         yield "token_budget", max(MICRO_BATCH, 4 * row.response)
         response = min(512, response)
     elif learning == "samples":
-        yield "max_prompt_tokens", prompt
+        if getattr(fields.get("max_prompt_tokens"), "default", None) is not None:
+            yield "max_prompt_tokens", prompt
         longest = _number(given, "max_tokens", response) + _number(given, "max_prompt_tokens", prompt)
         yield "token_budget", max(MICRO_BATCH, longest)
     if learning == "rows":

@@ -18,8 +18,8 @@ from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
 from flowrl.nodes.given_sample import given_sample
 from flowrl.nodes.row_source import Part
-from flowrl.nodes.source import PromptSource, TooLong
-from flowrl.nodes.too_long import refuse_long, shortened
+from flowrl.nodes.source import PromptSource
+from flowrl.nodes.too_long import TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
 from flowrl.tasks.indexed_rows import by_id, joined, lowest
 

@@ -50,8 +50,9 @@ class Engine:
     gpu_memory_utilization: float | None = None
     """Share of each GPU's memory that vLLM takes, weights and KV cache together; None: vLLM's 0.92."""
     max_model_len: int | None = None
-    """Most tokens of prompt and response together; None: the model's context, on a GPU as much of it as the KV cache
-    has room for."""
+    """Most tokens of prompt and response together; None: as many as the longest prompt and response of the graph have.
+    Where a node sends prompts of any length: the model's context, on a GPU as much of it as the KV cache has room for.
+    """
     concurrency: int = 128
     """Prompts that one generator processes at a time; evaluation has as many more places, at lower priority."""
     dtype: EngineDtype = "auto"
@@ -144,11 +145,14 @@ class Engine:
                 yield f"--engine.extra sets {name!r} twice; keep one"
             seen.add(name)
 
-    def arguments(self, *, on_gpu: bool) -> dict[str, Any]:
-        """Arguments of vLLM's AsyncEngineArgs, without the parallel sizes and the dtype."""
+    def arguments(self, *, on_gpu: bool, longest: int | None = None) -> dict[str, Any]:
+        """Arguments of vLLM's AsyncEngineArgs, without the parallel sizes and the dtype.
+
+        `longest`: tokens of the longest sequence that will be asked for, if that is less than the model's context.
+        """
         eager = self.enforce_eager if self.enforce_eager is not None else not on_gpu
         found: dict[str, Any] = {
-            "max_model_len": self.max_model_len or (FITTING if on_gpu else None),
+            "max_model_len": self.max_model_len or longest or (FITTING if on_gpu else None),
             "max_num_seqs": 2 * self.concurrency,
             "enforce_eager": eager,
             "kv_cache_dtype": self.kv_cache_dtype,

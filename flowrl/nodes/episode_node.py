@@ -84,6 +84,7 @@ class EpisodeNode(Node):
 
     def facts(self) -> Facts:
         return Facts(
+            longest_context=self.limits.tokens,
             longest_response=self.limits.tokens,
             concurrency=self.limits.episodes,
             episodes=self.limits.episodes,

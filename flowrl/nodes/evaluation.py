@@ -19,11 +19,12 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
-from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of
 from flowrl.nodes.environment_source import prompt_fields, question_fields
 from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask, held_out_prompt
 from flowrl.nodes.row_source import SourceRow
 from flowrl.nodes.task_source import task_fields
+from flowrl.nodes.too_long import PromptLimit, within
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows, reward_parts
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
@@ -49,6 +50,9 @@ class Evaluation(Node):
     With `sets`, these are asked in place of the held-out rows of `task`, each with its own number of prompts and
     samples, and the figures of every one of them are named after it; with `agents`, agents are given them. `training`
     is the task that is trained on: prompts that a set shares with it are counted.
+
+    `prompt_limit` says how long a prompt may be that a generator answers, and what becomes of longer ones; the metric
+    `evaluation_prompts_too_long` counts them, once. Episodes have limits of their own.
     """
 
     generate: Call[Prompt, Sample]
@@ -69,6 +73,7 @@ class Evaluation(Node):
         agents: bool = False,
         asked_in: str = "",
         training: Task | None = None,
+        prompt_limit: PromptLimit | None = None,
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
         timeout_s: float = 10.0,
@@ -85,6 +90,7 @@ class Evaluation(Node):
         self.environments = tuple(environments)
         self.asked_in = asked_in
         self.training = training
+        self.limit = prompt_limit or PromptLimit()
         self.policy = policy
         self.num_prompts = num_prompts
         self.num_samples = num_samples
@@ -103,7 +109,7 @@ class Evaluation(Node):
     def facts(self) -> Facts:
         played = (*self.environments, *self.agent_sets)
         unused = [port for port, asked in (("generate", self.sets), ("play", played)) if not asked]
-        return Facts(concurrency=self.concurrency, optional=tuple(unused))
+        return Facts(concurrency=self.concurrency, longest_context=self.limit.tokens, optional=tuple(unused))
 
     def check(self, facts: Any) -> list[str]:
         least = {"num_prompts": 1, "num_samples": 1, "every": 0, "concurrency": 1}
@@ -115,6 +121,7 @@ class Evaluation(Node):
         names = [*(one.name for one in (*self.sets, *self.agent_sets)), *self.environments]
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
+        problems += self.limit.problems()
         problems += [
             f"the set {one.name!r} has a temperature, but agents answer it, who sample as the episodes do; leave it out"
             for one in self.agent_sets
@@ -127,6 +134,8 @@ class Evaluation(Node):
         for one in self.sets:
             rows = self._checked(one)
             check_reward(self.parts[one.name], rows)
+            if self.limit.too_long == "error" and not self.policy.built_in:
+                self._asked(one, rows, Chat(tokenizer_of(self.policy), one.task.system_prompt))
         for one in self.agent_sets:
             self._checked(one)
         for name in self.environments:
@@ -180,17 +189,43 @@ class Evaluation(Node):
 
     async def _task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
         parts = self.parts[one.name]
-        rows = await self.blocking(load_rows, one.task, whole=one.whole)
+        chat = Chat(tokenizer, one.task.system_prompt)
+        found = await self.blocking(load_rows, one.task, whole=one.whole)
+        rows, num_long = await self.blocking(self._asked, one, one.chosen(found), chat)
         await self.blocking(check_reward, parts, ())
+        if num_long:
+            self.context.metric("evaluation_prompts_too_long", num_long)
+            left_out = self.limit.too_long == "drop"
+            self.context.progress(
+                f"{one.name}: {num_long} of {num_long + len(rows) if left_out else len(rows)} held-out prompts have "
+                f"more than {self._most} tokens and {'are not asked' if left_out else 'lose their beginning'}"
+            )
         return HeldOutTask(
             one,
-            one.chosen(rows),
-            Chat(tokenizer, one.task.system_prompt),
+            rows,
+            chat,
             open_reward(parts, timeout_s=self.timeout_s),
+            most=self._most,
             generate=self.generate,
             parts=parts,
             count=self.context.metric,
         )
+
+    def _asked(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
+        """The rows of a set that are asked, and how many prompts are too long. Raises ConfigError."""
+        most = self._most
+        return (rows, 0) if most is None else within(rows, chat, most, self.limit, task=one.name)
+
+    @property
+    def _most(self) -> int | None:
+        """Most tokens of a prompt; None: the model's files do not say."""
+        if self.limit.tokens is not None:
+            return self.limit.tokens
+        try:
+            context = known_context(self.policy)
+        except ConfigError:
+            return None
+        return None if context is None else context - 1
 
     async def run(self) -> None:
         with self.context.waiting("the end of training"):

@@ -111,6 +111,7 @@ class Generator(Node):
         self.policy = policy
         self.sampling = sampling or Sampling()
         self.evaluation = evaluation or replace(self.sampling, temperature=0.0)
+        self._longest_response = max(self.sampling.max_tokens, self.evaluation.max_tokens)
         self.adapter_rank = lora.synced_rank if lora is not None else 0
         self.engine = engine or Engine()
         self.tool_parser = tool_parser
@@ -140,7 +141,7 @@ class Generator(Node):
             share,
             self.engine,
             slots=2 * self.engine.concurrency,
-            longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
+            longest_response=self._longest_response,
         )
 
     def check(self, facts: Any) -> list[str]:
@@ -200,7 +201,8 @@ class Generator(Node):
             cores=self.context.cores,
             num_gpus=len(self.context.gpus),
             sleeps=self.context.in_turns,
-            longest_response=max(self.sampling.max_tokens, self.evaluation.max_tokens),
+            longest_asked=self.context.longest_asked,
+            longest_response=self._longest_response,
             seed=self.context.seed,
             transfer=self._receiver.engine,
             slots=slots,
@@ -227,7 +229,7 @@ class Generator(Node):
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
         one_by_one = self._receiver.engine.one_by_one
         self._standby = Standby(self.context, self.replica_name, one_by_one=one_by_one, sent=self.prompts.connected)
-        self.context.progress("vLLM is ready")
+        self.context.progress(f"vLLM is ready for sequences of up to {self._sampler.max_model_len} tokens")
 
     async def run(self) -> None:
         required = self._sampler.required

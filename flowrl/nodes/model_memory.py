@@ -127,7 +127,7 @@ def generator_footprint(
     if shape is None:
         return None
     if not share.gpus:
-        return Footprint(tuple(_cpu_generator(shape, engine, slots, longest_response)))
+        return Footprint(tuple(_cpu_generator(shape, engine, slots, share.longest_asked, longest_response)))
     tensor, pipeline, _ = Parallel.of(engine).sizes(max(1, int(share.gpus)))
     if problem := _unsplit(shape, policy, tensor):
         return Footprint((), (problem,))
@@ -142,7 +142,8 @@ def generator_footprint(
     taken = weights + activations + runtime
     budget = int((engine.gpu_memory_utilization or UTILIZATION) * share.device_bytes)
     cache = engine.kv_cache_bytes or max(0, budget - taken)
-    least = per_token * (engine.max_model_len or share.longest_sample or 0)
+    longest = engine.max_model_len or _longest(share, longest_response)
+    least = per_token * longest
     terms = [
         MemoryTerm("weights", weights, "device", "turn"),
         MemoryTerm("KV cache", cache if share.device_bytes or engine.kv_cache_bytes else least, "device", "turn"),
@@ -153,20 +154,25 @@ def generator_footprint(
         terms.append(MemoryTerm("weights", offloaded * max(1, int(share.gpus)), "host"))
     if share.in_turns:
         terms.append(MemoryTerm("weights", weights * max(1, int(share.gpus)), "host", "away"))
-    return Footprint(tuple(terms), tuple(_small_cache(share, engine, cache, least, taken)))
+    return Footprint(tuple(terms), tuple(_small_cache(share, engine, cache, least, taken, longest)))
 
 
 def _broadcast_in(share: Share) -> int:
     return PACKED_BYTES if WeightTransport.NCCL in share.receives else 0
 
 
-def _small_cache(share: Share, engine: Engine, cache: int, least: int, taken: int) -> Iterator[str]:
+def _longest(share: Share, longest_response: int) -> int:
+    """Tokens of the longest sequence that a generator has to hold, as far as it is known."""
+    return share.longest_sample or 0 if share.longest_asked is None else share.longest_asked + longest_response
+
+
+def _small_cache(share: Share, engine: Engine, cache: int, least: int, taken: int, longest: int) -> Iterator[str]:
     if share.device_bytes and cache < least:
         part = engine.gpu_memory_utilization or UTILIZATION
         yield (
             f"vLLM takes {part:g} of each GPU's {share.device_bytes / GIB:.1f} GiB; weights and computing need "
             f"{taken / GIB:.1f}, so {cache / GIB:.2f} are left for the KV cache, and one sequence of "
-            f"{engine.max_model_len or share.longest_sample} tokens needs {least / GIB:.2f}; raise "
+            f"{longest} tokens needs {least / GIB:.2f}; raise "
             "--engine.tensor-parallel-size or --engine.gpu-memory-utilization, or shorten prompts and responses"
         )
 
@@ -181,10 +187,13 @@ def _unsplit(shape: ModelShape, policy: Policy, tensor: int) -> str:
     return ""
 
 
-def _cpu_generator(shape: ModelShape, engine: Engine, slots: int, longest_response: int) -> Iterator[MemoryTerm]:
+def _cpu_generator(
+    shape: ModelShape, engine: Engine, slots: int, longest_asked: int | None, longest_response: int
+) -> Iterator[MemoryTerm]:
     element = _element(shape, engine)
     yield MemoryTerm("weights", _stored(shape, engine))
-    tokens = slots * (PROMPT_TOKENS + longest_response)
+    prompt = PROMPT_TOKENS if longest_asked is None else min(PROMPT_TOKENS, longest_asked)
+    tokens = slots * (prompt + longest_response)
     room = min(LARGEST_CPU_CACHE, tokens * shape.kv_bytes_per_token(element))
     yield MemoryTerm("KV cache", engine.kv_cache_bytes or room)
 

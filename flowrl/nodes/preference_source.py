@@ -20,8 +20,8 @@ from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
 from flowrl.models.chat import Reply
-from flowrl.nodes.source import PromptSource, TooLong
-from flowrl.nodes.too_long import refuse_long
+from flowrl.nodes.source import PromptSource
+from flowrl.nodes.too_long import TooLong, refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
 from flowrl.tasks.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
 from flowrl.tasks.tool_shapes import text_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
@@ -12,10 +12,9 @@ from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of
 from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.row_source import Part, RowSource
+from flowrl.nodes.too_long import TooLong, prompt_length, refuse_long
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import mixed_order
-
-TooLong = Literal["drop", "truncate", "error"]
 
 
 class PromptSource(RowSource):
@@ -144,9 +143,6 @@ class PromptSource(RowSource):
 
     def _refuse_long(self, chat: Chat, rows: Sequence[Row]) -> None:
         """Raise ConfigError if a prompt is too long."""
-        lengths = [len(chat.with_tools(row.tools).prompt(row.turns)[1]) for row in rows]
-        if long := [length for length in lengths if length > self.max_prompt_tokens]:
-            raise ConfigError(
-                f"{len(long)} of {len(lengths)} prompts of {self.task.name!r} are longer than max_prompt_tokens = "
-                f"{self.max_prompt_tokens}, the longest has {max(long)}; raise it, or set too_long to drop or truncate"
-            )
+        lengths = (prompt_length(chat, row) for row in rows)
+        option = "max_prompt_tokens"
+        refuse_long(lengths, self.max_prompt_tokens, option=option, task=self.task.name, noun="prompts")

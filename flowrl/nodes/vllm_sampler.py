@@ -19,7 +19,7 @@ from flowrl.nodes.engine import Engine
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.nodes.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_processes import EngineDied, EngineProcesses, engine_died, starting
-from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, prepare_environment
+from flowrl.nodes.vllm_start import engine_arguments, kv_cache_room, longest_sequence, prepare_environment
 from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.engine_process import begun_by_us
 from flowrl.weights.fetched import SEGMENT_ENGINE, TransferEngine
@@ -57,6 +57,7 @@ class VllmSampler:
         cores: tuple[int, ...] = (),
         num_gpus: int = 0,
         sleeps: bool = False,
+        longest_asked: int | None = None,
         longest_response: int = 512,
         seed: int = 0,
         transfer: TransferEngine = SEGMENT_ENGINE,
@@ -66,6 +67,7 @@ class VllmSampler:
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the child process ends with this process.
 
+        `longest_asked`: tokens of the longest prompt; None: the model's context decides.
         `sleeps`: it has to release its GPUs between its turns.
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
@@ -83,6 +85,7 @@ class VllmSampler:
             transfer=transfer,
             slots=slots,
             engine=engine,
+            longest=longest_sequence(model_dir, longest_asked, longest_response),
         )
         arguments["trust_remote_code"] = trust_remote_code
         config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)

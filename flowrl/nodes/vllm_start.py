@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.models.directory import stored_dtype
+from flowrl.models.directory import context_length, stored_dtype
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_parallel import Parallel, read_config
 from flowrl.training.model.model_shape import read_shape
 from flowrl.weights.fetched import TransferEngine
+from flowrl.weights.probe import PROBE_TOKENS
 
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.vllm_worker.WorkerExtension"
@@ -86,8 +87,9 @@ def engine_arguments(
     transfer: TransferEngine,
     slots: AdapterSlots | None,
     engine: Engine,
+    longest: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs: ours, then the user's."""
+    """Keyword arguments of AsyncEngineArgs: ours, then the user's. `longest` as `Engine.arguments` takes it."""
     from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
@@ -112,7 +114,22 @@ def engine_arguments(
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": KV_CACHE_BYTES,  # `kv_cache_room` lowers it
         }
-    return arguments | engine.arguments(on_gpu=bool(num_gpus))
+    return arguments | engine.arguments(on_gpu=bool(num_gpus), longest=longest)
+
+
+def longest_sequence(model_dir: str | Path, asked: int | None, response: int) -> int | None:
+    """Tokens of the longest prompt and response together, and of the probe; None if the model's context decides.
+
+    `asked` are those of the longest prompt, None if nobody says. vLLM sizes its buffers for sequences of this length.
+    """
+    if asked is None:
+        return None
+    try:
+        context = context_length(model_dir)
+    except ConfigError:
+        return None  # vLLM reads other keys of the config too
+    longest = max(asked + response, PROBE_TOKENS + 1)
+    return longest if longest < context else None
 
 
 def kv_cache_room(config: Any, longest_response: int) -> int:

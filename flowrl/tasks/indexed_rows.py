@@ -157,6 +157,13 @@ def joined(rows: Sequence[R], others: Sequence[R]) -> Sequence[R]:
     return (*rows, *others)
 
 
+def picked(rows: Sequence[R], indices: Sequence[int]) -> Sequence[R]:
+    """The rows at these indices, in this order."""
+    if isinstance(rows, IndexedRows):
+        return cast("Sequence[R]", rows.taken(np.array(indices, np.int64)))
+    return tuple(rows[index] for index in indices)
+
+
 def prompt_ids(rows: Iterable[Any]) -> Iterator[str]:
     """The `prompt_id` of each row."""
     return rows.prompt_ids() if isinstance(rows, KnownById) else (row.prompt_id for row in rows)

@@ -39,6 +39,7 @@ class Surroundings(TypedDict, total=False):
     window: int | None
     in_pieces: bool
     max_staleness: int | None
+    longest_asked: int | None
     run_dir: str
     """By default a folder that is removed with the rig."""
     cores: tuple[int, ...]
@@ -165,6 +166,7 @@ class RigGraph:
             run_id=run_id,
             max_staleness=around.get("max_staleness"),
             window=around.get("window"),
+            longest_asked=around.get("longest_asked"),
             in_pieces=around.get("in_pieces", False),
             weight_routes=routes_of(self.plan, name),
         )

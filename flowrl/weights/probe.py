@@ -30,6 +30,8 @@ probes are held to DRIFT times the first, or to TOLERANCE: a stale scale may sta
 DRIFT = 3.0
 """Multiple of the first probe's difference that later ones may have: sharper distributions round more coarsely."""
 _LENGTHS = (5, 11, 17, 24)
+PROBE_TOKENS = max(_LENGTHS)
+"""Of its longest sequence."""
 
 
 class ProbeMismatch(FlowrlError):

@@ -100,6 +100,18 @@ def _longest(facts: Iterable[Facts]) -> int | None:
     return max(prompts, default=0) + max(responses, default=0) if prompts or responses else None
 
 
+def longest_asked(graph: Graph, name: str) -> int | None:
+    """Tokens of the longest prompt or context that the node `name` has to continue; None if a node does not say."""
+    askers = [
+        graph.nodes[owner(edge.out)].facts()
+        for edge in graph.edges
+        if owner(edge.into) == name and edge.kind != "latest"
+    ]
+    lengths = [fact.longest_prompt if fact.longest_context is None else fact.longest_context for fact in askers]
+    known = [length for length in lengths if length is not None]
+    return max(known) if known and len(known) == len(lengths) else None
+
+
 def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     """Messages that one lane of `edge` holds: the user's value, else enough to keep both ends busy.
 

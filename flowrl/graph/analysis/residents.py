@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.footprint import Footprint, MemoryTerm, Share
@@ -92,6 +93,7 @@ def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, repli
         in_turns=bool(host.lease),
         token_budget=_budget(graph, name),
         longest_sample=plan.numbers.longest_sample,
+        longest_asked=longest_asked(graph, name),
         sends=tuple(way.transport for way in plan.weights if way.producer == replica and way.transport is not None),
         readers=tuple(way.dtype for way in plan.weights if way.producer == replica),
         receives=tuple(way.transport for way in plan.weights if way.consumer == replica and way.transport is not None),

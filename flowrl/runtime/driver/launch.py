@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
@@ -293,6 +294,7 @@ class PreparedRun:
             run_id=run_id,
             max_staleness=self.plan.numbers.max_staleness,
             window=self.plan.numbers.window,
+            longest_asked=longest_asked(self.launch.graph, node),
             own_clock=node in self.plan.own_clock,
             in_pieces=node in self.plan.in_pieces,
             lease=host.lease,

@@ -45,6 +45,8 @@ class ReplicaPlace:
     run_id: str
     max_staleness: int | None = None
     window: int | None = None
+    longest_asked: int | None = None
+    """Tokens of the longest prompt or context that the node is sent."""
     own_clock: bool = False
     in_pieces: bool = False
     lease: str = ""
@@ -75,6 +77,7 @@ class NodeContext:
         self.cores, self.gpus, self.in_turns = place.cores, place.gpus, bool(place.lease)
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
+        self.longest_asked = place.longest_asked
         self.own_clock, self.in_pieces = place.own_clock, place.in_pieces
         self.weight_routes = place.weight_routes
         self.keep_episodes = place.keep_episodes
