@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,6 +19,7 @@ import torch
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out
 from flowrl.channel.address import this_machine
+from flowrl.graph.facts import Facts
 from flowrl.messages import Message, Weights
 from flowrl.nodes.batch import TokenBatch
 from flowrl.weights.backends import receiver
@@ -37,6 +39,9 @@ class Apart:
     messages: int = 0
     """Messages of 1 KB; a hundredth as many of 4 MB follow."""
     cores: float = 2
+    generators: int = 1
+    gpus: float = 0
+    """Declared GPUs of the trainer and of each generator, which do not use them."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,9 @@ class Fetching(SleepingGenerator):
 
     cpus = 2
 
+    def facts(self) -> Facts:
+        return dataclasses.replace(super().facts(), weights_in_host_memory=True)
+
     async def follow(self) -> None:
         mine = f"{self.name}/{self.context.replica}"
         fetching = receiver(self.context.weight_routes, mine, self.context.run_id)
@@ -166,10 +174,10 @@ def graph(cfg: Apart) -> Graph:
 def made(cfg: Apart, fetching: Fetching, publishing: Publishing) -> Graph:
     g = Graph("apart")
     source = g.add("prompts", Numbers(2))
-    generator = g.add("generator", fetching, cpus=cfg.cores)
+    generator = g.add("generator", fetching, cpus=cfg.cores, gpus=cfg.gpus, replicas=cfg.generators)
     collect = g.add("collect", Collect(2))
     batcher = g.add("batcher", TokenBatch(4, token_budget=4096))
-    trainer = g.add("trainer", publishing, cpus=cfg.cores)
+    trainer = g.add("trainer", publishing, cpus=cfg.cores, gpus=cfg.gpus)
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples)
     g.connect(collect.groups, batcher.groups)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.clusters [--messages 20000] [--megabytes 128] [--repeat 3] [--learn 300] [--json FILE]
 
-The second machine is a second Ray on this one, with a host name and a /dev/shm of its own (`benchmarks.two_machines`).
+The second machine is a second Ray on this one, with a host name and a /dev/shm of its own (`benchmarks.machines`).
 Both use this machine's cores and its loopback, so the figures tell what tcp and encryption cost, not what a network
 does. On one machine each process has one core, on two both share the cores. Needs the right to make namespaces.
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.learning_apart import learned
-from benchmarks.two_machines import ROOT, are_possible, two_machines
+from benchmarks.machines import ROOT, are_possible, machines
 
 Rates = Mapping[str, float]
 """Rates of one run by name."""
@@ -99,7 +99,7 @@ def main() -> int:
     two: list[Rates] = []
     for _ in range(options.repeat):
         one.append(measured({}, cores=1, **sizes))
-        with two_machines(shm=f"{8 * options.megabytes + 256}m") as environment:
+        with machines(shm=f"{8 * options.megabytes + 256}m") as environment:
             two.append(measured(environment, cores=2, **sizes))
     if options.repeat:
         print(table(one, two), flush=True)
@@ -107,7 +107,7 @@ def main() -> int:
         Path(options.json).write_text(json.dumps({"one machine": one, "two machines": two}, indent=1) + "\n")
     if options.learn:
         print(f"one machine:  {learned({}, cores=1, steps=options.learn)}", flush=True)
-        with two_machines(shm="1g") as environment:
+        with machines(shm="1g") as environment:
             print(f"two machines: {learned(environment, cores=2, steps=options.learn)}")
     return 0
 

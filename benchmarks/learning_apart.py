@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gain import Gain, gain
-from benchmarks.two_machines import ROOT
+from benchmarks.machines import ROOT
 
 JOB = ("--lr", "1e-4", "--plain")
 HELD_OUT = 1024

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from benchmarks.two_machines import HEAD, free_ports
+from benchmarks.machines import HEAD, free_ports
 from tests import warm
 
 ROOT = Path(__file__).parent.parent

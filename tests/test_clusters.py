@@ -1,4 +1,4 @@
-"""Runs on two machines (`benchmarks.two_machines`); skipped where namespaces are not allowed."""
+"""Runs on two and three machines (`benchmarks.machines`); skipped where namespaces are not allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learning_apart import learned
-from benchmarks.two_machines import are_possible, two_machines
+from benchmarks.machines import OTHERS, are_possible, machines
 from tests.run_process import ROOT, Run, audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -23,25 +23,36 @@ GRAPH = ROOT / "tests" / "graphs_cluster" / "apart.py"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """The environment in which a run joins a cluster of two machines with two cores each."""
+    """The environment in which a run joins a cluster of three machines with two cores each, two of them with a GPU."""
     if not are_possible():
         pytest.skip("this user may not make namespaces")
-    with two_machines() as environment:
+    with machines(3, gpus=1) as environment:
         yield environment
 
 
-def test_messages_and_weights_go_between_machines(tmp_path: Path, cluster: dict[str, str]) -> None:
-    run = Run(GRAPH, tmp_path / "run", "--steps", "6", env=cluster, timeout_s=150)
+@pytest.mark.parametrize(
+    ("options", "driver_apart"),
+    [(("--generators", "2"), False), (("--gpus", "1"), True)],
+    ids=["on three machines", "the driver without a GPU"],
+)
+def test_messages_and_weights_go_between_machines(
+    tmp_path: Path, cluster: dict[str, str], options: tuple[str, ...], driver_apart: bool
+) -> None:
+    """The trainer and each generator are on machines of their own; the driver's is one unless they need GPUs."""
+    run = Run(GRAPH, tmp_path / "run", "--steps", "6", *options, env=cluster, timeout_s=150)
     assert run.wait() == 0, run.stdout + run.stderr
-    machines = dict(re.findall(r"(trainer/0|generator/0)\S*\s+on (\S+)", run.stdout))
-    assert len(set(machines.values())) == 2 and "flowrl-second" in machines.values(), run.stdout
+    places = dict(re.findall(r"(trainer/0|generator/[01])\S*\s+on (\S+)", run.stdout))
+    readers = places.keys() - {"trainer/0"}
+    assert len(set(places.values())) == len(places) and set(OTHERS) <= set(places.values()), run.stdout
+    assert len(places) == (2 if driver_apart else 3) and (set(places.values()) == set(OTHERS)) == driver_apart
     assert set(re.findall(r"version \d+: (\w+)", run.stdout)) == {"tcp"}, run.stdout
     plan = json.loads((tmp_path / "run" / "graph.json").read_text())
-    assert {way["transport"] for way in plan["weights"]} == {"tcp"}
+    assert [way["transport"] for way in plan["weights"]] == ["tcp"] * len(readers)
     between = {lane["transport"] for lane in plan["lanes"] if lane["name"].startswith("trainer/0.weights")}
     assert between == {"tcp"}
     assert "audit: ok" in audit(tmp_path / "run")
-    assert re.findall(r"strangers admitted: (.*)", run.stdout) == ["none", "none"], "at trainer and generator"
+    strangers = re.findall(r"strangers admitted: (.*)", run.stdout)
+    assert strangers == ["none"] * len(places), "at the trainer and every generator"
     assert "weights without keys: refused" in run.stdout
 
 
@@ -50,7 +61,7 @@ def test_trainer_and_vllm_are_on_machines_of_their_own() -> None:
     """The job of `benchmarks.clusters --learn`, for a few steps: real ZeRO-3, real vLLM, real weights over tcp."""
     if not are_possible():
         pytest.skip("this user may not make namespaces")
-    with two_machines(shm="1g") as environment:
+    with machines(shm="1g") as environment:
         found = learned(environment, cores=2, steps=3, evaluate=64)
     assert found.machines.keys() == {"trainer", "generator"} and len(set(found.machines.values())) == 2
     assert found.weights == "tcp" and found.audit.startswith("audit: ok"), found
@@ -62,6 +73,6 @@ def test_doctor_tries_the_links_of_all_machines(tmp_path: Path, cluster: dict[st
     environment = {**os.environ, **cluster, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=150)
     found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
-    assert found["machines"]["found"].startswith("the same versions on 2"), done.stdout
+    assert found["machines"]["found"].startswith("the same versions on 3"), done.stdout
     links = [one for name, one in found.items() if name.startswith("tcp, CURVE")]
-    assert [link["status"] for link in links] == ["ok", "ok"], "in both directions"
+    assert [link["status"] for link in links] == ["ok"] * 6, "in both directions"

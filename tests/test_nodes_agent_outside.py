@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.two_machines import free_ports
+from benchmarks.machines import free_ports
 from flowrl.episode import Episode
 from flowrl.messages import Prompt
 from flowrl.models import Policy

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_machines import HEAD, RAY, end_ray, free_ports, start_ray
+from benchmarks.machines import HEAD, RAY, end_ray, free_ports, start_ray
 from tests.run_process import ROOT, audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

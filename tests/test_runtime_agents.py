@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.two_machines import free_ports
+from benchmarks.machines import free_ports
 from flowrl.testing import GraphRun, run_graph
 from tests.test_runtime_half_done import killed, records_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_machines import HEAD, free_ports
+from benchmarks.machines import HEAD, free_ports
 from tests.run_process import GRAPHS, ROOT, Run, audit, is_loopback, listening, pids_of, states
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -1,7 +1,7 @@
-"""Two machines on one: two Rays in one cluster, the second with a host name and a /dev/shm of its own.
+"""Several machines on one: a Ray for each in one cluster, all but the first with a host name and a /dev/shm of its own.
 
-`unshare` makes the second machine: what lies between the two is tcp alone, because neither a socket in the file system
-nor shared memory is used between machines of different names.
+`unshare` makes the others: what lies between machines is tcp alone, because neither a socket in the file system nor
+shared memory is used between machines of different names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RAY = Path(sys.executable).with_name("ray")
 HEAD = {"RAY_prestart_worker_first_driver": "0"}
 """As in the Ray that a run starts by itself."""
-SECOND = "hostname flowrl-second && mount -t tmpfs -o size={shm} tmpfs /dev/shm && exec "
+OTHERS = ("flowrl-second", "flowrl-third")
+"""Host names."""
+OTHER = "hostname {name} && mount -t tmpfs -o size={shm} tmpfs /dev/shm && exec "
 
 
 def are_possible() -> bool:
@@ -30,25 +32,29 @@ def are_possible() -> bool:
 
 
 @contextmanager
-def two_machines(*, shm: str = "512m") -> Iterator[dict[str, str]]:
-    """The environment in which a run joins a cluster of two machines with two cores each.
+def machines(number: int = 2, *, shm: str = "512m", gpus: int = 0) -> Iterator[dict[str, str]]:
+    """The environment in which a run joins a cluster of two or three machines with two cores each.
 
-    `shm` is the size of the second's /dev/shm.
+    `shm` is the size of the /dev/shm of each but the first, which have `gpus` declared GPUs: Ray counts them, and there
+    are none.
     """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    ports = free_ports(7)
-    head = [str(RAY), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={ports[0]}", "--num-cpus=2"]
-    head += [f"--ray-client-server-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}"]
-    head += [f"--dashboard-agent-grpc-port={ports[3]}", "--include-dashboard=false", "--disable-usage-stats"]
-    second = f"{RAY} start --block --address=127.0.0.1:{ports[0]} --node-ip-address=127.0.0.2 --num-cpus=2 "
-    second += f"--dashboard-agent-listen-port={ports[4]} --dashboard-agent-grpc-port={ports[5]}"
+    ports = iter(free_ports(4 + 2 * (number - 1)))
+    address = f"127.0.0.1:{next(ports)}"
+    head = [str(RAY), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={address.split(':')[1]}"]
+    head += ["--num-cpus=2", "--num-gpus=0", f"--ray-client-server-port={next(ports)}", "--disable-usage-stats"]
+    head += [f"--dashboard-agent-listen-port={next(ports)}", f"--dashboard-agent-grpc-port={next(ports)}"]
+    head += ["--include-dashboard=false"]
     started = {**HEAD, **token}
     processes = [start_ray(head, started)]
     try:
-        processes.append(
-            start_ray(["unshare", "--uts", "--mount", "sh", "-c", SECOND.format(shm=shm) + second], started)
-        )
-        yield {"RAY_ADDRESS": f"127.0.0.1:{ports[0]}", **token}
+        for index, name in enumerate(OTHERS[: number - 1], 2):
+            other = f"{RAY} start --block --address={address} --node-ip-address=127.0.0.{index} --num-cpus=2 "
+            other += f"--num-gpus={gpus} --dashboard-agent-listen-port={next(ports)} "
+            other += f"--dashboard-agent-grpc-port={next(ports)}"
+            command = ["unshare", "--uts", "--mount", "sh", "-c", OTHER.format(name=name, shm=shm) + other]
+            processes.append(start_ray(command, started))
+        yield {"RAY_ADDRESS": address, **token}
     finally:
         end_ray(*reversed(processes))
 
