@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def checkpoint(policy: Path) -> Path:
         (policy / name).write_text("x")
     (policy / "trainer_state").mkdir()
     (policy / "trainer_state" / "zero.pt").write_text("x")
+    (policy / "config.json").chmod(0o600)  # as in a run's directory
     (policy / "adapter").mkdir()
     (policy / "adapter" / "adapter_config.json").write_text("{}")
     return policy
@@ -194,6 +196,10 @@ def test_an_export_has_the_model_alone(policy: Path, tmp_path: Path, capsys: pyt
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "adapter/adapter_config.json"} <= found
     assert not found & {*export_module.LEFT_OUT, "trainer_state/zero.pt"}
+    umask = os.umask(0)
+    os.umask(umask)
+    modes = {file.stat().st_mode & 0o777 for file in out.rglob("*") if file.is_file()}
+    assert modes == {0o666 & ~umask}, "a checkpoint is its user's alone, what is exported is for others too"
     assert main(["export", str(policy), "--name", str(out)]) == 2
     assert "already exists" in capsys.readouterr().err
 

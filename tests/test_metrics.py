@@ -322,3 +322,24 @@ def test_a_sink_whose_package_is_missing_names_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match="metrics go to wandb, which is not installed"):
         open_sinks(["wandb"], tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "refused"),
+    [("WANDB_MODE", "", True), ("WANDB_MODE", "offline", False), ("WANDB_API_KEY", "a" * 40, False)],
+)
+def test_who_is_not_logged_in_is_told_before_the_run(tmp_path: Path, variable: str, value: str, refused: bool) -> None:
+    pytest.importorskip("wandb")
+    program = (
+        "from flowrl.errors import ConfigError\n"
+        "from flowrl.runtime.telemetry.sinks import require_logins\n"
+        "try: require_logins(['tensorboard', 'wandb'])\n"
+        "except ConfigError as error: print(error)"
+    )
+    known = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
+    environment = {**known, "HOME": str(tmp_path), **({variable: value} if value else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("metrics go to wandb, where nobody is logged in; run wandb login") == refused
+    assert bool(done.stdout) == refused

@@ -85,6 +85,14 @@ def test_who_tells_of_progress_does_not_stand_still() -> None:
     assert [still.look(busy, at_s) for at_s in (STALL_S, 2 * STALL_S - 2, 2 * STALL_S - 1)] == [None, None, STALL_S]
 
 
+def test_a_cycle_is_of_nodes_that_do_nothing_else() -> None:
+    """In a run that goes on, nodes wait for each other for moments, and one of them works."""
+    b = report("b/0", ("item", "b.inputs", 0.0))
+    assert describe([report("a/0", CREDIT), b], TOPOLOGY).startswith("wait-for cycle:")
+    assert describe([report("a/0", CREDIT, alive=["a step"]), b], TOPOLOGY).startswith("every node:")
+    assert describe([report("a/0", CREDIT), report("a/1", alive=["a step"]), b], TOPOLOGY).startswith("every node:")
+
+
 def test_what_each_node_does_is_told() -> None:
     text = describe(
         [

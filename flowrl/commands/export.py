@@ -75,7 +75,7 @@ def copy(source: Path, files: Sequence[Path], target: Path) -> None:
         for file in files:
             into = temporary / file.relative_to(source)
             into.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, into)
+            shutil.copyfile(file, into)  # a run's own files are its user's alone
         if target.is_dir():
             target.rmdir()
         temporary.replace(target)

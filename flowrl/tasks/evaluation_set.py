@@ -107,7 +107,8 @@ class EvaluationSet:
 
 def too_few(name: str, found: int, wanted: int) -> str:
     """What to do about too few held-out rows."""
+    fewer = f"ask for at most {found}" if found else "ask for none with --evaluate 0"
     return (
         f"{name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but {wanted} are to "
-        f"be evaluated; ask for at most {found}, add rows, or name a file whose rows are all asked with --evaluate-task"
+        f"be evaluated; {fewer}, add rows, or name a file whose rows are all asked with --evaluate-task"
     )

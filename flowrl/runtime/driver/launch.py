@@ -34,6 +34,7 @@ from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.samples.sample_share import SampleShare
+from flowrl.runtime.telemetry.sinks import require_logins
 
 if TYPE_CHECKING:
     from flowrl.channel.endpoint_transport import EndpointTransport
@@ -105,6 +106,7 @@ class Launch:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
             pins.use(directory.hub_commits())
         findings = preflight(self.graph, self.graph_file)
+        require_logins(self.options.track)
         view = self._open_view(plan, directory.path)
         for name, text in findings.items():
             view.progress(name, text)

@@ -126,11 +126,13 @@ def _path_back(
 
 
 def describe(reports: Iterable[Report], topology: Topology) -> str:
-    """The wait-for cycle if there is one, and what each node does or waits for."""
+    """The wait-for cycle if there is one, of nodes that do nothing else, and what each node does or waits for."""
     reports = list(reports)
+    moving = {_node(report) for report in reports if _moves_by_itself(report)}
     waits: dict[str, list[tuple[str, str]]] = {}
     for report in reports:
-        waits.setdefault(_node(report), []).extend((kind, what) for kind, what, _ in report["waits"])
+        if (node := _node(report)) not in moving:
+            waits.setdefault(node, []).extend((kind, what) for kind, what, _ in report["waits"])
     cycle = wait_for_cycle(waits, topology)
     head = ["wait-for cycle:", *(f"  {line}" for line in cycle)] if cycle else []
     return "\n".join([*head, "every node:", *(f"  {_line(report)}" for report in reports)])

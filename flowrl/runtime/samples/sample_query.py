@@ -106,7 +106,10 @@ def _files(run_dir: Path, query: SampleQuery) -> list[RolloutFile]:
     files = [file for file in kept if query.step is None or file.first <= query.step <= file.last]
     if not files:
         steps = f"{min(file.first for file in kept)} to {max(file.last for file in kept)}"
-        raise ConfigError(f"{run_dir / FOLDER} has no sample of step {query.step}; it has some of steps {steps}")
+        raise ConfigError(
+            f"{run_dir / FOLDER} has no sample of step {query.step}; it has some of steps {steps}, and "
+            "all that there are with --keep-samples all"
+        )
     return files
 
 

@@ -129,6 +129,18 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(f"metrics go to {name}, which is not installed; pip install {name}")
 
 
+def require_logins(names: Sequence[str]) -> None:
+    """Raise ConfigError for a sink that needs a login where nobody is logged in. Asks no server."""
+    if "wandb" not in names:
+        return
+    wandb = _import("wandb", "wandb")
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+        raise ConfigError(
+            "metrics go to wandb, where nobody is logged in; run wandb login, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline"
+        )
+
+
 def open_sinks(
     names: Sequence[str], run_dir: Path, config: Mapping[str, Any], tracking: Tracking | None = None
 ) -> list[Sink]:
