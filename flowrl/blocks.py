@@ -28,7 +28,7 @@ from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, Sampl
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.policy_options import GeneratorOptions, PolicyOptions, SamplingOptions
-from flowrl.role_options import ScoringSize, TrainerSize, too_low
+from flowrl.role_options import ScoringSize, TimedReward, TrainerSize, too_low
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
@@ -111,7 +111,7 @@ class TrainerOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class EvaluationOptions(TrainerOptions, GeneratorOptions):
+class EvaluationOptions(TrainerOptions, GeneratorOptions, TimedReward):
     """Options of graphs that measure the trained policy on held-out prompts."""
 
     evaluate: int = 512
@@ -136,6 +136,7 @@ class EvaluationOptions(TrainerOptions, GeneratorOptions):
         yield from super().problems()
         yield from too_low(self, evaluate=0, evaluate_samples=1, evaluate_every=0, probe_tolerance=0)
         yield from too_low(self, evaluate_max_prompt_tokens=1)
+        yield from self.timeout_problems()
         names = [one.name for one in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"--evaluate-task has two sets of the name {twice[0]}; name one of them, as in other=FILE"
@@ -272,6 +273,7 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bo
         training=None if text or isinstance(cfg, PreferenceOptions) else cfg.task,
         prompt_limit=cfg.held_out_prompts,
         concurrency=generator.engine.concurrency * g.placed[generator.name].replicas,
+        **cfg.timed,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)

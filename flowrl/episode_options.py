@@ -39,6 +39,8 @@ class EpisodeOptions(OnlineOptions):
         yield from too_low(self, processes=1, affinity_margin=0)
         if self.task.reward:
             yield f"--task.reward is {self.task.reward!r}, but an episode is scored by its environment or agent"
+        if self.reward_timeout_s is not None:
+            yield "--reward-timeout-s is for reward functions, and an episode's environment has --limits; leave it out"
 
     @property
     def window(self) -> int:

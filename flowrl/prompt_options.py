@@ -87,7 +87,8 @@ class RewardOptions(ScorerOptions, PromptOptions):
         --reward-model.normalise says otherwise.
         """
         if not self.reward_model.model:
-            return Reward(self.task, function=None if self.task.reward else function, shaping=self.shaping)
+            own = None if self.task.reward else function
+            return Reward(self.task, function=own, shaping=self.shaping, **self.asking)
         return self.make_reward_model(
             self.task, normalise=normalise, shaping=self.shaping, **self.scoring(self.reward_model)
         )

@@ -21,6 +21,25 @@ def too_low(options: object, **least: float) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
+class TimedReward:
+    """The time limit of a reward, wherever answers are scored."""
+
+    reward_timeout_s: float | None = None
+    """Seconds after which a call of a reward function or server has failed; None: 10, and 60 for a comparison of the
+    answers to a prompt."""
+
+    @property
+    def timed(self) -> dict[str, Any]:
+        """The argument of a node that scores answers; {} for its own default."""
+        return {} if self.reward_timeout_s is None else {"timeout_s": self.reward_timeout_s}
+
+    def timeout_problems(self) -> Iterator[str]:
+        """A sentence if the limit is out of range."""
+        if self.reward_timeout_s is not None and not self.reward_timeout_s > 0:
+            yield f"--reward-timeout-s is {self.reward_timeout_s}; it has to be above 0"
+
+
+@dataclass(frozen=True)
 class Size:
     """How large a role is."""
 

@@ -9,13 +9,14 @@ from typing import Any
 from flowrl.nodes import ProcessReward, Reward, RewardModel
 from flowrl.nodes.process_reward import OfSteps
 from flowrl.policy_options import PolicyOptions
-from flowrl.role_options import RewardModelSize
+from flowrl.role_options import RewardModelSize, TimedReward, too_low
 from flowrl.tasks import Task
+from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.rewards import names_model
 
 
 @dataclass(frozen=True)
-class ScorerOptions(PolicyOptions):
+class ScorerOptions(PolicyOptions, TimedReward):
     """Options of graphs in which a node scores the policy's answers."""
 
     reward_model: RewardModelSize = RewardModelSize()
@@ -25,8 +26,19 @@ class ScorerOptions(PolicyOptions):
     of_steps: OfSteps = "min"
     """What a response's reward is of the scores of its steps."""
 
+    reward_concurrency: int | None = None
+    """Processes of each synchronous reward function, and samples of `async` functions and reward servers at a time.
+    None: 1, 4 for check=code, and 64 where samples go to a server or function together."""
+    reward_away_s: float = AWAY_S
+    """Seconds for which reward servers that cannot be reached are tried again; then the run ends. 0: samples fail at
+    once."""
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        yield from self.timeout_problems()
+        yield from too_low(self, reward_concurrency=1, reward_away_s=0)
+        if self.reward_concurrency is not None and self.reward_model.model and not names_model(self.task.reward):
+            yield "--reward-concurrency is for reward functions and servers, and --reward-model scores; leave one out"
         if self.step_separator and not self.reward_model.model:
             yield "--step-separator is for a process reward model; name its directory with --reward-model"
         if names_model(self.task.reward) and not self.reward_model.model:
@@ -37,8 +49,14 @@ class ScorerOptions(PolicyOptions):
     def make_scorer(self, task: Task) -> Reward | RewardModel:
         """The node that scores responses to the rows of `task`, in a graph that trains nothing."""
         if not self.reward_model.model:
-            return Reward(task)
+            return Reward(task, **self.asking)
         return self.make_reward_model(task, **self.reward_model.given)
+
+    @property
+    def asking(self) -> dict[str, Any]:
+        """Arguments of a node that asks reward functions and servers."""
+        given = {} if self.reward_concurrency is None else {"concurrency": self.reward_concurrency}
+        return {**self.timed, **given, "away_s": self.reward_away_s}
 
     def make_reward_model(self, task: Task, *, normalise: bool = False, **settings: Any) -> RewardModel:
         """The node of the reward model; `settings` are further arguments of it.
@@ -47,7 +65,7 @@ class ScorerOptions(PolicyOptions):
         --reward-model.normalise says otherwise.
         """
         size = self.reward_model
-        settings["label"] = size.label
+        settings |= {"label": size.label, **self.asking}
         if self.step_separator:
             settings |= {"separator": self.step_separator, "of_steps": self.of_steps}
             return ProcessReward(size.model, self.model, task, **settings)

@@ -11,12 +11,12 @@ from flowrl import Graph
 from flowrl.blocks import GeneratorOptions
 from flowrl.nodes import Evaluation, Generator, Sampling
 from flowrl.nodes.too_long import PromptLimit, TooLong
-from flowrl.role_options import too_low
+from flowrl.role_options import TimedReward, too_low
 from flowrl.tasks.evaluation_set import EvaluationSet
 
 
 @dataclass(frozen=True)
-class Evaluate(GeneratorOptions):
+class Evaluate(GeneratorOptions, TimedReward):
     learning = "samples"  # its answers are as long as those of training
 
     policy: str = "tiny"
@@ -42,6 +42,7 @@ class Evaluate(GeneratorOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, prompts=1, samples=1, max_tokens=1, max_prompt_tokens=1)
+        yield from self.timeout_problems()
         if not self.temperature > 0:
             yield f"--temperature is {self.temperature}; it has to be above 0, or the answers to a prompt are all equal"
 
@@ -63,6 +64,7 @@ def graph(cfg: Evaluate) -> Graph:
         sets=sets,
         prompt_limit=PromptLimit(cfg.max_prompt_tokens, cfg.too_long, option="max_prompt_tokens"),
         concurrency=cfg.engine.concurrency * cfg.generator.replicas,
+        **cfg.timed,
     )
     evaluation = g.add("evaluation", held_out)
 

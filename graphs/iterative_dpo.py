@@ -65,6 +65,8 @@ def graph(cfg: IterativeDPO) -> Graph:
         prefer=cfg.prefer,
         task=cfg.task,
         dynamic=cfg.filtering(cfg.groups_per_step),
+        timeout_s=cfg.reward_timeout_s,
+        away_s=cfg.reward_away_s,
     )
     pairs = g.add("pairs", judge)
     batcher = g.add("batcher", cfg.batcher())

@@ -51,13 +51,21 @@ def graph(cfg: Pairs) -> Graph:
     answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
     generator = g.add("generator", answerer, **cfg.place_generator())
     reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
-    maker = g.add("pair_maker", PairMaker(size=cfg.group_size, reference="initial", prefer=cfg.prefer, task=cfg.task))
+    maker = PairMaker(
+        size=cfg.group_size,
+        reference="initial",
+        prefer=cfg.prefer,
+        task=cfg.task,
+        timeout_s=cfg.reward_timeout_s,
+        away_s=cfg.reward_away_s,
+    )
+    pair_maker = g.add("pair_maker", maker)
     writer = g.add("writer", PairWriter(cfg.pairs, cfg.task))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
-    g.connect(reward.scored, maker.scored)
-    g.connect(maker.groups, writer.groups)
+    g.connect(reward.scored, pair_maker.scored)
+    g.connect(pair_maker.groups, writer.groups)
     g.ignore(generator.requests)
     g.ignore(generator.weights)
     cfg.take_turns(g)

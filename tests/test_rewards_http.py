@@ -19,6 +19,7 @@ from flowrl.models.scorer import ONE_LABEL
 from flowrl.nodes import Reward
 from flowrl.nodes.serve import AskModel, ServeOptions, _client
 from flowrl.tasks import Task, reward_parts
+from flowrl.tasks.away import Patience
 from flowrl.tasks.http import HttpReward
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import open_reward, parse_reward
@@ -198,7 +199,7 @@ def test_nobody_there_is_named() -> None:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/score"
 
     async def scenario() -> list[float | str]:
-        reward = HttpReward([url], timeout_s=5.0, retries=1, backoff_s=0.0)
+        reward = HttpReward([url], timeout_s=5.0, retries=1, backoff_s=0.0, patience=Patience(away_s=0.0))
         try:
             return outcomes(await ask(reward, "a"))
         finally:

@@ -33,6 +33,9 @@ ABSENT: dict[str, set[str]] = {
     "normalise-rewards": {"distill", "raft", "iterative_dpo"},  # they compare rewards, and use no more of them
     "reward-model": {"distill", *AGENTS},  # scored by the teacher, or by environment or agent
     "reward-clip": {"distill", *AGENTS},
+    "reward-concurrency": {"distill", *AGENTS},
+    "reward-away-s": {"distill", *AGENTS},
+    "reward-timeout-s": set(),  # held-out answers have a reward, too
     "stop-penalty": {"distill", *AGENTS},
     "overlong-buffer": {"distill", *AGENTS},
     "overlong-filter": set(AGENTS),
@@ -196,6 +199,43 @@ def test_rewards_are_shaped_by_the_same_options(name: str) -> None:
         assert (shaping.clip, shaping.stop_penalty) == ((-1.0, 2.0), 0.5)
         assert (shaping.overlong.max_tokens, shaping.overlong.buffer, shaping.overlong.factor) == (20, 4, 0.3)
     assert "shaping.clip is (2.0, 1.0)" in " ".join(problems(name, "--reward-clip", "2", "1"))
+
+
+SCORED = ("score", "generate", "pairs", *sorted({*ONLINE} - ABSENT["reward-concurrency"]))
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_how_rewards_are_asked_is_an_option_wherever_a_node_asks_them(name: str) -> None:
+    given = ("--reward-timeout-s", "33", "--reward-concurrency", "7", "--reward-away-s", "9")
+    found = graph(name, *given, *(("--score",) if name == "generate" else ()))
+    (reward,) = nodes(found, Reward)
+    assert (reward.timeout_s, reward.concurrency, reward.away_s) == (33.0, 7, 9.0)
+    usual = nodes(graph(name), Reward)
+    assert all((one.timeout_s, one.concurrency, one.away_s) == (10.0, 1, 600.0) for one in usual)
+    for option, wrong in (("timeout-s", "0"), ("timeout-s", "nan"), ("concurrency", "0"), ("away-s", "-1")):
+        with pytest.raises(ConfigError, match=f"--reward-{option} is {wrong}"):
+            graph(name, f"--reward-{option}", wrong)
+
+
+def test_the_functions_beside_a_reward_model_are_asked_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--reward-timeout-s", "33", "--reward-concurrency", "7", "--reward-away-s", "9")
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr("flowrl.nodes.reward_model.RewardFunctions", lambda *parts, **given: found.append(given))
+    graph("grpo", *given, "--reward-model", "a/model", "--task.reward", "verifier + reward_model")
+    assert found == [{"timeout_s": 33.0, "processes": 7, "away_s": 9.0}]
+    with pytest.raises(ConfigError, match="--reward-concurrency is for reward functions and servers"):
+        graph("grpo", *given, "--reward-model", "a/model")
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if "reward-timeout-s" in options(name)])
+def test_held_out_answers_have_the_time_limit_of_the_reward(name: str) -> None:
+    if name in AGENTS:
+        with pytest.raises(ConfigError, match="an episode's environment has --limits"):
+            graph(name, "--reward-timeout-s", "33")
+        return
+    more = {"generate": ("--score",), "sft": ("--evaluate", "4")}.get(name, ())
+    scoring = nodes(graph(name, "--reward-timeout-s", "33", *more), (Evaluation, Reward))
+    assert scoring and {node.timeout_s for node in scoring} == {33.0}
 
 
 @pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["reward-model"]))

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flowrl.errors import ConfigError
+from flowrl.graph.node import Context
 from flowrl.messages import Sample
 from flowrl.tasks import Task, load_rows
+from flowrl.tasks.away import AWAY_S, Patience
 from flowrl.tasks.judge import BadReward
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, check_reward, open_reward, parse_reward
 from flowrl.tasks.signatures import SECOND
+
+COMPARED_S = 60.0
+"""Longest comparison of all answers to one prompt."""
 
 
 class Comparisons:
@@ -27,9 +32,10 @@ class Comparisons:
     It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column.
     """
 
-    def __init__(self, text: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, text: str, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
         self.parts: tuple[Part, ...] = parse_reward(text)
         self._timeout_s = timeout_s
+        self._away_s = away_s
         self._client: RewardClient | None = None
 
     def preflight(self, task: Task) -> None:
@@ -43,7 +49,7 @@ class Comparisons:
         asyncio.run(self._trial(row.prompt, row.answer or "", dict(row.columns)))
 
     async def _trial(self, prompt: str, answer: str, columns: dict[str, object]) -> None:
-        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0)
+        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
         try:
             await client.ask([prompt], [answer], [{**columns, SECOND: f"{answer} "}])
         except BadReward as bad:
@@ -51,17 +57,18 @@ class Comparisons:
         finally:
             await client.close()
 
-    def open(self) -> None:
-        """Load the function; heavy."""
+    def open(self, context: Context) -> None:
+        """Load the function; heavy. The node of `context` waits for the comparisons."""
         check_reward(self.parts, ())
-        self._client = open_reward(self.parts, timeout_s=self._timeout_s)
+        patience = Patience(self._away_s, context.outside, context.progress)
+        self._client = open_reward(self.parts, timeout_s=self._timeout_s, patience=patience)
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
 
     async def shares_won(self, samples: Sequence[Sample]) -> list[float]:
-        """The share of comparisons that each sample wins. Raises BadReward."""
+        """The share of comparisons that each sample wins. Raises BadReward, or ServersAway, which ends the run."""
         assert self._client is not None, "`open` comes first"
         if len(samples) < 2:
             return [0.0] * len(samples)

@@ -1,6 +1,7 @@
 """The reward node calls a reward function for each sample and shapes its verdict.
 
-Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. A
+Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. While no reward
+server can be reached the node waits on the outside: until one answers, or, with the end of the run, after `away_s`. A
 sample without a verdict fails, with the reason in the ledger; a function that fails `FAILURES_IN_A_ROW`
 times in a row ends the run, because no sample would ever be trained on.
 """
@@ -20,6 +21,7 @@ from flowrl.messages import Sample, Scored
 from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.shaping import Shaping
 from flowrl.tasks import Task, reward_parts
+from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import HTTP_CONCURRENCY, adapted_text, gathers, names_model, uses_http, usual_processes
 
@@ -33,7 +35,8 @@ class Reward(Node):
     `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
     `flowrl.tasks.judge` for a function's signature. Synchronous functions run in `concurrency` worker
     processes, which are killed after `timeout_s`; of `async` functions and HTTP requests `concurrency` run
-    at a time. None means 1, or 64 if a reward is requested over HTTP.
+    at a time. None means 1, or 64 if a reward is requested over HTTP. Servers that cannot be reached are waited for
+    `away_s`, all of them at once; then the run ends.
     """
 
     rollouts: In[Sample]
@@ -46,6 +49,7 @@ class Reward(Node):
         function: str | Callable[..., Any] | None = None,
         timeout_s: float = 10.0,
         concurrency: int | None = None,
+        away_s: float = AWAY_S,
         shaping: Shaping | None = None,
     ) -> None:
         self.task = task
@@ -54,7 +58,8 @@ class Reward(Node):
         together = uses_http(self.parts) or gathers(self.parts)
         processes = usual_processes(self.parts)
         self.concurrency = (HTTP_CONCURRENCY if together else processes) if concurrency is None else concurrency
-        self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency)
+        self.away_s = away_s
+        self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
         self.shaping = shaping or Shaping()
         self._failures = 0
 
@@ -73,6 +78,8 @@ class Reward(Node):
             problems.append(f"timeout_s is {self.timeout_s}; it has to be above 0")
         if self.concurrency < 1:
             problems.append(f"concurrency is {self.concurrency}; it needs at least 1")
+        if self.away_s < 0:
+            problems.append(f"away_s is {self.away_s}; it needs at least 0")
         return problems
 
     def notes(self) -> list[str]:
@@ -83,7 +90,7 @@ class Reward(Node):
         return self._functions.preflight()
 
     async def setup(self) -> None:
-        await self.blocking(self._functions.open)
+        await self.blocking(self._functions.open, self.context)
 
     async def run(self) -> None:
         await self.rollouts.each(self._score, concurrency=self.concurrency)

@@ -1,6 +1,7 @@
 """The reward functions and servers that score one task's samples, as nodes ask them.
 
-A question waits for its verdict: until the verdict, `timeout_s`, or the death of the worker process.
+A question waits for its verdict: until the verdict, `timeout_s`, the death of the worker process, or, where no server
+can be reached, `away_s`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from flowrl.errors import ConfigError
+from flowrl.graph.node import Context
 from flowrl.messages import Sample
 from flowrl.tasks import Row, Task, asked_columns, load_rows
+from flowrl.tasks.away import AWAY_S, Patience
 from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.reward_client import RewardClient
@@ -20,13 +23,19 @@ FIX_FUNCTION = "fix the function, its signature and its result"
 
 
 class RewardFunctions:
-    """`parts` are those of the reward; `processes` worker processes run each synchronous function, None: as usual."""
+    """`parts` are those of the reward; `processes` worker processes run each synchronous function, None: as usual.
 
-    def __init__(self, task: Task, parts: Sequence[Part], *, timeout_s: float, processes: int | None) -> None:
+    Servers get as many samples at a time, and are waited for `away_s` while none of them can be reached.
+    """
+
+    def __init__(
+        self, task: Task, parts: Sequence[Part], *, timeout_s: float, processes: int | None, away_s: float = AWAY_S
+    ) -> None:
         self._task = task
         self._parts = tuple(parts)
         self._timeout_s = timeout_s
         self._processes = processes
+        self._away_s = away_s
         self._client: RewardClient | None = None
         self._rows: Mapping[str, Row] = {}
         """Prompt id -> row, where the reward gets more of it than its columns."""
@@ -40,7 +49,7 @@ class RewardFunctions:
         return adapted_text(self._parts)
 
     async def _trial(self, row: Row) -> None:
-        client = open_reward(self._parts, timeout_s=self._timeout_s, retries=0)
+        client = open_reward(self._parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
         columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
         try:
             verdicts = await client.ask([row.prompt], [row.answer or ""], [columns])
@@ -64,14 +73,19 @@ class RewardFunctions:
                 "heads if it returns a number under each name"
             )
 
-    def open(self) -> None:
-        """Load the functions; heavy. Raises ConfigError."""
+    def open(self, context: Context) -> None:
+        """Load the functions; heavy. The node of `context` waits for the verdicts. Raises ConfigError."""
         check_reward(self._parts, ())
         self._rows = by_id(load_rows(self._task).train) if needs_rows(self._parts) else {}
-        self._client = open_reward(self._parts, timeout_s=self._timeout_s, concurrency=self._processes)
+        self._client = open_reward(
+            self._parts,
+            timeout_s=self._timeout_s,
+            concurrency=self._processes,
+            patience=Patience(self._away_s, context.outside, context.progress),
+        )
 
     async def ask(self, sample: Sample) -> Verdicts:
-        """The verdict about one sample. Raises BadReward."""
+        """The verdict about one sample. Raises BadReward, or ServersAway, which ends the run."""
         assert self._client is not None, "`open` comes first"
         row = self._rows.get(sample.prompt_id)
         columns = {**sample.columns, **(asked_columns(self._parts, self._task, row) if row is not None else {})}

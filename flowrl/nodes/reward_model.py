@@ -28,6 +28,7 @@ from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Row, Task, load_demonstrations, load_rows
+from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
@@ -48,7 +49,8 @@ class RewardModel(ScoringNode):
     from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
     at most `token_budget` tokens, padding included, or a single longer sample. `layout`: whether prefixes that samples
     share are computed once, see `ZeroSettings`. `label`: which of several labels are the score, see
-    `flowrl.models.labels.label_weights`; each is logged as `reward_model/LABEL`.
+    `flowrl.models.labels.label_weights`; each is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
+    `away_s` are for the functions and servers of a sum, as those of `Reward`.
     """
 
     cpus = 1
@@ -69,6 +71,9 @@ class RewardModel(ScoringNode):
         token_budget: int = 8192,
         layout: Layout = "auto",
         label: str = "",
+        timeout_s: float = 10.0,
+        concurrency: int = 1,
+        away_s: float = AWAY_S,
     ) -> None:
         self.model = model
         self.label = label
@@ -81,7 +86,9 @@ class RewardModel(ScoringNode):
         heads = tuple(task.head_weights.items())
         parts = parse_reward(task.verifier, verifier=task.own_verifier)
         self.weight, others = beside_model([dataclasses.replace(part, heads=heads) for part in parts])
-        self._functions = RewardFunctions(task, others, timeout_s=10.0, processes=1) if others else None
+        self._functions: RewardFunctions | None = None
+        if others:
+            self._functions = RewardFunctions(task, others, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
         self.token_budget = token_budget
         self.layout: Layout = layout
         self._scorer: Scorer
@@ -127,7 +134,7 @@ class RewardModel(ScoringNode):
     async def setup(self) -> None:
         await self.blocking(self._load)
         if self._functions is not None:
-            await self.blocking(self._functions.open)
+            await self.blocking(self._functions.open, self.context)
 
     async def close(self) -> None:
         await super().close()

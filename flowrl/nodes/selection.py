@@ -21,8 +21,9 @@ from flowrl.nodes.curriculum import GroupOutcome, Noted, tell_outcome
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.nodes.judged import Judged
 from flowrl.nodes.one_sequence import require_one_sequence
-from flowrl.nodes.pairwise import Comparisons
+from flowrl.nodes.pairwise import COMPARED_S, Comparisons
 from flowrl.tasks import Task
+from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.judge import BadReward
 from flowrl.training.advantage.advantages import all_equal
 from flowrl.training.advantage.estimate import trainable, whole_reward
@@ -122,7 +123,8 @@ class PairMaker(Selection):
     fewer than two scored members as `group_too_small`. With `reference="round"` the reference is the weights
     that sampled the pair, whose logprobs every sample carries; with "initial" an upstream Reference node
     provides the reference logprobs. `prefer` is a pairwise reward for `task` (`flowrl.nodes.pairwise`): the best is
-    then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails.
+    then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails, after
+    `timeout_s` (None: 60) too; servers that cannot be reached are waited for `away_s`.
     """
 
     groups: Out[Group]
@@ -135,11 +137,14 @@ class PairMaker(Selection):
         prefer: str = "",
         task: Task | None = None,
         dynamic: DynamicSampling | None = None,
+        timeout_s: float | None = None,
+        away_s: float = AWAY_S,
     ) -> None:
         super().__init__(dynamic)
         self.size = size
         self.task = task
-        self._comparisons = Comparisons(prefer) if prefer else None
+        limit_s = COMPARED_S if timeout_s is None else timeout_s
+        self._comparisons = Comparisons(prefer, timeout_s=limit_s, away_s=away_s) if prefer else None
         self.reference: PairReference = reference
 
     def facts(self) -> Facts:
@@ -168,7 +173,7 @@ class PairMaker(Selection):
 
     async def setup(self) -> None:
         if self._comparisons is not None:
-            await self.blocking(self._comparisons.open)
+            await self.blocking(self._comparisons.open, self.context)
 
     async def close(self) -> None:
         if self._comparisons is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model, resolve
+from flowrl.tasks.away import Patience
 from flowrl.tasks.judge import BadReward, Columns, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
@@ -130,7 +131,8 @@ def _client(what: str, options: ServeOptions) -> RewardClient:
         raise ConfigError("--label is for a reward model; the values of a function are weighed by --weights")
     parts = parse_reward(what)
     check_reward(parts, ())
-    client = open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers)
+    impatient = Patience(away_s=0.0)  # who asks here waits, and tries again
+    client = open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers, patience=impatient)
     return Weighed(what, client, options.head_weights) if options.weights else client
 
 

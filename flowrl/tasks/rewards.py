@@ -14,12 +14,14 @@ In a sum each part is logged under its name: the function's, `http` for a server
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.away import PATIENT, Patience
 from flowrl.tasks.conventions import ROW
 from flowrl.tasks.gathered import BATCH, Gathered
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
@@ -134,14 +136,25 @@ def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> None:
 
 
 def open_reward(
-    parts: Sequence[Part], *, timeout_s: float, concurrency: int | None = None, retries: int | None = None
+    parts: Sequence[Part],
+    *,
+    timeout_s: float,
+    concurrency: int | None = None,
+    retries: int | None = None,
+    patience: Patience = PATIENT,
 ) -> RewardClient:
     """A client for the weighted sum, with `concurrency` worker processes for each synchronous function; None: as usual.
 
-    Functions that expect many samples at once have one, which gets the samples that wait.
+    Functions that expect many samples at once have one, which gets the samples that wait. Servers get as many samples
+    at a time as `concurrency`, at least two requests each; those that cannot be reached are waited for with `patience`.
     """
-    processes = usual_processes(parts) if concurrency is None else concurrency
-    opened = [Weighted(_open(part, timeout_s, processes, retries), dict(part.heads)) for part in parts]
+    opened = []
+    for part in parts:
+        if part.urls:
+            client: RewardClient = _open_http(part, timeout_s, concurrency, retries, patience)
+        else:
+            client = _open(part, timeout_s, usual_processes(parts) if concurrency is None else concurrency)
+        opened.append(Weighted(client, dict(part.heads)))
     if not is_sum(parts):
         return opened[0]
     return WeightedSum(parts, opened)
@@ -234,12 +247,23 @@ class Pool:
             await member.close()
 
 
-def _open(part: Part, timeout_s: float, concurrency: int, retries: int | None) -> RewardClient:
-    if part.urls:
-        from flowrl.tasks.http import RETRIES, HttpReward
+def _open_http(
+    part: Part, timeout_s: float, concurrency: int | None, retries: int | None, patience: Patience
+) -> RewardClient:
+    from flowrl.tasks import http
 
-        tries = RETRIES if retries is None else retries
-        return HttpReward(part.urls, timeout_s=timeout_s, retries=tries, of_openrlhf=part.of_openrlhf)
+    needed = math.ceil((concurrency or 1) / (http.BATCH * len(part.urls)))
+    return http.HttpReward(
+        part.urls,
+        timeout_s=timeout_s,
+        retries=http.RETRIES if retries is None else retries,
+        of_openrlhf=part.of_openrlhf,
+        per_url=max(http.REQUESTS_PER_URL, needed),
+        patience=patience,
+    )
+
+
+def _open(part: Part, timeout_s: float, concurrency: int) -> RewardClient:
     judge = load_judge(part.place)
     if part.convention in BATCHED:
         return Gathered(route_of(judge, timeout_s))
