@@ -111,7 +111,7 @@ class TrainerOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class EvaluationOptions(TrainerOptions, GeneratorOptions, TimedReward):
+class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
     """Options of graphs that measure the trained policy on held-out prompts."""
 
     evaluate: int = 512

@@ -15,8 +15,6 @@ from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import ReferenceSize
 from flowrl.training.loss.policy_objective import PolicyObjective
 
-MOST_FILTERED = 256
-
 
 @dataclass(frozen=True)
 class FilterOptions(PolicyOptions):
@@ -26,8 +24,9 @@ class FilterOptions(PolicyOptions):
     """Filter groups whose rewards are all equal, which teach nothing, and sample others in their place."""
     mean_between: tuple[float, float] | None = None
     """Filter groups whose mean raw reward is not between these two instead."""
-    max_filtered_per_step: int = MOST_FILTERED
-    """The run ends with an error if more groups are filtered before a batch is full."""
+    max_filtered_per_step: int | None = None
+    """The run ends with an error if more groups are filtered before a batch is full. None: 16 for each group of a
+    batch, and 256 or more; `flowrl check` says how many."""
     curriculum: Curriculum = Curriculum()
     """Which prompts are asked more often, by what the policy could do with them, as in --curriculum.chosen 0.5."""
 
@@ -40,7 +39,7 @@ class FilterOptions(PolicyOptions):
                 "--curriculum.chosen counts samples of a reward of 1, and a reward model's has no such scale; "
                 "say with --curriculum.pass-at from which reward a sample has passed"
             )
-        if not self.filters and self.max_filtered_per_step != MOST_FILTERED:
+        if not self.filters and self.max_filtered_per_step is not None:
             yield "--max-filtered-per-step is for runs that filter; give --dynamic-sampling or --mean-between too"
 
     @property

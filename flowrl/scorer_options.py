@@ -16,7 +16,7 @@ from flowrl.tasks.rewards import names_model
 
 
 @dataclass(frozen=True)
-class ScorerOptions(PolicyOptions, TimedReward):
+class ScorerOptions(TimedReward, PolicyOptions):
     """Options of graphs in which a node scores the policy's answers."""
 
     reward_model: RewardModelSize = RewardModelSize()

@@ -16,7 +16,7 @@ from flowrl.tasks.evaluation_set import EvaluationSet
 
 
 @dataclass(frozen=True)
-class Evaluate(GeneratorOptions, TimedReward):
+class Evaluate(TimedReward, GeneratorOptions):
     learning = "samples"  # its answers are as long as those of training
 
     policy: str = "tiny"

@@ -41,6 +41,7 @@ SHARED = (
     "schedule",
     "router_aux_loss_coef",
     "accumulate",
+    "reward_timeout_s",
     "evaluate",
     "evaluate_samples",
     "evaluate_every",

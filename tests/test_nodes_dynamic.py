@@ -63,6 +63,22 @@ def test_too_many_filtered_groups_end_the_run() -> None:
         through(dynamic, equal[0], good[0], *equal[1:])
 
 
+@pytest.mark.parametrize(("groups", "limit"), [(1, 256), (16, 256), (17, 272), (512, 8192)])
+def test_the_limit_grows_with_the_batch_unless_it_is_given(groups: int, limit: int) -> None:
+    """A batch of 512 of a task half of whose groups teach nothing filters about 512, twice the old limit."""
+    assert DynamicSampling(groups).limit == limit
+    (note,) = GroupAdvantage(size=2, dynamic=DynamicSampling(groups)).notes()
+    assert note == f"the run ends if more than {limit} groups are filtered before a batch of {groups}"
+    assert DynamicSampling(groups, max_filtered_per_step=7).limit == 7
+    assert GroupAdvantage(size=2).notes() == []
+
+
+def test_a_large_batch_survives_a_usual_share_of_filtered_groups() -> None:
+    share = [group(f"e{n}", 1.0, 1.0) for n in range(300)]
+    good = [group(f"g{n}", 0.0, 1.0) for n in range(2)]
+    assert len(through(DynamicSampling(512), *share, *good)[0]) == 2
+
+
 def test_counts_survive_a_checkpoint() -> None:
     first = GroupAdvantage(size=2, dynamic=DynamicSampling(2))
     run_node(first, {"scored": arriving(group("a", 1.0, 1.0))})

@@ -53,6 +53,9 @@ class GroupAdvantage(Node):
             )
         return problems + (self.dynamic.problems() if self.dynamic is not None else [])
 
+    def notes(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.notes()
+
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             await self._settle(members, members.items)

@@ -17,6 +17,11 @@ from flowrl.messages import Scored
 from flowrl.nodes.judged import Judged
 from flowrl.training.advantage.seat_credit import require_one_seat
 
+LEAST_LIMIT = 256
+"""Fewest filtered groups that end a run whose limit is not set."""
+LIMIT_PER_GROUP = 16
+"""Filtered groups for each of a batch that end it: more than 94% of the groups teach nothing."""
+
 
 @dataclass(frozen=True)
 class DynamicSampling:
@@ -26,13 +31,24 @@ class DynamicSampling:
     """As the batcher's."""
     mean_between: tuple[float, float] | None = None
     """None keeps groups with max > min; else those with low < mean < high."""
-    max_filtered_per_step: int = 256
-    """Where more groups than this are filtered before a batch is full, the run ends with an error."""
+    max_filtered_per_step: int | None = None
+    """Where more groups than this are filtered before a batch is full, the run ends with an error; None: `limit`."""
+
+    @property
+    def limit(self) -> int:
+        """Most groups that are filtered for a batch: by its size, unless given."""
+        if self.max_filtered_per_step is not None:
+            return self.max_filtered_per_step
+        return max(LEAST_LIMIT, LIMIT_PER_GROUP * self.groups_per_step)
+
+    def notes(self) -> list[str]:
+        """What `flowrl check` says of these settings."""
+        return [f"the run ends if more than {self.limit} groups are filtered before a batch of {self.groups_per_step}"]
 
     def problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
         found = []
-        if self.max_filtered_per_step < 1:
+        if self.max_filtered_per_step is not None and self.max_filtered_per_step < 1:
             found.append(f"max_filtered_per_step is {self.max_filtered_per_step}; it needs at least 1")
         if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
             found.append(f"mean_between is {self.mean_between}; the lower bound has to come first")
@@ -76,11 +92,11 @@ class GroupFilter:
     def assert_within(self, node: str) -> None:
         """Raise FlowrlError if too many groups were filtered before one batch was full."""
         settings = self._settings
-        if settings is not None and self._filtered_of_step > settings.max_filtered_per_step:
+        if settings is not None and self._filtered_of_step > settings.limit:
             raise FlowrlError(
                 f"node {node!r}: {self._filtered_of_step} groups were filtered before a batch of "
                 f"{settings.groups_per_step} was full, {self._kept_of_step} were kept; max_filtered_per_step is "
-                f"{settings.max_filtered_per_step}. The task is too easy or too hard for this policy: choose "
+                f"{settings.limit}. The task is too easy or too hard for this policy: choose "
                 "prompts it sometimes answers, raise group_size, or raise max_filtered_per_step"
             )
 

@@ -61,6 +61,9 @@ class Selection(Node):
     def _filter_problems(self) -> list[str]:
         return [] if self.dynamic is None else self.dynamic.problems()
 
+    def notes(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.notes()
+
     def state(self) -> Mapping[str, Any]:
         filtered = {} if self.dynamic is None else {"filter": self._filter.state()}
         return {**self._judged.state(), **filtered}
