@@ -11,15 +11,17 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrl.environments.tools import PythonTool, code_answers
-from flowrl.environments.tools.code_answers import Tried, code, tried
+from flowrl.environments.tools import PythonTool
+from flowrl.environments.tools.code_answers import WITHOUT_NAMESPACES, Tried, code, tried
 from flowrl.environments.tools.sandbox.sandbox_process import SandboxProcess, SandboxRefused
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows, reward_parts
-from flowrl.tasks.code_tests import CodeTests, given_tests, program_of
+from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.code_tests import CodeTests, given_tests, limits, program_of
 from flowrl.tasks.judge import load_judge
+from flowrl.tasks.reward_client import OWN_LIMITS
 from flowrl.tasks.rewards import open_reward
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,8 +80,8 @@ def test_the_tests_of_an_answer(answer: Any, entry_point: str | None, found: Cod
     assert given_tests(answer, entry_point) == found
 
 
-def run(kind: Any, program: str, tests: CodeTests, setup: str = "", time_s: float = 6.0) -> Tried:
-    return asyncio.run(tried(kind, setup, program, tests, time_s=time_s))
+def run(kind: Any, program: str, tests: CodeTests, setup: str = "", **times: float) -> Tried:
+    return asyncio.run(tried(kind, setup, program, tests, **times))
 
 
 def test_all_tests_have_to_pass_and_their_share_is_known(kind: Any) -> None:
@@ -118,7 +120,7 @@ HOSTILE = {
 def test_programs_that_do_something_else_fail_and_leave_nothing(name: str) -> None:
     before = set(psutil.Process().children(recursive=True))
     start = time.monotonic()
-    found = run("namespaces" if namespaces() else "limits", HOSTILE[name], CodeTests(tuple(ASSERTS)), time_s=1.5)
+    found = run("namespaces" if namespaces() else "limits", HOSTILE[name], CodeTests(tuple(ASSERTS)), case_s=1.5)
     assert found.passed == 0.0 and time.monotonic() - start < 10.0
     assert set(psutil.Process().children(recursive=True)) <= before
 
@@ -131,12 +133,79 @@ def namespaces() -> bool:
     return True
 
 
-def test_a_program_that_takes_too_long_is_logged_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_takes_too_long_is_logged_as_such() -> None:
     if not namespaces():
         pytest.skip("no namespaces here")
-    monkeypatch.setattr(code_answers.tried, "__kwdefaults__", {"time_s": 1.0})
-    found = code(["", ""], ["while True: pass", RIGHT], answer=[ASSERTS, json.dumps(ASSERTS)])
+    found = code(["", ""], ["while True: pass", RIGHT], answer=[ASSERTS, json.dumps(ASSERTS)], case_s=[1.0, None])
     assert found == {"rewards": [0.0, 1.0], "logs": {"tests_passed": [0.0, 1.0], "timed_out": [1.0, 0.0]}}
+
+
+SLEEPS = "import time\ndef f(x):\n    time.sleep(0.25)\n    return x + 1\n"  # under test: right, and slow
+
+
+def test_the_time_is_for_each_test_and_all_of_them_have_a_bound(kind: Any) -> None:
+    """The limits of one test do not add up: a right program may take longer for all than for one."""
+    asserts = CodeTests(tuple(f"assert f({n}) == {n + 1}" for n in range(8)))
+    assert run(kind, SLEEPS, asserts, case_s=1.5, total_s=30.0) == Tried(1.0)  # 2 s and more for all of them
+    assert run(kind, SLEEPS, asserts, case_s=30.0, total_s=1.0) == Tried(timed_out=True)
+    assert run(kind, SLEEPS, asserts, case_s=0.1, total_s=30.0) == Tried(timed_out=True)
+    cases = CodeTests(cases=(("1", "2"),) * 4)
+    program = "import time\ntime.sleep(0.5)\nprint(int(input()) + 1)"  # under test: right, and slow
+    assert run(kind, program, cases, case_s=1.5, total_s=30.0) == Tried(1.0)
+    assert run(kind, program, cases, case_s=0.2, total_s=30.0) == Tried(timed_out=True)
+
+
+def test_the_times_are_options_of_the_task_and_columns_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    name = written(path, test_list=ASSERTS)
+    assert not {"case_s", "total_s"} & load_rows(Task(name)).train[0].columns.keys()
+    given = load_rows(Task(f"{name},case_s=10,total_s=300")).train[0].columns
+    assert (given["case_s"], given["total_s"]) == (10, 300)
+    own = load_rows(Task(written(path, test_list=ASSERTS, case_s=2.5) + ",case_s=10")).train[0].columns
+    assert own["case_s"] == 2.5
+    assert limits() == limits("soon", None) == limits(True, -1) == (6.0, 60.0)
+    assert limits(2, 0.5) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("check=code,case_s=0", "option case_s of a task is 0; it has to be above 0"),
+        ("check=code,total_s=long", "option total_s is 'long' and needs float"),
+        ("check=gsm8k,case_s=3", "option case_s of a task is for check=code, and this one has check=gsm8k"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(tmp_path: Path, options: str, said: str) -> None:
+    written(tmp_path / "rows.jsonl", test_list=ASSERTS)
+    with pytest.raises(ConfigError, match=said):
+        load_rows(Task(f"{tmp_path}/rows.jsonl:answer=test_list,{options}"))
+
+
+def test_a_call_has_the_time_that_its_programs_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    code_s, of_mixture = OWN_LIMITS[CHECKS["code"]], OWN_LIMITS["flowrl.tasks.mixture:score"]
+    assert OWN_LIMITS[WITHOUT_NAMESPACES] is code_s
+    assert [code_s([{}] * n) for n in (1, 2, 3)] == [65.0, 65.0, 125.0]
+    assert code_s([{"total_s": 7}, {"total_s": 3}]) == 12.0
+    assert of_mixture([{"of_task": "a.jsonl:check=code", "total_s": 100}, {"of_task": "arithmetic"}]) == 105.0
+    assert of_mixture([{"of_task": "arithmetic"}]) < 10.0
+
+
+def test_the_process_of_a_reward_is_not_killed_while_its_programs_may_run(tmp_path: Path) -> None:
+    """Its timeout is that of other functions, here shorter than a right program takes."""
+    if not namespaces():
+        pytest.skip("no namespaces here")
+    task = Task(written(tmp_path / "rows.jsonl", test_list=[f"assert f({n}) == {n + 1}" for n in range(4)]))
+    row = load_rows(task).train[0]
+
+    async def ask() -> float:
+        client = open_reward(reward_parts(task), timeout_s=0.5)
+        try:
+            return (await client.ask([row.prompt], [SLEEPS], [row.columns])).rewards[0]
+        finally:
+            await client.close()
+
+    assert asyncio.run(ask()) == 1.0
 
 
 def written(path: Path, **columns: Any) -> str:

@@ -6,13 +6,17 @@ An answer is one of
   `entry_point` names;
 - a mapping of `inputs` and `outputs`, lists of the same length: what the program reads, and what it has to print.
 
-Lists and mappings may be written as JSON text. They are run by `flowrl.environments.tools.code_answers`.
+Lists and mappings may be written as JSON text. They are run by `flowrl.environments.tools.code_answers`: each piece,
+and the program with each input, for at most `case_s`, and all of them for at most `total_s`. Both are options of the
+task, `FILE:check=code,case_s=10,total_s=120`, or columns of a row.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +25,28 @@ from typing import Any
 BEGIN = r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n"
 FENCE = re.compile(BEGIN + r"(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 OPEN_FENCE = re.compile(BEGIN + r"(.*)\Z", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+CASE_S = 6.0
+"""For one test, with the start of an interpreter."""
+TOTAL_S = 60.0
+"""For all tests of one response."""
+ENDING_S = 5.0
+"""For what a call does besides: its process ends the last interpreter, and answers."""
+
+
+def limits(case_s: Any = None, total_s: Any = None) -> tuple[float, float]:
+    """The limits of a row with these columns; what is no time is the default."""
+    case, total = (one if _is_time(one) else usual for one, usual in ((case_s, CASE_S), (total_s, TOTAL_S)))
+    return float(case), float(total)
+
+
+def call_s(columns: Sequence[Mapping[str, Any]]) -> float:
+    """The longest that a call takes whose samples have these columns, as many at a time as there are cores."""
+    longest = max((limits(total_s=row.get("total_s"))[1] for row in columns), default=0.0)
+    return math.ceil(len(columns) / (os.cpu_count() or 1)) * longest + ENDING_S
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
 from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.code_tests import CASE_S, TOTAL_S
 from flowrl.tasks.formats import Record, files_at, records
 from flowrl.tasks.hub_rows import hub_files, hub_records
 from flowrl.tasks.malformed import Malformed, Reading
@@ -59,6 +60,10 @@ class Keys:
     """How responses are compared with answers: exact, math (the last number or formula, by math-verify), gsm8k (the
     number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice), code (a
     Python program, run in a sandbox against the answer's tests)."""
+    case_s: float = CASE_S
+    """Of check=code: seconds for each test of an answer. A row's own column of this name comes first."""
+    total_s: float = TOTAL_S
+    """Of check=code: seconds for all tests of one response. A row's own column comes first here, too."""
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
     rows: str = "auto"
@@ -67,6 +72,17 @@ class Keys:
 
     def __post_init__(self) -> None:
         require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE)
+        for name, value in self.code_limits.items():
+            if self.check != "code":
+                raise ConfigError(f"option {name} of a task is for check=code, and this one has check={self.check}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"option {name} of a task is {value:g}; it has to be above 0")
+
+    @property
+    def code_limits(self) -> dict[str, float]:
+        """The columns that say how long programs of check=code may run, where that is not the default."""
+        given = {"case_s": (self.case_s, CASE_S), "total_s": (self.total_s, TOTAL_S)}
+        return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
 def require_choices(keys: object, **choices: tuple[str, ...]) -> None:
@@ -122,7 +138,7 @@ def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
 def _row(place: str, record: Record, keys: Keys) -> Row:
     turns, reply = _asked(place, record, keys)
     used = {keys.prompt, keys.messages, keys.answer, *_of_shape(record, keys)}
-    columns = {key: plain(value) for key, value in record.items() if key not in used}
+    columns = {**keys.code_limits, **{key: plain(value) for key, value in record.items() if key not in used}}
     if isinstance(reply, Structured):
         columns["answer"] = plain(reply.value)
     elif reply is not None:

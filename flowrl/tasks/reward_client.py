@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.code_tests import call_s
 from flowrl.tasks.judge import BadReward, Judge, Verdicts
+from flowrl.tasks.name_options import parse_options, split_name
+from flowrl.tasks.rows import OF_TASK
 from flowrl.tasks.worker import RewardWorker
 
 TRUSTED = "flowrl.tasks.verify:"
 """Functions that cannot block; they are called directly."""
+OWN_LIMITS: dict[str, Callable[[Sequence[Mapping[str, Any]]], float]] = {
+    CHECKS["code"]: call_s,
+    f"{CHECKS['code']}_without_namespaces": call_s,
+    "flowrl.tasks.mixture:score": lambda columns: call_s([row for row in columns if _is_code(row)]),
+}
+"""Functions that bound their calls themselves -> the longest that a call takes."""
+
+
+def _is_code(row: Mapping[str, Any]) -> bool:
+    """Whether the source of a mixture's row has check=code."""
+    source = str(row.get(OF_TASK, ""))
+    return parse_options(source, split_name(source)[1]).get("check") == "code"
 
 
 class RewardClient(Protocol):
@@ -28,7 +44,7 @@ def route_of(judge: Judge, timeout_s: float) -> RewardClient:
         return _Awaited(judge, timeout_s)
     if judge.place.startswith(TRUSTED):
         return _InPlace(judge)
-    return RewardWorker(judge.place, timeout_s=timeout_s)
+    return RewardWorker(judge.place, timeout_s=timeout_s, own_s=OWN_LIMITS.get(judge.place))
 
 
 class _InPlace:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -20,11 +20,15 @@ from flowrl.tasks.judge import BadReward, Columns, Verdicts
 
 
 class RewardWorker:
-    """One child process for one function. One call at a time."""
+    """One child process for one function. One call at a time.
 
-    def __init__(self, place: str, *, timeout_s: float) -> None:
+    A function that bounds its calls itself has `own_s`, the longest that it takes; it gets no less time than that.
+    """
+
+    def __init__(self, place: str, *, timeout_s: float, own_s: Callable[[Columns], float] | None = None) -> None:
         self.place = place
         self.timeout_s = timeout_s
+        self.own_s = own_s
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -49,13 +53,14 @@ class RewardWorker:
         async with self._turn:
             if self._process is None:
                 await self.start()
+            limit_s = self.timeout_s if self.own_s is None else max(self.timeout_s, self.own_s(columns))
             try:
-                async with asyncio.timeout(self.timeout_s):
+                async with asyncio.timeout(limit_s):
                     await self._send({"prompts": prompts, "responses": responses, "columns": columns})
                     answer = await self._receive()
             except TimeoutError:
                 await self.close()
-                raise BadReward("reward_timed_out", f"{self.place} took more than {self.timeout_s} s") from None
+                raise BadReward("reward_timed_out", f"{self.place} took more than {limit_s} s") from None
             except (asyncio.IncompleteReadError, ConnectionError):
                 code = await self._died()
                 raise BadReward("reward_died", f"{self.place} ended its process (status {code})") from None

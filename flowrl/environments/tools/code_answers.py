@@ -8,7 +8,8 @@ What a program does is its own matter: if it raises, exits, takes too long, too 
 has failed, and nothing of it is left. It shares an interpreter with its tests, as in other such harnesses: a program
 that is written to take this one apart can make asserts pass. Outputs it cannot fake.
 
-Waits: for the interpreter, at most `TIME_S` for a response.
+Waits: for the interpreter, at most `case_s` for a test and `total_s` for a response (`flowrl.tasks.code_tests`). A test
+that takes longer ends the response.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxSettings,
 )
 from flowrl.errors import ConfigError
-from flowrl.tasks.code_tests import CodeTests, given_tests, program_of
+from flowrl.tasks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, limits, program_of
 
 T = TypeVar("T")
-TIME_S = 6.0
-"""For one response: the interpreter's start, the program, and all tests; less than the time of a reward's call."""
 MEMORY_BYTES = 512 << 20
 OUTPUT_BYTES = 1 << 20
 
@@ -58,17 +57,20 @@ def judged_in(
     entry_point: Sequence[str | None] | None = None,
     test_imports: Sequence[Any] | None = None,
     test_setup_code: Sequence[str | None] | None = None,
+    case_s: Sequence[float | None] | None = None,
+    total_s: Sequence[float | None] | None = None,
 ) -> dict[str, Any]:
     """1 if the response's program passes every test of the answer, else 0; the share of tests passed is logged.
 
     `test_imports` (a list of lines, or text) and `test_setup_code` are executed before the program.
     """
-    columns = (entry_point, test_imports, test_setup_code)
-    entries, imports, setups = (column or [None] * len(responses) for column in columns)
+    columns = (entry_point, test_imports, test_setup_code, case_s, total_s)
+    entries, imports, setups, cases, totals = (column or [None] * len(responses) for column in columns)
     before = [_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
     tests = [given_tests(right, entry) for right, entry in zip(answer, entries, strict=True)]
     programs = [program_of(response) for response in responses]
-    tried = _finished(_all(kind, [*zip(before, programs, tests, strict=True)]))
+    times = [limits(*of_row) for of_row in zip(cases, totals, strict=True)]
+    tried = _finished(_all(kind, [*zip(before, programs, tests, times, strict=True)]))
     return {
         "rewards": [float(one.passed == 1.0) for one in tried],
         "logs": {
@@ -90,42 +92,55 @@ def _before(imports: Any, setup: str | None) -> str:
     return "\n".join(filter(None, (lines, setup)))
 
 
-async def _all(kind: SandboxKind, wanted: Sequence[tuple[str, str, CodeTests | None]]) -> list[Tried]:
+async def _all(
+    kind: SandboxKind, wanted: Sequence[tuple[str, str, CodeTests | None, tuple[float, float]]]
+) -> list[Tried]:
     slots = asyncio.Semaphore(os.cpu_count() or 1)
 
-    async def one(setup: str, program: str, tests: CodeTests | None) -> Tried:
+    async def one(setup: str, program: str, tests: CodeTests | None, times: tuple[float, float]) -> Tried:
         if tests is None:
             return Tried()
         async with slots:
-            return await tried(kind, setup, program, tests)
+            return await tried(kind, setup, program, tests, case_s=times[0], total_s=times[1])
 
     return list(await asyncio.gather(*(one(*each) for each in wanted)))
 
 
-async def tried(kind: SandboxKind, setup: str, program: str, tests: CodeTests, *, time_s: float = TIME_S) -> Tried:
+async def tried(
+    kind: SandboxKind,
+    setup: str,
+    program: str,
+    tests: CodeTests,
+    *,
+    case_s: float = CASE_S,
+    total_s: float = TOTAL_S,
+) -> Tried:
     """Run a program and its tests. Raises ConfigError if this machine does not let a sandbox be built."""
     passed = 0
     try:
-        async with asyncio.timeout(time_s):
+        async with asyncio.timeout(total_s):
             if tests.pieces:
-                passed = await _passed(kind, f"{setup}\n{program}", tests.pieces)
+                passed = await _passed(kind, f"{setup}\n{program}", tests.pieces, case_s)
             for given, needed in tests.cases:
-                passed += await _prints(kind, setup, program, given, needed)
+                async with asyncio.timeout(case_s):
+                    passed += await _prints(kind, setup, program, given, needed)
     except TimeoutError:
         return Tried(timed_out=True)
     return Tried(passed / (len(tests.pieces) + len(tests.cases)))
 
 
-async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str]) -> int:
-    """The number of pieces that came to their end."""
+async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s: float) -> int:
+    """The number of pieces that came to their end. Raises TimeoutError if one, or the program itself, takes longer."""
     passed = 0
     async with _interpreter(kind) as interpreter:
         try:
-            if (await interpreter.run(program)).failed:
-                return 0
+            async with asyncio.timeout(case_s):
+                if (await interpreter.run(program)).failed:
+                    return 0
             for piece in pieces:
                 mark = f"\n{secrets.token_hex(16)}"
-                ran = await interpreter.run(f"{piece}\nprint({mark!r})")
+                async with asyncio.timeout(case_s):
+                    ran = await interpreter.run(f"{piece}\nprint({mark!r})")
                 passed += not ran.failed and ran.text.rstrip("\n").endswith(mark)
         except SandboxEnded:
             return passed
