@@ -205,7 +205,8 @@ def test_after_the_last_attempt_the_sample_fails_by_its_cause_and_has_no_reward(
     assert sample_id == "g:0" and row[1] == 2 and row[3] == cause
 
 
-def test_a_run_of_failures_ends_with_the_commonest_cause(tmp_path: Path) -> None:
+def test_a_run_of_failures_ends_with_the_commonest_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl.nodes.attempt_outcomes.PATIENCE_S", 0.0)
     with pytest.raises(FlowrlError, match=r"16 of the last 16 attempts .* mostly by env_raised(.|\n)*no such move"):
         play(Script("go"), failing(tmp_path, times=999), prompts=8, limits=Limits(tokens=400, retries=3))
 

@@ -1,8 +1,24 @@
-"""How the last attempts at episodes ended, and when that ends the run."""
+"""How the last attempts at episodes ended, when further ones wait, and when the run ends.
+
+What fails fails soon, and what succeeds takes its time: of 1,024 episodes that begin together, a few of which cannot
+be played, the first to end have all failed. So attempts are judged in the order in which they began: the run ends if
+more than half of `LOOKED_BACK` failed that began before those that are still open, or if nothing has succeeded and as
+many have failed as there were at a time, at least `FIRST_ATTEMPTS`.
+
+A server that environments or agents need may be away for a moment. Where the last `FIRST_ATTEMPTS` to end have all
+failed, further attempts wait, each until one succeeds or its pause is over; for `PATIENCE_S` from then on failures use
+up no retry and do not end the run, unless waiting cannot mend them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Context
@@ -10,26 +26,76 @@ from flowrl.graph.node import Context
 LOOKED_BACK = 256
 """Attempts among which failures are counted."""
 FIRST_ATTEMPTS = 16
-"""If so many attempts are over and all of them failed, the run ends too."""
+"""If so many attempts are over and all of them failed, something is wrong."""
+PATIENCE_S = 60.0
+PAUSES_S = (5.0, 20.0)
+"""The shortest and the longest pause before an attempt while others only fail; it grows with the time they do."""
+NOT_BY_WAITING = frozenset({"no_reward", "no_calls", "no_room", "env_malformed"})
+"""Causes that are in the environment or agent itself."""
+
+
+@dataclass(eq=False)
+class BegunAttempt:
+    """One attempt; `cause` is "" after a success, None while it is open."""
+
+    cause: str | None = None
 
 
 class AttemptOutcomes:
     """Of one node replica; `played` names what is played, for messages."""
 
-    def __init__(self, context: Context, played: str) -> None:
+    def __init__(self, context: Context, played: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._context = context
         self._played = played
-        self._last: deque[str] = deque(maxlen=LOOKED_BACK)
-        """The cause of each of the last attempts that failed; "" for one that did not."""
+        self._now_s = now_s
+        self._begun: deque[BegunAttempt] = deque()
+        """The last attempts that count, in the order in which they began."""
+        self._open = self._most_open = 0
+        self._ended: deque[str] = deque(maxlen=FIRST_ATTEMPTS)
+        """The causes of the last attempts to end; "" for one that succeeded."""
         self._succeeded = False
+        self._num_failed = 0
+        self._only_fail_since: float | None = None
+        self._recovered = asyncio.Event()
         self._not_resumed: set[str] = set()
+        self._seen: set[str] = set()
+        """Causes of which a line has told."""
         self._events: set[str] = set()
         """Events that have failed several attempts; zygotes may die a few times only."""
 
-    def succeeded(self) -> None:
+    async def ready(self) -> None:
+        """Wait before an attempt where the others only fail."""
+        if (for_s := self._failing_for_s()) is None or for_s >= PATIENCE_S:
+            return
+        shortest, longest = PAUSES_S
+        with self._context.outside(f"{self._played} to succeed again"), suppress(TimeoutError):
+            await asyncio.wait_for(self._recovered.wait(), min(max(shortest, for_s / 2), longest))
+
+    @contextmanager
+    def playing(self) -> Iterator[BegunAttempt]:
+        """An attempt that begins and ends here. One that neither succeeds nor fails does not count."""
+        attempt = BegunAttempt()
+        self._open += 1
+        self._most_open = max(self._most_open, self._open)
+        self._begun.append(attempt)
+        while len(self._begun) > LOOKED_BACK + self._most_open:
+            self._begun.popleft()
+        try:
+            yield attempt
+        finally:
+            self._open -= 1
+            if attempt.cause is None:
+                self._leave_out(attempt)
+
+    def succeeded(self, attempt: BegunAttempt) -> None:
         """An attempt was played to its end."""
+        attempt.cause = ""
         self._succeeded = True
-        self._last.append("")
+        self._ended.append("")
+        if self._only_fail_since is not None:
+            self._only_fail_since = None
+            self._recovered.set()
+            self._recovered = asyncio.Event()
 
     def not_resumed(self, cause: str, text: str) -> None:
         """A half-done attempt of a resumed run cannot go on, which is no failure."""
@@ -38,23 +104,63 @@ class AttemptOutcomes:
             self._not_resumed.add(cause)
         self._context.metric(cause, 1)
 
-    def failed(self, cause: str, text: str, *, event: str = "") -> None:
-        """An attempt failed. Raises FlowrlError if that is what mostly happens.
+    def failed(self, attempt: BegunAttempt, cause: str, text: str, *, event: str = "") -> bool:
+        """An attempt failed; returns whether that uses up one of its episode's retries.
 
-        Attempts that failed by one event count as one: hundreds may be open when a zygote dies, once.
+        Raises FlowrlError if that is what mostly happens. Attempts that failed by one event count as one: hundreds may
+        be open when a zygote dies, once.
         """
-        if event in self._events:
-            return
+        attempt.cause = cause
+        if event and event in self._events:
+            self._leave_out(attempt)
+            return True
         if event:
             self._events.add(event)
-        if cause not in self._last:
+        if cause not in self._seen:
+            self._seen.add(cause)
             self._context.progress(f"an attempt at an episode failed: {text}")
-        self._last.append(cause)
-        failed = Counter(cause for cause in self._last if cause)
-        most, over = failed.most_common(1)[0][0], len(self._last)
-        hopeless = not self._succeeded and over >= FIRST_ATTEMPTS
-        if hopeless or (over == LOOKED_BACK and failed.total() > LOOKED_BACK // 2):
-            raise FlowrlError(
-                f"{failed.total()} of the last {over} attempts at episodes of {self._played!r} failed, mostly by "
-                f"{most}; the last failure: {text}"
-            )
+        self._num_failed += 1
+        self._ended.append(cause)
+        self._note_failures(text)
+        for_s = self._failing_for_s()
+        patient = for_s is not None and for_s < PATIENCE_S and cause not in NOT_BY_WAITING
+        if not patient and (judged := self._judged()):
+            raise FlowrlError(f"{judged}; the last failure: {text}")
+        return not patient
+
+    def _leave_out(self, attempt: BegunAttempt) -> None:
+        """It says nothing about whether attempts succeed."""
+        with suppress(ValueError):  # so many have begun since that it is not looked at
+            self._begun.remove(attempt)
+
+    def _note_failures(self, text: str) -> None:
+        """Note when the last attempts to end have all failed, and tell it."""
+        only_fail = len(self._ended) == FIRST_ATTEMPTS and all(self._ended)
+        if not only_fail or self._only_fail_since is not None or NOT_BY_WAITING.issuperset(self._ended):
+            return
+        self._only_fail_since = self._now_s()
+        self._context.progress(
+            f"the last {FIRST_ATTEMPTS} attempts at episodes of {self._played!r} failed; further ones wait for one to "
+            f"succeed, for up to {PATIENCE_S:g} s. The last failure: {text}"
+        )
+
+    def _failing_for_s(self) -> float | None:
+        """For how long attempts have only failed; None if they do not."""
+        return None if self._only_fail_since is None else self._now_s() - self._only_fail_since
+
+    def _judged(self) -> str:
+        """What ends the run; "" if nothing does."""
+        if not self._succeeded and self._num_failed >= max(FIRST_ATTEMPTS, self._most_open):
+            looked_at = list(self._begun)
+        elif len(self._begun) >= LOOKED_BACK + self._most_open:
+            looked_at = list(islice(self._begun, LOOKED_BACK))
+        else:
+            return ""
+        failed = Counter(attempt.cause for attempt in looked_at if attempt.cause)
+        if 2 * failed.total() <= len(looked_at):
+            return ""
+        over = sum(attempt.cause is not None for attempt in looked_at)
+        return (
+            f"{failed.total()} of the last {over} attempts at episodes of {self._played!r} failed, mostly by "
+            f"{failed.most_common(1)[0][0]}"
+        )

@@ -30,7 +30,7 @@ from flowrl.messages import Branch, Prompt, Record
 from flowrl.models import Policy, load_tokenizer, with_template
 from flowrl.models.directory import context_length
 from flowrl.nodes.attempt import AskedTurn, Templates
-from flowrl.nodes.attempt_outcomes import AttemptOutcomes
+from flowrl.nodes.attempt_outcomes import AttemptOutcomes, BegunAttempt
 from flowrl.nodes.episode_checks import length_problems
 from flowrl.nodes.episode_log import EpisodeLog
 from flowrl.nodes.episode_reports import EpisodeReports
@@ -137,32 +137,42 @@ class EpisodeNode(Node):
         cause, last = "", False
         while not last:
             self.prompts.keep(prompt, log.record)
-            try:
-                played = await self.attempt(prompt, log, ticket)
-            except AttemptFailed as failure:
-                cause, last = failure.cause, self._is_last(log, failure)
-                log = self._after_void(prompt, log, failure, last=last)
-                continue
-            self._outcomes.succeeded()
+            await self._outcomes.ready()
+            with self._outcomes.playing() as attempt:
+                try:
+                    played = await self.attempt(prompt, log, ticket)
+                except AttemptFailed as failure:
+                    cause, counts = failure.cause, self._counts(attempt, failure)
+                    last = self._is_last(log, failure, counts=counts)
+                    log = self._after_void(prompt, log, failure, counts=counts, last=last)
+                    continue
+                self._outcomes.succeeded(attempt)
             await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
             return
         place = (prompt.sample_id, self.row_name(prompt), log.attempt)
         self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
         raise SampleFailed(cause)
 
-    def _is_last(self, log: EpisodeLog, failure: AttemptFailed) -> bool:
-        """Whether no attempt follows the one that failed."""
-        return failure.cause not in RESUME_CAUSES and (not failure.again or log.failed >= self.limits.retries)
-
-    def _after_void(self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, last: bool) -> EpisodeLog:
-        """Book the attempt as void; returns the log of the next one. What a resume cannot continue is no failure."""
-        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
-        counts = failure.cause not in RESUME_CAUSES
-        if counts:
-            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
-            self._outcomes.failed(failure.cause, str(failure), event=failure.event)
-        else:
+    def _counts(self, attempt: BegunAttempt, failure: AttemptFailed) -> bool:
+        """Whether the failure uses up one of the retries; what a resume cannot continue is no failure."""
+        if failure.cause in RESUME_CAUSES:
             self._outcomes.not_resumed(failure.cause, str(failure))
+            return False
+        return self._outcomes.failed(attempt, failure.cause, str(failure), event=failure.event)
+
+    def _is_last(self, log: EpisodeLog, failure: AttemptFailed, *, counts: bool) -> bool:
+        """Whether no attempt follows the one that failed."""
+        if failure.cause in RESUME_CAUSES:
+            return False
+        return not failure.again or (counts and log.failed >= self.limits.retries)
+
+    def _after_void(
+        self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, counts: bool, last: bool
+    ) -> EpisodeLog:
+        """Book the attempt as void; returns the log of the next one."""
+        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
+        if failure.cause not in RESUME_CAUSES:
+            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
         return log.next_attempt(counts=counts)
 
     def _new_log(self, record: Record | None = None) -> EpisodeLog:
@@ -189,7 +199,7 @@ class EpisodeNode(Node):
             try:
                 return self.episode(prompt, await self.attempt(prompt, log, -1), log.attempt)
             except AttemptFailed as failure:
-                if self._is_last(log, failure):
+                if self._is_last(log, failure, counts=True):
                     raise SampleFailed(failure.cause) from None
                 log = log.next_attempt(counts=True)
 
