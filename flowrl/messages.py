@@ -320,12 +320,37 @@ def _passes(sample: Trainable, twice: bool) -> list[tuple[Int32, ...]]:
 
 
 @dataclass(frozen=True)
+class ValueQuestion(Message):
+    """All sequences of a batch, of which a critic is asked the values: one after the other, so that a question of any
+    number of samples is three arrays."""
+
+    lengths: Int32
+    token_ids: Int32
+    policy_mask: Bool
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Self:
+        """The first sequences of `samples`, in their order."""
+        return cls(
+            np.array([sample.token_ids.size for sample in samples], np.int32),
+            np.concatenate([no_ids(), *(sample.token_ids for sample in samples)]),
+            np.concatenate([np.zeros(0, np.bool_), *(sample.policy_mask for sample in samples)]),
+        )
+
+    @property
+    def sequences(self) -> list[tuple[Int32, Bool]]:
+        """(token ids, policy mask) of each sequence."""
+        ends = np.cumsum(self.lengths)[:-1]
+        return [*zip(np.split(self.token_ids, ends), np.split(self.policy_mask, ends), strict=True)]
+
+
+@dataclass(frozen=True)
 class Values(Message):
-    """A critic's values for the samples of a batch, in their order: V before each policy token, 0 elsewhere."""
+    """A critic's values for a question, one sequence after the other: V before each policy token, 0 elsewhere."""
 
     version: int
     """Of the critic; the same for all."""
-    values: tuple[Float32, ...]
+    values: Float32
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def test_what_takes_one_sequence_says_so() -> None:
     made = trainable(0, THREE)
     text = r"sample 'g:0' has 3 sequences, .* takes samples of one; set history='append'"
     with pytest.raises(ConfigError, match=text):
-        question([Group("g", (made,), 1)], token_budget=9)
+        question([Group("g", (made,), 1)])
     with pytest.raises(ConfigError, match=text):
         PairMaker(size=2).pair([made, trainable(1, [[1]])])
     require_one_sequence([trainable(1, [[1]])], "a critic")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flowrl.errors import FlowrlError
-from flowrl.messages import Batch, Sample, Values, Weights
+from flowrl.messages import Sample, ValueQuestion, Values, Weights
 from flowrl.models import Policy
 from flowrl.nodes.critic import Critic
 from flowrl.testing import NodeRecord, NodeRig, sample
@@ -23,6 +23,7 @@ from flowrl.training.scoring.local_model import scored
 from flowrl.training.scoring.passes import values_of_pass
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
+from tests.test_channel_table import through
 from tests.tiny_policy import make_policy
 
 
@@ -80,11 +81,7 @@ class Source:
         return [part.tolist() for part in values_N.split([len(t) - 1 for t in ids])]
 
 
-def question(samples: Sequence[Sample]) -> Batch:
-    return Batch(tuple(samples), (), len(samples), 0, 1)  # type: ignore[arg-type]
-
-
-def lived(policy: Path, manifests: Sequence[Weights], batch: Batch) -> tuple[Values, NodeRecord]:
+def lived(policy: Path, manifests: Sequence[Weights], asked: ValueQuestion) -> tuple[Values, NodeRecord]:
     """The reply of a critic that was given these weights one after the other."""
     node = Critic(Policy(str(policy)))
 
@@ -95,7 +92,7 @@ def lived(policy: Path, manifests: Sequence[Weights], batch: Batch) -> tuple[Val
                 await rig.taken(node.weights)
             rig.end(node.weights)
             await rig.until(lambda record: any(event[2] == manifest.version for event in record.events("holds")))
-            reply = await rig.ask(node.requests, batch)
+            reply = await rig.ask(node.requests, asked)
             return reply, await rig.finished()
 
     return asyncio.run(life())
@@ -118,9 +115,11 @@ def test_it_answers_with_the_trainers_values_and_their_version(
     policy: Path, trained: ScalarModel, publisher: Publisher
 ) -> None:
     manifests = [published(publisher, 3), published(publisher, 4, "unchanged")]
-    reply, record = lived(policy, manifests, question(SAMPLES))
+    reply, record = lived(policy, manifests, ValueQuestion.of(SAMPLES))
     assert reply.version == 4, "an unchanged version is a version"
-    for one, values in zip(SAMPLES, reply.values, strict=True):
+    ends = np.cumsum([one.num_tokens for one in SAMPLES])
+    assert reply.values.size == ends[-1]
+    for one, values in zip(SAMPLES, np.split(reply.values, ends[:-1]), strict=True):
         np.testing.assert_allclose(values[one.policy_mask], alone(trained, one), atol=1e-5)
     assert record.ledger == [
         ("holds", "critic/0", "critic_trainer", 3),
@@ -132,7 +131,7 @@ def test_it_answers_with_the_trainers_values_and_their_version(
 
 def test_a_version_that_is_gone_is_passed_over(policy: Path, publisher: Publisher) -> None:
     gone = [published(publisher, version) for version in range(3)]
-    reply, _ = lived(policy, gone, question(SAMPLES[:1]))
+    reply, _ = lived(policy, gone, ValueQuestion.of(SAMPLES[:1]))
     assert reply.version == 2
 
 
@@ -140,15 +139,29 @@ def test_values_unlike_the_trainers_end_the_run(policy: Path, publisher: Publish
     manifest = published(publisher, 0)
     wrong = replace(manifest, probe_logprobs=tuple(tuple(v + 0.5 for v in row) for row in manifest.probe_logprobs))
     with pytest.raises(ProbeMismatch, match=r"differ from the trainer's by 0\.5 on average"):
-        lived(policy, [wrong], question(SAMPLES))
+        lived(policy, [wrong], ValueQuestion.of(SAMPLES))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path, publisher: Publisher) -> None:
     make_policy(tmp_path, tied=True, layers=1)
     with pytest.raises(FlowrlError, match="do not fit this node's model: 12 tensors differ"):
-        lived(tmp_path, [published(publisher, 0)], question(SAMPLES))
+        lived(tmp_path, [published(publisher, 0)], ValueQuestion.of(SAMPLES))
 
 
 def test_a_weights_edge_that_ends_before_its_first_message_is_an_error(policy: Path) -> None:
     with pytest.raises(FlowrlError, match="ended before its first message"):
-        lived(policy, [], question(SAMPLES))
+        lived(policy, [], ValueQuestion.of(SAMPLES))
+
+
+@pytest.mark.parametrize(("number", "tokens"), [(4_096, 512), (65_536, 16)])
+def test_a_question_of_any_number_of_samples_is_one_message(number: int, tokens: int) -> None:
+    """With whole samples it was refused from some 14,000 on: for their texts, columns and metrics, and each array."""
+    one = sample(0, response_text="a long text " * 64, metrics={f"m{n}": 0.5 for n in range(20)})
+    ids, mask = np.arange(tokens, dtype=np.int32), np.arange(tokens) > tokens // 2
+    whole = replace(one, token_ids=ids, policy_mask=mask)
+    asked = through(ValueQuestion.of([whole] * number))
+    assert isinstance(asked, ValueQuestion) and len(asked.sequences) == number
+    for found_ids, found_mask in (asked.sequences[0], asked.sequences[-1]):
+        assert np.array_equal(found_ids, ids) and np.array_equal(found_mask, mask)
+    reply = through(Values(3, np.zeros(number * tokens, np.float32)))
+    assert isinstance(reply, Values) and reply.values.size == number * tokens

@@ -15,7 +15,7 @@ from flowrl import Graph, check
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.messages import Batch, Group, Scored, Values
+from flowrl.messages import Batch, Group, Scored, ValueQuestion, Values
 from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
 from flowrl.runtime.telemetry.metrics import roles
@@ -34,15 +34,19 @@ class Critic:
 
     def __init__(self, version: int = 3) -> None:
         self.version = version
-        self.asked: list[Batch] = []
+        self.asked: list[ValueQuestion] = []
 
-    def __call__(self, request: Batch) -> Values:
+    def __call__(self, request: ValueQuestion) -> Values:
         self.asked.append(request)
-        return Values(self.version, tuple(values_of(s) for s in request.samples))
+        return Values(self.version, np.concatenate([_values(mask) for _, mask in request.sequences]))
 
 
 def values_of(one: Scored) -> Any:
-    return np.where(one.policy_mask, 0.25 * np.arange(len(one.token_ids)), 0.0).astype(np.float32)
+    return _values(one.policy_mask)
+
+
+def _values(mask: Any) -> Any:
+    return np.where(mask, 0.25 * np.arange(len(mask)), 0.0).astype(np.float32)
 
 
 def referenced(member: int, reward: float, group: str, response: int) -> Scored:
@@ -62,7 +66,7 @@ def batches(node: TokenBatch, arrivals: Sequence[Group], critic: Critic) -> list
 def test_a_batch_is_valued_at_once_and_whitened_as_a_whole() -> None:
     critic = Critic()
     (batch,) = batches(TokenBatch(2, estimate=GAE, whiten="full"), groups(), critic)
-    assert [len(asked.samples) for asked in critic.asked] == [4]
+    assert [len(asked.sequences) for asked in critic.asked] == [4]
     length = max(len(s.token_ids) for s in batch.samples)
 
     def rows(arrays: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ from flowrl.forest import num_shared
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out
-from flowrl.messages import Batch, Bool, Group, Trainable, Values, packed
+from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values, packed
 from flowrl.nodes.begun_batch import BegunBatch, Pace, least_of_a_piece
 from flowrl.nodes.by_source import source_metrics
 from flowrl.nodes.judged import judged_metrics
@@ -58,7 +58,7 @@ class TokenBatch(Node):
 
     groups: In[Group]
     batches: Out[Batch]
-    values: Call[Batch, Values]
+    values: Call[ValueQuestion, Values]
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class TokenBatch(Node):
         """`groups` with the critic's values, if the graph has a critic."""
         if self.values.live is None:
             return groups
-        return with_values(groups, await self.values(question(groups, token_budget=self.token_budget)))
+        return with_values(groups, await self.values(question(groups)))
 
     def _piece(self, groups: Sequence[Group], *, last: bool) -> Batch:
         """The batch of `groups`, or a piece of it; the last has the figures of all pieces."""

@@ -21,7 +21,7 @@ import numpy as np
 from flowrl.errors import FlowrlError
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Serve
-from flowrl.messages import Batch, Float32, Values, Weights
+from flowrl.messages import Float32, ValueQuestion, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
@@ -47,7 +47,7 @@ class Critic(ScoringNode):
 
     cpus = 1
 
-    requests: Serve[Batch, Values]
+    requests: Serve[ValueQuestion, Values]
     weights: In[Weights]
 
     def __init__(
@@ -172,13 +172,13 @@ class Critic(ScoringNode):
 
     # Values
 
-    async def _value(self, batch: Batch) -> Values:
+    async def _value(self, asked: ValueQuestion) -> Values:
         with self.context.waiting("the critic's first weights"):
             await self._first.wait()
         async with self._model_in_use:
             with self.context.busy("value"):
-                values = await self.blocking(self._values_of, [(s.token_ids, s.policy_mask) for s in batch.samples])
-            return Values(version=self.version, values=tuple(values))
+                values = await self.blocking(self._values_of, asked.sequences)
+            return Values(version=self.version, values=np.concatenate(values))
 
     def _values_of(self, items: Sequence[Masked]) -> list[Float32]:
         """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""

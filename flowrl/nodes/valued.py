@@ -8,30 +8,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.messages import Batch, Group, Trainable, Values
+from flowrl.messages import Group, Trainable, ValueQuestion, Values
 from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.training.advantage.seat_credit import require_one_seat
 
 
-def question(groups: Sequence[Group], *, token_budget: int) -> Batch:
+def question(groups: Sequence[Group]) -> ValueQuestion:
     """The samples of `groups` as a request to a critic."""
     samples = tuple(sample for group in groups for sample in group.samples)
     require_one_seat(samples, "a critic")
     require_one_sequence(samples, "a critic")
-    return Batch(
-        samples=samples,
-        micro_batches=(),
-        num_sequences=len(samples),
-        num_tokens=0,
-        num_groups=len(groups),
-        token_budget=token_budget,
-    )
+    return ValueQuestion.of(samples)
 
 
 def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
-    """`groups` with the values of `reply`, which has one array for each of their samples, in order."""
-    left = iter(reply.values)
-    valued = [
+    """`groups` with the values of `reply`, which has those of all their samples, in order."""
+    lengths = [sample.token_ids.size for group in groups for sample in group.samples]
+    assert sum(lengths) == reply.values.size, "a critic answers with a value a token"
+    left = iter(np.split(reply.values, np.cumsum(lengths)[:-1]))
+    return [
         dataclasses.replace(
             group,
             samples=tuple(
@@ -40,8 +35,6 @@ def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
         )
         for group in groups
     ]
-    assert next(left, None) is None, "a critic answers with one array a sample"
-    return valued
 
 
 def require_advantages(samples: Sequence[Trainable]) -> None:
