@@ -6,7 +6,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -117,6 +117,20 @@ def test_text_is_bounded_by_itself() -> None:
         assert found == text
     with pytest.raises(WireError, match=f"more than {MOST_TEXT_BYTES} bytes of text"):
         encoded((NOTIFY, 0, 0, 0, ("text", "a" * (MOST_TEXT_BYTES + 1))))
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_message_with_more_text_than_a_receiver_takes_is_refused_by_its_sender(beside: int) -> None:
+    """The allowance for its bytes would be enough, so that nothing else makes the sender count the text."""
+    long = replace(sample(0, 4), columns={"inputs": "a" * (MOST_TEXT_BYTES + 1)})
+    frames = [
+        (DATA, 1, 0, n, [Envelope(bytes(16), body=one)]) for n, one in enumerate([sample(1, 4)] * beside + [long])
+    ]
+    with pytest.raises(WireError, match=f"more than {MOST_TEXT_BYTES} bytes of text"):
+        encoded(*frames)  # type: ignore[arg-type]
+    (short,) = encoded((DATA, 1, 0, 0, [Envelope(bytes(16), body=replace(long, columns={"inputs": "a" * (7 << 20)}))]))
+    (frame,) = MessageDecoder().decode(short)
+    assert not isinstance(frame, Refused)
 
 
 def encoded(*frames: Frame) -> list[list[bytes]]:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import Row, Rows, Task, load_rows
+from flowrl.tasks import Row, Rows, Task, load_preferences, load_rows
 from flowrl.tasks.arithmetic import careless_answer
+from flowrl.tasks.rows import MOST_TEXT_BYTES
 
 
 def test_a_name_carries_options_as_python_literals() -> None:
@@ -155,6 +156,34 @@ def test_a_malformed_row_is_named_with_its_line(tmp_path: Path, line: object, sa
     with pytest.raises(ConfigError) as error:
         load_rows(task)
     assert says in str(error.value)
+
+
+LONG = ["x" * 1000] * (8 << 10)
+
+
+@pytest.mark.parametrize("kind", ["rows", "pairs", "labelled"])
+def test_a_row_that_fits_into_no_message_is_refused_before_training(tmp_path: Path, kind: str) -> None:
+    """Its samples failed a lane in the middle of the run."""
+    path = tmp_path / "tests.jsonl"
+    answers = {"rows": {"answer": "1"}, "pairs": {"chosen": "a", "rejected": "b"}, "labelled": {"completion": "a"}}
+    rows = [
+        {"prompt": f"case {n}", "label": True, **answers[kind], "inputs": LONG if n == 2 else ["1"]} for n in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(name: str) -> Rows:
+        return load_rows(Task(name)) if kind == "rows" else load_preferences(Task(name), kind)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError) as refused:
+        load(str(path))
+    assert str(refused.value) == (
+        f"{path}:3: the columns hold 7.8 MiB of text, most of it in 'inputs', and a message has room for 7; leave out "
+        "columns that no reward reads, shorten them, or drop such rows with malformed=skip"
+    )
+    found = load(f"{path}:malformed=skip")
+    assert len(found.skipped) == 1 and len(found.train) + len(found.held_out) == 39
+    assert len(LONG[0]) * len(LONG) > MOST_TEXT_BYTES, "and a message takes what is left"
+    Row(({"role": "user", "content": "q"},), {"inputs": "é" * (MOST_TEXT_BYTES // 2 - 8)}).require_short()
 
 
 @pytest.mark.slow

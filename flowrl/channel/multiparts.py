@@ -10,6 +10,7 @@ from flowrl.channel.cost import (
     FEW_BYTES,
     FLOOR_BYTES,
     MOST_BYTES,
+    MOST_TEXT_BYTES,
     PER_BYTE,
     WORST,
     Allowance,
@@ -202,6 +203,7 @@ class MessageEncoder:
             cost <= _MOST_SHARED
             and cost <= FLOOR_BYTES + PER_BYTE * (body_bytes + beside_bytes)
             and body_bytes <= MAX_BODY_BYTES
+            and num_bytes <= MOST_TEXT_BYTES  # a longer body may hold more text than that: it is weighed
             and self._frames < MAX_FRAMES
             and len(self._encoder.frames) <= MAX_PARTS
         )

@@ -132,6 +132,7 @@ def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
 def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
     """The row of one record; () if its score is too low. Raises Malformed."""
     row = _row(place, record, keys)
+    row.require_short()
     return (row,) if row.score >= keys.min_score else ()
 
 

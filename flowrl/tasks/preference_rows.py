@@ -61,7 +61,9 @@ def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Prefe
             "completion": _completion(place, record, keys, "completion", turns),
             "label": _label(place, record, keys),
         }
-        return (Preference(turns, _others(record, keys, tools) | judged, tools=tools),)
+        one = Preference(turns, _others(record, keys, tools) | judged, tools=tools)
+        one.require_short()
+        return (one,)
     turns = _prompt(place, record, keys, (keys.chosen, keys.rejected))
     chosen, rejected = (_completion(place, record, keys, name, turns) for name in PAIR)
     if chosen == rejected:
@@ -69,6 +71,7 @@ def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Prefe
         raise Malformed(f"{place}: chosen and rejected are the same, {said[:60]!r}; leave the row out")
     tools = tools_of(place, record, keys)
     pair = Preference(turns, _others(record, keys, tools) | {"chosen": chosen, "rejected": rejected}, tools=tools)
+    pair.require_short()
     return (pair,) if kind == "pairs" else _both(pair)
 
 

@@ -17,6 +17,9 @@ from flowrl.errors import ConfigError
 from flowrl.message_base import scalar_problem
 
 HELD_OUT_ONE_IN = 8
+MOST_TEXT_BYTES = 7 << 20
+"""Most text of a row's columns. A message holds 8 MiB (`flowrl.channel.cost`), of which 1 MiB is for the texts of a
+prompt and a response that are within the limits of a model."""
 OF_TASK = "of_task"
 """The column of a mixture's rows that names the row's own source."""
 
@@ -59,6 +62,17 @@ class Row:
         for name, value in self.columns.items():
             _check(f"the column {name!r}", name)
             _check(f"the column {name!r}", value)
+
+    def require_short(self) -> None:
+        """Raise ConfigError if the columns do not fit into a message: every sample has those of its row."""
+        sizes = {name: _text_bytes(value) for name, value in self.columns.items()}
+        if (total := sum(sizes.values())) > MOST_TEXT_BYTES:
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise ConfigError(
+                f"the columns hold {total / 2**20:.1f} MiB of text, most of it in {largest!r}, "
+                f"and a message has room for {MOST_TEXT_BYTES >> 20}; leave out columns that no reward reads, shorten "
+                "them, or drop such rows with malformed=skip"
+            )
 
     @classmethod
     def ask(cls, question: str, /, **columns: Any) -> Row:
@@ -171,6 +185,15 @@ class Rows:
         """Both parts of the rows that were taken, of those that were read."""
         train, held_out = (tuple(r for r in ordered if r.held_out is part) for part in (False, True))
         return cls(train, held_out, repeated=read - len(ordered))
+
+
+def _text_bytes(value: Any) -> int:
+    """The bytes of all texts in a value."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode())
+    if isinstance(value, Mapping):
+        return sum(_text_bytes(key) + _text_bytes(inner) for key, inner in value.items())
+    return sum(map(_text_bytes, value)) if isinstance(value, tuple | list) else 0
 
 
 MAX_NESTED = 32
