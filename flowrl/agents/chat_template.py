@@ -9,7 +9,7 @@ for each pair of roles, with probe messages; a template for which it cannot be f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,6 +137,30 @@ class ChatTemplate:
         if key not in self._boundaries:
             self._boundaries[key] = self._probe(role, calls)
         return self._boundaries[key]
+
+    def marked_starts(self, messages: Messages, indices: Sequence[int], text: str) -> list[int]:
+        """`marked_start` of each of the replies, by one rendering with a mark in all of them.
+
+        Only if a mark changes more than where it stands, each has a rendering of its own.
+        """
+        mark = self._unused_mark(messages)
+        marks = {index: f"{mark}{index:06}" for index in indices}
+        marked = [
+            {**message, "content": marks[n] + str(message.get("content") or "")} if n in marks else message
+            for n, message in enumerate(messages)
+        ]
+        shown = self.text(marked)
+        starts, plain, last = [], "", 0
+        for index in indices:
+            if (at := shown.find(marks[index], last)) < 0:
+                starts.append(-1)
+                continue
+            plain += shown[last:at]
+            starts.append(len(plain))
+            last = at + len(marks[index])
+        if plain + shown[last:] != text:
+            return [self.marked_start(messages, index, text) for index in indices]
+        return starts
 
     def marked_start(self, messages: Messages, index: int, text: str) -> int:
         """Where in `text`, the rendering of `messages`, the reply `index` begins; -1 if the template rewrites it."""

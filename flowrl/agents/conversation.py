@@ -154,8 +154,8 @@ class Conversation:
         """The spans of a rendering that differs from the context before; replies that it keeps keep their ids."""
         spans: list[Span] = []
         end = 0
-        for reply in self._replies:
-            start = self.template.marked_start(self.messages, reply.index, text)
+        starts = self.template.marked_starts(self.messages, [reply.index for reply in self._replies], text)
+        for reply, start in zip(self._replies, starts, strict=True):
             kept = self._kept(reply.span, text, start)
             if kept is not None and start >= end:
                 spans += [self._piece(text[end:start], first=not spans), kept]
