@@ -47,6 +47,7 @@ SHARED = (
     "evaluate_every",
     "evaluate_also",
     "evaluate_task",
+    "evaluate_max_prompt_tokens",
     "probe_tolerance",
     "staleness",
     "on_limit",
