@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from flowrl.tasks import Task
 from flowrl.tasks.away import LONGEST_BACKOFF_S, Outage, Patience, ServersAway, pause_s, retry_after_s
 from flowrl.tasks.http import HttpReward
 from flowrl.tasks.judge import BadReward
-from flowrl.testing import run_node, sample
+from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 
 
 def free_port() -> int:
@@ -150,6 +151,32 @@ def test_the_node_ends_the_run_and_fails_no_sample() -> None:
     node = Reward(Task("arithmetic:max_value=9"), function=f"http://127.0.0.1:{free_port()}/score", away_s=0.2)
     with pytest.raises(FlowrlError, match=r"could not be reached for 0\.2 s"):
         run_node(node, {"rollouts": [sample(n) for n in range(300)]}, preflight=False)
+
+
+def test_a_checkpoint_is_made_while_no_server_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run goes on with the same samples when one is back: a line says so, and one that it waits."""
+    monkeypatch.setattr("flowrl.tasks.away.TOLD_AFTER_S", 0.0)
+
+    async def scenario() -> NodeRecord:
+        server = Server()
+        node = Reward(Task("arithmetic:max_value=9"), function=server.url)
+        async with NodeRig(node, preflight=False) as rig:
+            rig.feed(node.rollouts, *(sample(n, response_text="x" * n) for n in range(1, 41)))
+            await rig.until(lambda record: len(record.progress) == 1)
+            await rig.snapshot(tmp_path / "saved")
+            assert not rig.record.sent("scored")
+            await server.start()
+            record = await rig.finished()
+        await server.stop()
+        return record
+
+    record = asyncio.run(scenario())
+    assert sorted(one.reward for one in record.sent("scored")) == [float(n) for n in range(1, 41)]
+    assert not record.lost
+    assert [line.split(":")[0].split(" http")[0] for line in record.progress] == [
+        "waits for the reward server",
+        "the reward server",
+    ]
 
 
 def test_the_trial_before_a_run_waits_for_nobody() -> None:
