@@ -25,6 +25,7 @@ from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
+from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
@@ -69,6 +70,7 @@ class Launch:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
         from flowrl.runtime.driver.cluster import RayCluster
 
+        raise_limit()
         cluster = RayCluster()
         directory = RunDir(self.options.run_dir or RunDir.fresh(self.graph.name))
         try:
