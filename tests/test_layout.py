@@ -28,6 +28,7 @@ BASE = {
     "packing",
     "hub",
     "forest",
+    "tensor_table",
     "tree_packing",
 }
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
@@ -42,7 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {"errors"},
     "tree_packing": {"forest", "packing"},
     "message_base": {"errors"},
-    "messages": {"errors", "message_base", "packing", "tree_packing"},
+    "messages": {"errors", "message_base", "packing", "tensor_table", "tree_packing"},
+    "tensor_table": {"message_base"},
     "episode": {"messages"},
     "graph": BASE,
     "channel": BASE | {"graph"},
