@@ -148,8 +148,9 @@ class Driver:
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
         )
+        in_flight = job.plan.numbers.samples_in_flight
         self._samples = samples = KeptSamples(
-            job.run_dir, is_open=self.accounting.is_open, warn=self.view.warning, shown=self._show_sample
+            job.run_dir, self.accounting, in_flight=in_flight, warn=self.view.warning, shown=self._show_sample
         )
         self.metrics = Metrics(
             job.run_dir,

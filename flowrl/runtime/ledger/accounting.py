@@ -78,8 +78,7 @@ class Accounting:
         self._fates = Fates(tickets.trainers)
         self._ids = AdmittedIds(self.ledger, self._fates.groups)
         self._requests = RequestBook(self.ledger)
-        self._generated_before: set[str] = set()
-        self._scored_before: set[str] = set()
+        self._generated_before, self._scored_before = set[str](), set[str]()
         self._tables = LongTables()
         self._waiters: list[asyncio.Future[None]] = []
         self._committing: asyncio.Future[None] | None = None
@@ -315,8 +314,7 @@ class Accounting:
             return
         assert fate.step is not None
         tokens = (fate.tokens, fate.stale_tokens, fate.masked_tokens)
-        oldest = fate.oldest_version
-        self.ledger.add("trained", *tokens, oldest, fate.step - 1, fate.step, time.time(), sample_id)
+        self.ledger.add("trained", *tokens, fate.oldest_version, fate.step - 1, fate.step, time.time(), sample_id)
 
     def line(self, step: int, line: str) -> None:
         """Book that the metrics line of that step is written; `line` is its hash."""
@@ -377,6 +375,10 @@ class Accounting:
     def is_open(self, sample_id: str) -> bool:
         """Whether the sample is in flight."""
         return self._fates.group_of(sample_id) is not None
+
+    def was_admitted(self, sample_id: str) -> bool:
+        """Whether the sample is in the ledger."""
+        return self.ledger.group_of(sample_id) is not None
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""
