@@ -285,9 +285,10 @@ class RayCluster:
             ray.kill(actor, no_restart=True)
 
     def stop(self) -> None:
-        """End every host and release the reserved resources; stop Ray if flowrl started it."""
+        """End every host and release the reserved resources; stop Ray if flowrl started it. Once."""
         if not self.started:
             return
+        self.started = False
         import ray
         from ray.util.placement_group import remove_placement_group
 

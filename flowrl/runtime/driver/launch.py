@@ -136,6 +136,7 @@ class Launch:
                     raise KeyboardInterrupt from None
         finally:
             view.close()
+        cluster.stop()  # others may use its GPUs while this process proves the books
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
