@@ -213,7 +213,8 @@ class PreparedRun:
         from flowrl.channel.endpoint_transport import IpcTransport, TcpTransport
         from flowrl.channel.sweep import remove_run, sweep
         from flowrl.runtime.driver.cluster import HostSlot
-        from flowrl.runtime.driver.driver import Driver, Job
+        from flowrl.runtime.driver.driver import Driver
+        from flowrl.runtime.driver.job import Job
 
         sweep()
         run_id = uuid.uuid4().hex[:12]
