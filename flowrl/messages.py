@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from flowrl import packing
 from flowrl.message_base import Message as Message
+from flowrl.tensor_table import TensorTable
 from flowrl.tree_packing import ByTree, share
 
 Int32 = npt.NDArray[np.int32]
@@ -357,7 +358,6 @@ class Values(Message):
 class Weights(Message):
     """The manifest of one published version; the tensors are in the transport it names.
 
-    `tensors` holds (name, dtype, shape, offset_bytes, num_bytes) in the transport's order.
     `probe_logprobs` are the trainer's logprobs of the fixed probe sequences; empty if this
     publication has no probe.
     """
@@ -371,7 +371,7 @@ class Weights(Message):
     """Where to fetch the tensors: "shm:SEGMENT", see `flowrl.graph.routes.WeightTransport.at`."""
     num_bytes: int
     checksum: int
-    tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = ()
+    tensors: TensorTable = field(default_factory=TensorTable)
     probe_token_ids: tuple[tuple[int, ...], ...] = ()
     probe_logprobs: tuple[tuple[float, ...], ...] = ()
     adapter: Mapping[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import re
 import sqlite3
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,7 @@ from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError
 from flowrl.messages import Tombstone
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.ledger import accounting as accounting_module
-from flowrl.runtime.ledger import ledger, ledger_client, ledger_file
+from flowrl.runtime.ledger import bookings, ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.telemetry.metrics import read
 from tests.small_run import POLICY, SmallRun, Wire, lost, prompts, sample, whole_run
@@ -64,8 +63,8 @@ def test_a_group_is_committed_before_its_source_gets_the_ticket(tmp_path: Path) 
 def test_groups_admitted_in_one_turn_share_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         small = SmallRun(tmp_path)
-        commit = Mock(wraps=small.accounting.ledger.commit)
-        monkeypatch.setattr(small.accounting.ledger, "commit", commit)
+        commit = Mock(wraps=small.accounting.ledger.writing)
+        monkeypatch.setattr(small.accounting.ledger, "writing", commit)
         assert await asyncio.gather(*(small.admit(group) for group in range(4))) == [0, 1, 2, 3]
         assert commit.call_count == 1
 
@@ -522,19 +521,19 @@ def test_events_are_collected_and_sent_together(tmp_path: Path) -> None:
 
 def test_events_are_sent_and_committed_without_a_further_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_client, "SEND_WITHIN_S", 0.0)
-    monkeypatch.setattr(accounting_module, "COMMIT_WITHIN_S", 0.0)
+    monkeypatch.setattr(bookings, "COMMIT_WITHIN_S", 0.0)
 
     async def body() -> None:
         small = SmallRun(tmp_path)
         await small.admit(0)
         committed = asyncio.Event()
-        commit = small.accounting.commit
+        writing = small.accounting.ledger.writing
 
-        def commit_and_tell() -> None:
-            commit()
+        def write_and_tell() -> Iterator[None]:
+            yield from writing()
             committed.set()
 
-        monkeypatch.setattr(small.accounting, "commit", commit_and_tell)
+        monkeypatch.setattr(small.accounting.ledger, "writing", write_and_tell)
         small.client.generated(sample(prompts(0)[0], [0] * 6))
         await committed.wait()
         assert rows(tmp_path, "SELECT response_tokens FROM samples WHERE member = 0") == [(6,)]

@@ -97,7 +97,9 @@ def test_lines_and_sinks_tell_of_alarms(tmp_path: Path) -> None:
 def test_the_live_view_shows_what_rings() -> None:
     line = {"step": 3, "time_s": 1.0, "reward_mean": 0.5, "alarms": {"kl_drift": "kl is 0.9, above 0.5"}}
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(draw(Board("grpo", records=[line])))
+    board = Board("grpo")
+    board.add(line)
+    console.print(draw(board))
     assert "kl_drift: kl is 0.9, above 0.5" in console.export_text()
 
 

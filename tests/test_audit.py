@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit.audit import CHECKS, audit
+from flowrl.runtime.audit.audit import CHECKS, _tickets_out, audit
+from flowrl.runtime.ledger.ledger import Ledger
+from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import read
 from tests.audit_damages import DAMAGES, DAMAGES_OF_TWO
 from tests.request_damages import REQUEST_DAMAGES
@@ -117,6 +121,21 @@ def test_more_groups_in_flight_than_tickets_are_named(run_dir: Path) -> None:
     texts = [text for kind, text in found(run_dir) if kind == "tickets"]
     assert any("of 4 tickets still out (version 0 was held everywhere)" in text for text in texts), texts
     assert any(text.startswith(f"ticket {ticket} was taken with ") for text in texts), texts
+
+
+def test_tickets_are_counted_in_time_proportional_to_their_number(tmp_path: Path) -> None:
+    number, out = 20_000, 10_000
+    ledger = Ledger(tmp_path / LEDGER, Terms(trainers=("trainer",), tickets=out + 1))
+    for ticket in range(number):
+        ledger.add("ticket", ticket, f"g{ticket}", "{}")
+        ledger.add("admitted", f"g{ticket}/0", f"g{ticket}", "p", 0, 0, 5, max(0, ticket - out), 0.0)
+        ledger.add("settled", "trained", ticket + 1, ticket)
+    ledger.commit()
+    with closing(sqlite3.connect(ledger.path)) as db:
+        began = time.process_time()
+        assert list(_tickets_out(db, {"main": "trainer", "several": False})) == []
+        assert time.process_time() - began < 1.0
+    ledger.close()
 
 
 def edit_line(run_dir: Path, step: int, **values: object) -> None:

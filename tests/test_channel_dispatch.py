@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.ends import SendLane
 from flowrl.channel.envelope import Envelope
 from flowrl.errors import LaneFailed
 from flowrl.graph.dispatch_rules import BROADCAST, GANG, KEY, LATEST, SHARE, DispatchRule
@@ -263,3 +266,37 @@ def test_latest_overwrites_and_never_waits(transport: str) -> None:
         assert port.newest().index == 99
 
     run(body, transport)
+
+
+@pytest.mark.parametrize("rule", [SHARE, KEY, BROADCAST, GANG])
+def test_each_of_many_waiting_sends_is_asked_for_a_few_times(
+    rule: DispatchRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run sends thousands of messages at once, which wait for the credits of their lanes."""
+    number, asked, can_send = 3000, itertools.count(), SendLane.can_send
+
+    def counted(lane: SendLane) -> bool:
+        next(asked)
+        return can_send(lane)
+
+    async def body(a: Endpoint, b: Endpoint) -> None:
+        edge, ports = edge_to(a, rule, 2), inboxes(b, 2)
+        monkeypatch.setattr(SendLane, "can_send", counted)
+        sends = [asyncio.create_task(edge.send(thing(at, f"g{at}"))) for at in range(number)]
+        found: list[list[int]] = [[], []]
+
+        async def take(port: int) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                while True:
+                    delivery = await ports[port].take()
+                    found[port].append(delivery.envelope.body.index)  # type: ignore[attr-defined]
+                    delivery.ack()
+
+        takers = [asyncio.create_task(take(port)) for port in range(2)]
+        await asyncio.gather(*sends)
+        for taker in takers:
+            taker.cancel()
+        assert all(port == sorted(port) for port in found), "in the order in which the sends began"
+
+    run(body, "local")
+    assert next(asked) < 60 * number

@@ -46,6 +46,8 @@ def kind(request: pytest.FixtureRequest) -> Any:
         ("It is\n```Python3\nb = 2\n", "b = 2\n"),
         ("  ```python\n  a = 1\n  ```", "  a = 1\n"),
         ("a = '```'\n", "a = '```'\n"),
+        ("```python\na = 1\n```\nor\n```python\nb = 2\n", "a = 1\n"),
+        ("```\n```\n", ""),
         ("", ""),
     ],
 )

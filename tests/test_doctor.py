@@ -87,9 +87,9 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Findi
         "make setup",
     ),
     "few open files": (
-        lambda patch: patch.setattr(machine_findings.resource, "getrlimit", lambda which: (256, 1024)),
+        lambda patch: patch.setattr("resource.getrlimit", lambda which: (256, 1024)),
         machine_findings.open_files,
-        "ulimit -n 1024",
+        "docker run --ulimit nofile=65536",
     ),
     "no peer access": (
         lambda patch: None,

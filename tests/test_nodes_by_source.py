@@ -82,7 +82,7 @@ def test_a_run_prints_them() -> None:
     console = Console(record=True, width=120)
     PlainView(Board("x", "run", None), console).step(record)
     board = Board("x", "run", None)
-    board.records.append(record)
+    board.add(record)
     console.print(draw(board))
     printed = console.export_text()
     assert "  a 0.25" in printed and "a 0.250" in printed

@@ -14,13 +14,17 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.endpoint_transport import IpcTransport
 from flowrl.errors import NodeFailed
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.load import rebuild
+from flowrl.graph.load import load_file, rebuild
 from flowrl.runtime.activity import hostloop
+from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.launch import Launch, PreparedRun
+from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.host.actor import HostActor
 from flowrl.runtime.host.context import ReplicaPlace
 from flowrl.runtime.host.host_engine import HostSpec
 from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
 from tests.graphs_alive.odd import RAISED
+from tests.test_runtime_episodes import PLAYED
 
 NAMES = {"exit": "SystemExit", "interrupt": "KeyboardInterrupt"}
 ODD = Path(__file__).parent / "graphs_alive" / "odd.py"
@@ -134,3 +138,35 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     finally:
         await actor.stop()
         await endpoint.close()
+
+
+class GivenBack:
+    """Stands for Ray: notes when it is stopped."""
+
+    started = False
+
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def start(self, **options: Any) -> None:
+        self.started = True
+
+    def stop(self) -> None:
+        self.order.append("stopped" if self.started else "stopped again")
+        self.started = False
+
+
+def test_the_cluster_is_given_back_before_the_books_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    async def driven(job: PreparedRun, cluster: object, view: object) -> Outcome:
+        return Outcome(1, {}, False, 1.0)
+
+    monkeypatch.setattr("flowrl.runtime.driver.cluster.RayCluster", lambda: GivenBack(order))
+    monkeypatch.setattr("flowrl.runtime.audit.audit.audit", lambda run_dir: order.append("proven"))
+    monkeypatch.setattr(PreparedRun, "drive", driven)
+    loaded = load_file(PLAYED)
+    config = loaded.config_type()
+    options = RunOptions(steps=1, run_dir=tmp_path / "run", plain=True)
+    Launch(loaded.path, loaded.build(config), config, options).run()
+    assert order == ["stopped", "proven", "stopped again"]

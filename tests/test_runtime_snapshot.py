@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from flowrl.channel import stored
 from flowrl.channel.envelope import Envelope
 from flowrl.episode import EpisodeRecord
-from flowrl.errors import NodeFailed
+from flowrl.errors import FlowrlError, NodeFailed, WireError
+from flowrl.graph.analysis.place import HostPlan
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
+from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.host import host_engine
 from flowrl.testing import VirtualClock
@@ -219,3 +222,45 @@ def test_records_are_of_the_moment_at_which_pages_are_made_and_messages_are_pack
     one, other = [envelope.body for page in found for *_, envelope in checkpoint.unpage(page)]
     assert isinstance(one, EpisodeRecord) and list(one.steps) == [{"reward": 1.0}]
     assert isinstance(other, Thing) and other.index == 7
+
+
+def test_a_host_gets_the_states_of_its_own_replicas_alone() -> None:
+    """States may be of gigabytes, and a run may have hundreds of hosts."""
+    given: dict[str, Any] = {}
+
+    class TwoHosts(Orders):
+        async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
+            given.update({host: body(host) for host in self.hosts} if kind == "restore" else {})
+            return []
+
+    hosts = tuple(HostPlan(name, nodes) for name, nodes in (("A", ("a/0", "a/1")), ("B", ("a/10", "b/0"))))
+    cursors = {"a/1 out": 3, "a/10 out": 4, "b/0 out": 5, "gone/0 out": 6}
+    states = {"a/0": b"x", "a/10": b"yz", "gone/0": b"nobody's"}
+    orders = TwoHosts(cast(Any, None), cast(Any, SimpleNamespace(hosts=hosts)), ["A", "B"], cast(Any, None))
+    snapshotter = Snapshotter(orders, {}, Path("/tmp"), keep=0)
+    asyncio.run(snapshotter.put_back({"messages": [], "sent": [b"1"], "cursors": cursors, "states": states}))
+    assert {host: body["cursors"] for host, body in given.items()} == {
+        "A": {"a/1 out": 3},
+        "B": {"a/10 out": 4, "b/0 out": 5},
+    }
+    found = {host: {name: bytes(state) for name, state in body["states"].items()} for host, body in given.items()}
+    assert found == {"A": {"a/0": b"x"}, "B": {"a/10": b"yz"}}
+    assert all(body["sent"] == [b"1"] for body in given.values())
+
+
+def test_a_message_that_is_too_large_for_a_checkpoint_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "MOST_BYTES", 100)
+    with pytest.raises(FlowrlError, match=r"a \w+ of more than .* GiB cannot be stored in a checkpoint"):
+        run_with_cuts("line", tmp_path, 0.1, kind="plain")
+
+
+@pytest.mark.parametrize("kind", ["EXT data", "bytes object"])
+def test_so_is_one_array_of_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(value: Any) -> bytes:
+        raise ValueError(f"{kind} is too large")  # as msgpack does from 4 GiB on
+
+    monkeypatch.setattr(stored, "Encoder", lambda beside: SimpleNamespace(pack=pack, carried=lambda *value: None))
+    with pytest.raises(WireError, match="a Thing of more than 4 GiB cannot be stored in a checkpoint"):
+        stored.dump(Thing(1))

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,24 @@ def test_keeping_takes_its_part_of_the_time_and_no_more() -> None:
 # Joined with their states
 
 
-def keeper(run_dir: Path, told: list[str] | None = None, open_: set[str] | None = None) -> KeptSamples:
-    told, open_ = [] if told is None else told, set() if open_ is None else open_
-    return KeptSamples(run_dir, is_open=open_.__contains__, warn=told.append)
+@dataclass
+class Books:
+    """The samples of a run, those of training by their number, and which of them are in flight."""
+
+    open: set[str] = field(default_factory=set)
+
+    def is_open(self, sample_id: str) -> bool:
+        return sample_id in self.open
+
+    def was_admitted(self, sample_id: str) -> bool:
+        return sample_id.startswith("g:")
+
+
+def keeper(
+    run_dir: Path, told: list[str] | None = None, open_: set[str] | None = None, in_flight: int = 0
+) -> KeptSamples:
+    books = Books(set() if open_ is None else open_)
+    return KeptSamples(run_dir, books, in_flight=in_flight, warn=[].append if told is None else told.append)
 
 
 def kept(run_dir: Path) -> list[dict[str, Any]]:
@@ -220,7 +236,56 @@ def test_rows_are_dropped_while_a_slow_disk_is_written(tmp_path: Path, monkeypat
     keeping = keeper(tmp_path, told)
     keeping.add([answer(number, 1, 1.0, "x" * 400) for number in range(5)])
     keeping.close()
-    assert len(kept(tmp_path)) == 2 and len(told) == 1 and "more slowly" in told[0]
+    assert len(kept(tmp_path)) == 2
+    assert "faster than they are written" in told[0] and told[1].startswith("3 samples are not in ") and len(told) == 2
+
+
+def closed_before_their_records(keeping: KeptSamples, number: int) -> None:
+    """A step of so many samples is booked, and then their records come, and those of a second trainer."""
+    records = [record_of(sample(at), token_ids=False) for at in range(number)]
+    for record in records:
+        keeping.closed(record["sample_id"], "trained", None, 1)
+    keeping.add(records)
+    keeping.add(records)
+    keeping.close()
+
+
+def test_a_step_of_as_many_samples_as_can_be_in_flight_is_kept_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_samples, "LATE", 8)
+    told: list[str] = []
+    closed_before_their_records(keeper(tmp_path, told, in_flight=50), 100)
+    assert len({one["sample_id"] for one in kept(tmp_path)}) == len(kept(tmp_path)) == 100 and not told
+
+
+def test_records_whose_state_is_forgotten_are_counted_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_samples, "LATE", 8)
+    told: list[str] = []
+    keeping = keeper(tmp_path, told)
+    keeping.add([record_of(sample(1), token_ids=False) | {"sample_id": "an answer of an evaluation that failed"}])
+    for number in range(20):
+        keeping.closed(f"g{number}:0", "trained", None, 1)
+    keeping.add([record_of(sample(), token_ids=False) | {"sample_id": f"g:{number}:0"} for number in range(3)])
+    keeping.close()
+    assert "so late" in told[0] and told[1].startswith("3 samples are not in ") and len(told) == 2
+
+
+def test_records_that_wait_for_their_states_are_bounded_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_samples, "MOST_OPEN", 3)
+    told: list[str] = []
+    records = [record_of(sample(at), token_ids=False) for at in range(5)]
+    open_ = {record["sample_id"] for record in records}
+    keeping = keeper(tmp_path, told, open_)
+    keeping.add(records)
+    open_.clear()
+    for record in records:
+        keeping.closed(record["sample_id"], "trained", None, 1)
+    keeping.close()
+    assert len(kept(tmp_path)) == 3
+    assert "more than 3 records wait" in told[0] and told[1].startswith("2 samples are not in ")
 
 
 # Files

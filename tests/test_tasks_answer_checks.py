@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
 from flowrl.tasks import Task
-from flowrl.tasks.answer_checks import CHECKS, boxed, choice, gsm8k
+from flowrl.tasks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of, number_of
+from flowrl.tasks.code_tests import program_of
 from flowrl.tasks.judge import load_judge
+from flowrl.tasks.reasoning import tagged
 
 SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
 
@@ -54,6 +57,10 @@ def test_the_last_number_or_the_marked_one(response: str, reference: str, score:
         ("\\boxed{50\\%}", "50%", 1),
         ("42", "42", 0),
         ("\\boxed{}", "42", 0),
+        ("\\boxed{\\boxed{1} + 2}", "1", 1),
+        ("} \\boxed{1} } {", "1", 1),
+        ("\\boxed{{1} \\boxed{2", "2", 0),
+        ("{\\boxed{1} \\boxed{2}", "2", 1),
     ],
 )
 def test_the_last_box(response: str, reference: str, score: float) -> None:
@@ -119,3 +126,27 @@ def test_each_source_of_a_mixture_has_its_own_check(tmp_path: Path) -> None:
     PromptSource(Task(f"{one}:check=gsm8k + {other}:check=choice"), Policy("tiny")).preflight()
     with pytest.raises(ConfigError, match="check=gsm8k needs a number"):
         PromptSource(Task(f"{one} + {other}:check=gsm8k"), Policy("tiny")).preflight()
+
+
+LONG = {
+    "boxes that are not closed": (box_of, "\\boxed{", None),
+    "boxes": (box_of, "\\boxed{1}", "1"),
+    "blanks after the word": (letter_of, " ", None),
+    "words of an answer": (letter_of, "answer is ", None),
+    "digits with commas": (number_of, "1,", 1),
+    "tags that are not closed": (tagged, "<answer>", []),
+    "blanks of a fence": (program_of, " ", None),
+    "fences that are not closed": (program_of, "```python\n", None),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_response_that_repeats_itself_is_checked_in_time_proportional_to_its_length(name: str) -> None:
+    find, piece, expected = LONG[name]
+    text = {"blanks after the word": "answer", "blanks of a fence": "```"}.get(name, "") + piece * (
+        200_000 // len(piece)
+    )
+    began = time.process_time()
+    found = find(text)
+    assert time.process_time() - began < 2.0
+    assert expected is None or found == expected

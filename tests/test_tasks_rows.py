@@ -98,6 +98,8 @@ def test_of_equal_prompts_the_first_row_stays() -> None:
         ("number", "I do not know", ""),
         ("tag", "<answer>4</answer>, no: <answer>\n5 </answer>", "5"),
         ("tag", "5", ""),
+        ("tag", "<answer>4</answer><answer></answer>", ""),
+        ("tag", "<answer>4 or <answer>5</answer> or <answer>6", "4 or <answer>5"),
     ],
 )
 def test_a_verifier_sees_what_was_extracted(extract: str, response: str, seen: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def record(step: int, **values: Any) -> Mapping[str, Any]:
 
 
 def busy_board() -> Board:
-    return Board(
+    board = Board(
         "grpo",
         run_dir="runs/grpo-1",
         steps=40,
@@ -40,12 +41,14 @@ def busy_board() -> Board:
         capacities={EDGE: 2},
         elapsed_s=63.4,
         progress={"driver": "training"},
-        records=[record(step) for step in range(1, 11)],
         evaluations={"": [("before", 0, 0.25, 512), ("during", 5, 0.5, 512)]},
         nodes=[NodeNow("generator", 2, 0.4), NodeNow("trainer", 1, 0.97)],
         edges=[EdgeNow(EDGE, "generator", "trainer", 4, 2, 0.6)],
         generated_per_s=1234.5,
     )
+    for step in range(1, 11):
+        board.add(record(step))
+    return board
 
 
 def test_the_newest_sample_is_shown_without_what_moves_the_cursor() -> None:
@@ -93,12 +96,34 @@ def test_a_running_graph_shows_figures_nodes_and_edges(width: int) -> None:
 
 
 def test_a_graph_without_rewards_steps_or_bound_is_shown_too() -> None:
-    board = Board("sft", records=[{"step": 3, "time_s": 9.0, "loss": 2.5}])
+    board = Board("sft")
+    board.add({"step": 3, "time_s": 9.0, "loss": 2.5})
     text = screen(board)
     assert row(text, "step") == "3   0:00"
     assert row(text, "reward") == "none yet"
     assert row(text, "staleness") == "mean –, max –"
     assert "loss 2.5" in row(text, "training")
+
+
+def test_a_long_run_keeps_few_lines_and_shows_all_of_its_rewards() -> None:
+    board, figures = Board("grpo", steps=50_000), {f"figure/{number}": 0.0 for number in range(40)}
+    kept: list[int] = []
+    tracemalloc.start()
+    try:
+        for step in range(1, 20_001):
+            board.add(record(step, reward_mean=step / 20_000) | figures)
+            if not step % 10:
+                board.evaluated("", ("during", step, step / 20_000, 64))
+            if step in (10_000, 20_000):
+                kept.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert kept[1] - kept[0] < 16 * 10_000, f"{kept} bytes after 10,000 and 20,000 steps"
+    text = screen(board)
+    assert row(text, "reward") == f"1.000  {sparkline(range(20_000), 32)}  0.000 to 1.000"
+    assert row(text, "step") == "20000 of 50000   0:00   16:40:00 left"
+    scores = " → ".join(f"{step / 20_000:.3f} at step {step}" for step in (10, 19_980, 19_990, 20_000))
+    assert row(text, "held-out").startswith(scores[:60])
 
 
 def test_the_last_warning_stays_in_sight() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flowrl.messages import Weights
+from flowrl.tensor_table import TensorTable
 from flowrl.weights import probe
 from flowrl.weights.manifest import Checksum, ChecksumMismatch, views, word_sum
 from flowrl.weights.narrowing import AS_IT_IS, Narrowing, kept_in_float32
@@ -170,7 +171,7 @@ def test_the_checksum_knows_which_tensor_is_which() -> None:
 def probed(value: float) -> Weights:
     sequences = probe.probe_sequences(50)
     rows = tuple((value,) * (len(sequence) - 1) for sequence in sequences)
-    return Weights("policy", 9, 9, "full", "shm:x", 0, 0, (), sequences, rows)
+    return Weights("policy", 9, 9, "full", "shm:x", 0, 0, TensorTable(), sequences, rows)
 
 
 def test_the_probe_is_the_same_for_ever() -> None:
@@ -197,7 +198,7 @@ def test_a_mismatch_above_rounding_stops_the_run(wrong: float) -> None:
 
 def off_by(difference: float, dtype: str = "float32") -> tuple[Weights, list[list[float]]]:
     """A probe published in `dtype`, and logprobs that differ from it by so much at every token."""
-    manifest = replace(probed(-2.0), tensors=(("a.weight", dtype, (1,), 0, 4),))
+    manifest = replace(probed(-2.0), tensors=TensorTable.of([("a.weight", dtype, (1,), 0, 4)]))
     return manifest, [[-2.0 - difference] * len(row) for row in manifest.probe_logprobs]
 
 

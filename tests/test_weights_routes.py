@@ -30,6 +30,7 @@ from flowrl.recipes.grpo import graph as grpo_graph
 from flowrl.recipes.ppo import PPO
 from flowrl.recipes.ppo import graph as ppo_graph
 from flowrl.role_options import Size
+from flowrl.tensor_table import TensorTable
 from flowrl.weights.backends import BACKENDS, receiver, sender
 from flowrl.weights.device_receive import NcclReceiver
 from flowrl.weights.narrowing import AS_IT_IS, Narrowing
@@ -140,7 +141,7 @@ class RecordingSender:
             transport="nccl:127.0.0.1/1",
             num_bytes=0,
             checksum=0,
-            tensors=(),
+            tensors=TensorTable(),
         )
 
     def transmit(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowrl.channel.ends import Ids, SendGate, SendLane
+from flowrl.channel.ends import Ids, Ready, SendGate, SendLane
 from flowrl.channel.envelope import Envelope, message_id
 from flowrl.channel.inbox import Delivery, EndOfStream, Inbox
 from flowrl.graph.dispatch_rules import DispatchRule
@@ -39,6 +39,8 @@ class OutEdge:
         """Id -> message, not split, that the gang has not finished: other ranks may need other parts of it."""
         self._part_of: dict[bytes, bytes] = {}
         """Id of a part that its rank has not finished -> id of the whole message."""
+        self._ready: dict[tuple[int, ...], Ready] = {}
+        """Indices of lanes -> whether all of these can send: one function for all sends that need them."""
         self._only = self.lanes[0] if rule.any_one and len(lanes) == 1 else None
         """The lane, if there is no other to choose."""
         for lane in lanes:
@@ -76,9 +78,10 @@ class OutEdge:
                 await self.gate.wait(self._any_ready)
             self._freest().put(envelope)
         else:
-            lanes = [self.lanes[index] for index in rule.replicas(envelope.group_id, len(self.lanes))]
+            indices = tuple(rule.replicas(envelope.group_id, len(self.lanes)))
+            lanes = [self.lanes[index] for index in indices]
             if not rule.overwrites:
-                await self._until_all(lanes)
+                await self._until_all(indices)
             for lane, message in zip(lanes, self._messages(envelope, len(lanes)), strict=True):
                 lane.put(message)
 
@@ -102,12 +105,12 @@ class OutEdge:
         self._first = first = (self._first + 1) % len(lanes)
         return max((*lanes[first:], *lanes[:first]), key=lambda lane: lane.machine.credits)
 
-    async def _until_all(self, lanes: Sequence[SendLane]) -> None:
-        """Wait until every one of `lanes` can send."""
-
-        def ready() -> bool:
-            return all([lane.can_send() for lane in lanes])  # noqa: C419
-
+    async def _until_all(self, indices: tuple[int, ...]) -> None:
+        """Wait until every one of these lanes can send."""
+        ready = self._ready.get(indices)
+        if ready is None:
+            lanes = [self.lanes[index] for index in indices]
+            ready = self._ready[indices] = lambda: all([lane.can_send() for lane in lanes])  # noqa: C419
         if self.gate.paused or self.gate.waiting or not ready():
             await self.gate.wait(ready)
 

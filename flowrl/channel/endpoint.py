@@ -102,6 +102,8 @@ class Endpoint:
         self._slab.open()
         self._loop = self._router.loop = asyncio.get_running_loop()
         self._context: zmq.Context[Any] = zmq.Context()
+        # A peer on another machine takes three sockets, and zmq allows 1,023 by default.
+        self._context.set(zmq.MAX_SOCKETS, int(self._context.get(zmq.SOCKET_LIMIT)))
         _contexts.add(self._context)
         self._listener = Listener(self._context, self._arrived)
         path = ipc_path(self._run_id, self._driver_pid, self.host, self.incarnation)

@@ -24,16 +24,25 @@ from flowrl.errors import LaneFailed
 
 FRAMES_AT_ONCE = 128
 Ids = Callable[[Sequence[bytes]], None]
+Ready = Callable[[], bool]
 
 
 class SendGate:
-    """The queue in which sends wait for credit, first come first served. Lanes of one edge share a gate."""
+    """The queue in which sends wait for credit, first come first served. Lanes of one edge share a gate.
+
+    Sends that need the same credit wait for the same `ready`, so a wake-up asks each need once, however many wait.
+    """
 
     def __init__(self) -> None:
-        self.waiting: dict[object, tuple[asyncio.Future[None], Callable[[], bool], float]] = {}
-        """The waiting sends, in order: (the future that wakes it, whether it may send, when its wait began)."""
+        self.waiting: dict[int, tuple[asyncio.Future[None], float]] = {}
+        """The waiting sends by number, in order: (the future that wakes it, when its wait began)."""
         self.paused = False
         """True during the snapshot of a checkpoint: no send may proceed, whatever its credit."""
+        self._needs: dict[Ready, dict[int, None]] = {}
+        """Whether sends may go on -> the numbers of those that wait for this, in order."""
+        self._next = 0
+        self._woken: int | None = None
+        """The send that was woken and has not resumed yet; after it the next one is."""
         self._blocked_s = 0.0
         """Sum of the times in which sends waited, up to the moment when the last of them ended its wait."""
         self._blocked_since = 0.0
@@ -41,48 +50,63 @@ class SendGate:
 
     def since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if no send waits."""
-        return next((began for _, _, began in self.waiting.values()), None)
+        return next((began for _, began in self.waiting.values()), None)
 
     def blocked_s(self) -> float:
         """Seconds in which one send or more has waited; sends that wait together count once."""
         return self._blocked_s + (time.monotonic() - self._blocked_since if self.waiting else 0.0)
 
-    async def wait(self, ready: Callable[[], bool]) -> None:
+    async def wait(self, ready: Ready) -> None:
         """Wait until `ready()` is true; the caller must send before it awaits again.
 
-        An exception that `ready` raises ends the wait.
+        An exception that `ready` raises ends the wait. Sends with the same need pass an equal `ready`.
         """
-        began, me = time.monotonic(), object()
+        began, me = time.monotonic(), self._next
+        self._next += 1
         if not self.waiting:
             self._blocked_since = began
+        same = self._needs.setdefault(ready, {})
         loop = asyncio.get_running_loop()
         try:
             while True:
                 woken: asyncio.Future[None] = loop.create_future()
-                self.waiting[me] = woken, ready, began  # assigning the key again keeps this send's place in the order
+                self.waiting[me] = woken, began  # assigning the key again keeps this send's place in the order
+                same[me] = None
                 self.wake()
                 await woken
+                self._woken = None
                 if ready() and not self.paused:
                     return
         finally:
-            del self.waiting[me]
+            self._leave(me, ready)
             if self.waiting:
                 loop.call_soon(self.wake)  # not now: the caller first uses its credit
             else:
                 self._blocked_s += time.monotonic() - self._blocked_since
 
+    def _leave(self, me: int, ready: Ready) -> None:
+        del self.waiting[me], self._needs[ready][me]
+        if not self._needs[ready]:
+            del self._needs[ready]
+        if self._woken == me:
+            self._woken = None
+
     def wake(self) -> None:
         """Wake the first send that may proceed. After it has sent, or was cancelled, it wakes the next."""
-        for woken, ready, _ in self.waiting.values():
-            if woken.done():
-                return
-            try:
-                possible = ready() and not self.paused
-            except LaneFailed:
-                possible = True
-            if possible:
+        if self._woken is not None:
+            return
+        first = min((next(iter(same)) for ready, same in self._needs.items() if self._possible(ready)), default=None)
+        if first is not None:
+            self._woken = first
+            if not (woken := self.waiting[first][0]).done():  # it is if the send was cancelled in this tick
                 woken.set_result(None)
-                return
+
+    def _possible(self, ready: Ready) -> bool:
+        """Whether a send that waits for `ready` may go on, or has to raise."""
+        try:
+            return ready() and not self.paused
+        except LaneFailed:
+            return True
 
 
 class LaneOwner(Protocol):

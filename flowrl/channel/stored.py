@@ -33,6 +33,10 @@ from flowrl.message_base import message_type, type_name
 from flowrl.messages import Message
 
 FORMAT = 1
+MOST_BYTES = (1 << 32) - 1
+"""What one value of a msgpack file can hold."""
+TOO_LARGE = "is too large"
+"""The end of msgpack's error for an array, or bytes, of more than MOST_BYTES."""
 Stored = bytes | npt.NDArray[np.uint8]
 """The bytes that `dump` returned, or an array of them."""
 
@@ -53,13 +57,26 @@ def load(data: Stored) -> Message:
 def dump_value(value: Any) -> bytes:
     """Any value that a message may hold (for example a node's state) as bytes, messages in it by name.
 
-    Raises WireError for a value that a message cannot hold.
+    Raises WireError for a value that a message cannot hold, and for one of more than MOST_BYTES.
     """
     try:
         encoder = Encoder(beside=False)
-        return encoder.pack((FORMAT, _Naming(encoder).named(value, 0)))
+        packed = encoder.pack((FORMAT, _Naming(encoder).named(value, 0)))
     except UNSENDABLE as error:
+        if str(error).endswith(TOO_LARGE):
+            raise _too_large(value) from error
         raise unsendable(error, "cannot be stored", message=value if isinstance(value, Message) else None) from error
+    if len(packed) > MOST_BYTES:
+        raise _too_large(value)
+    return packed
+
+
+def _too_large(value: Any) -> WireError:
+    what = f"a {type(value).__name__}" if isinstance(value, Message) else "a state"
+    return WireError(
+        f"{what} of more than {MOST_BYTES / (1 << 30):g} GiB cannot be stored in a checkpoint; make it smaller: of a "
+        "batch by fewer groups, or by more ranks that share it"
+    )
 
 
 def load_value(data: Stored) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster
+from flowrl.graph.open_files import ENOUGH, most_files
 from flowrl.nodes.vllm_start import check_vllm_version
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 
@@ -188,10 +188,11 @@ def compilers() -> Iterator[Finding]:
 
 
 def open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < LEAST_FILES:
-        return Finding("open files", "warning", f"at most {soft}", f"ulimit -n {min(hard, 65536)} before flowrl run")
-    return Finding("open files", "ok", f"at most {soft}")
+    most = most_files()
+    if most < LEAST_FILES:
+        remedy = f"raise the hard limit: LimitNOFILE= of a service, docker run --ulimit nofile={ENOUGH}"
+        return Finding("open files", "warning", f"at most {most}", remedy)
+    return Finding("open files", "ok", f"at most {most}")
 
 
 def shared_memory_rate() -> Finding:

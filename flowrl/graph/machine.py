@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks, links_here
+from flowrl.graph.open_files import most_files
 
 GB = 1 << 30
 CLUSTER_EXAMPLE = "2 x 8 x H100"
@@ -67,6 +68,8 @@ class Machine:
     """The least compute capability of its GPUs; 0: unknown."""
     links: GpuLinks | None = None
     """How its GPUs are joined; None: not known."""
+    max_files: int = 0
+    """The most files that a process may open there; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Cluster:
         cores = tuple(sorted(os.sched_getaffinity(0)))
         gpu_bytes, capability = _gpus_told() if gpus else (0, 0.0)
         links = _links_here(gpus)
-        return Cluster((Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability, links),))
+        found = Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability, links, most_files())
+        return Cluster((found,))
 
     @staticmethod
     def parse(text: str) -> Cluster:

@@ -18,7 +18,9 @@ from flowrl.tasks.code_tests import given_tests
 MARK = "####"
 NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
 BOX = "\\boxed{"
-SAID = re.compile(r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*\**\s*[(\[]?([A-Z])\b(?!['’])")
+BRACES = re.compile(r"\\boxed\{|[{}]")
+# Possessive: of a run of blanks, which each of them could take, none gives anything back.
+SAID = re.compile(r"(?i:answer|choice|option)(?i:\s++is)?+\s*+[:=]?+\s*+\**+\s*+[(\[]?+([A-Z])\b(?!['’])")
 ALONE = re.compile(r"\s*\(?\[?([A-Za-z])(?:[\])]|[.:](?!\w)|\s*$)")
 
 
@@ -63,16 +65,16 @@ def number_of(text: str) -> Decimal | None:
 
 
 def box_of(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces are closed."""
-    start = text.rfind(BOX)
-    while start >= 0:
-        depth = 1
-        for end in range(start + len(BOX), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start + len(BOX) : end]
-        start = text.rfind(BOX, 0, start)
-    return None
+    """The content of the last \\boxed{...} whose braces are closed; takes time in proportion to the text."""
+    opened: list[int] = []
+    """Where the content of each open brace begins; 0 for one that is no box."""
+    last, found = 0, None
+    for brace in BRACES.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[0] == BOX else 0)
+        elif opened and (start := opened.pop()) > last:
+            last, found = start, text[start : brace.start()]
+    return found
 
 
 def _boxed_or_all(text: str) -> str:

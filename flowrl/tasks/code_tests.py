@@ -22,9 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-BEGIN = r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n"
-FENCE = re.compile(BEGIN + r"(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
-OPEN_FENCE = re.compile(BEGIN + r"(.*)\Z", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+OPEN_FENCE = re.compile(r"^[ \t]*+```[ \t]*+(?:python3?+|py)?+[ \t]*+\n", re.MULTILINE | re.IGNORECASE)
+CLOSE_FENCE = re.compile(r"^[ \t]*+```[ \t]*+$", re.MULTILINE)
 CASE_S = 6.0
 """For one test, with the start of an interpreter."""
 TOTAL_S = 60.0
@@ -59,10 +58,12 @@ class CodeTests:
 
 def program_of(response: str) -> str:
     """The last fenced block of Python, also one that is not closed; without a fence the whole response."""
-    if blocks := FENCE.findall(response):
-        return str(blocks[-1])
-    opened = OPEN_FENCE.search(response)
-    return opened[1] if opened else response
+    program, at = None, 0
+    while (opened := OPEN_FENCE.search(response, at)) and (closed := CLOSE_FENCE.search(response, opened.end())):
+        program, at = response[opened.end() : closed.start()], closed.end()
+    if program is not None:
+        return program
+    return response[opened.end() :] if opened else response
 
 
 def given_tests(answer: Any, entry_point: str | None = None) -> CodeTests | None:

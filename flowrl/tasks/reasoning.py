@@ -14,7 +14,7 @@ import difflib
 import functools
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,21 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
 from flowrl.tasks.task import Task
 
-EXTRACTIONS = {
-    "number": re.compile(r"-?\d+(?:\.\d+)?"),
-    "tag": re.compile(r"(?<=<answer>).*?(?=</answer>)", re.DOTALL),
+OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
+
+
+def tagged(text: str) -> list[str]:
+    """What is between each <answer> and the next </answer>."""
+    found, at = list[str](), text.find(OPEN_TAG)
+    while at >= 0 and (end := text.find(CLOSE_TAG, at)) >= 0:
+        found.append(text[at + len(OPEN_TAG) : end])
+        at = text.find(OPEN_TAG, end)
+    return found
+
+
+EXTRACTIONS: dict[str, Callable[[str], list[str]]] = {
+    "number": re.compile(r"-?\d+(?:\.\d+)?").findall,
+    "tag": tagged,
 }
 DEFAULT_SIZE = 5120
 """Entries generated, held-out ones included, unless the option `size` says otherwise."""
@@ -87,15 +99,15 @@ def problem(task: Task, seed: int) -> Problem:
 
 def extracted(task: str, response: str) -> str:
     """The part of `response` that the verifier of the task of that name sees; "" if `response` has no such part."""
-    pattern = _extraction(task)
-    if pattern is None:
+    extraction = _extraction(task)
+    if extraction is None:
         return response.strip()
-    found = pattern.findall(response)
+    found = extraction(response)
     return found[-1].strip() if found else ""
 
 
 @functools.lru_cache(maxsize=8)
-def _extraction(name: str) -> re.Pattern[str] | None:
+def _extraction(name: str) -> Callable[[str], list[str]] | None:
     wanted = Task(name).options.get("extract")
     if wanted is not None and wanted not in EXTRACTIONS:
         raise ConfigError(f"task {name!r}: extract is {wanted!r}; it has to be one of {', '.join(EXTRACTIONS)}")

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from flowrl.channel.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
+from flowrl.tensor_table import Row, TensorTable
 from flowrl.weights.fetched import PACKED_BYTES
 from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.send import BUCKET_BYTES, Source
@@ -93,7 +94,7 @@ class NcclSender:
             transport=WeightTransport.NCCL.at(f"{_address()}/{self._port}"),
             num_bytes=sum(row[4] for row in rows),
             checksum=0,
-            tensors=tuple(rows),
+            tensors=TensorTable.of(rows),
         )
 
     def transmit(self) -> None:
@@ -119,7 +120,7 @@ class NcclSender:
             self._engine.shutdown()
 
 
-def _row(meta: ParamMeta) -> tuple[str, str, tuple[int, ...], int, int]:
+def _row(meta: ParamMeta) -> Row:
     dtype = str(meta.dtype).removeprefix("torch.")
     return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
 

@@ -40,11 +40,12 @@ class NcclReceiver:
         }
 
     def fetch(self, manifest: Weights) -> Fetched:
+        rows = [*manifest.tensors]
         return Fetched(
             {
-                "names": [row[0] for row in manifest.tensors],
-                "dtype_names": [row[1] for row in manifest.tensors],
-                "shapes": [list(row[2]) for row in manifest.tensors],
+                "names": [name for name, *_ in rows],
+                "dtype_names": [dtype for _, dtype, *_ in rows],
+                "shapes": [list(shape) for _, _, shape, *_ in rows],
             },
             lambda: None,
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+
+from flowrl.orphans import has_ended
 
 PARENT_VARIABLE = "FLOWRL_HOST_PID"
 """Environment variable with the generator's process id."""
@@ -72,9 +73,7 @@ def die_with(pid: int) -> None:
     parent = os.pidfd_open(pid)
 
     def wait() -> None:
-        watch = select.poll()
-        watch.register(parent, select.POLLIN)
-        watch.poll()
+        has_ended(parent, None)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="flowrl-parent-watch", daemon=True).start()

@@ -1,8 +1,7 @@
 """The table of tensors in a manifest: layout, checksum, and views onto a mapped segment.
 
-A row is (name, dtype, shape, offset_bytes, num_bytes), as in `Weights.tensors`; offsets count from the
-segment's first data byte and are multiples of 64. torch is imported only where it is used: drivers, and tests
-of the parts without tensors, do not need it.
+Offsets count from the segment's first data byte and are multiples of 64. torch is imported only where it is used:
+drivers, and tests of the parts without tensors, do not need it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Weights
+from flowrl.tensor_table import Row
 
 if TYPE_CHECKING:
     import mmap
 
     import torch
 
-Row = tuple[str, str, tuple[int, ...], int, int]
 ALIGNMENT = 64
 
 

@@ -53,7 +53,7 @@ def mismatch(manifest: Weights, found: Sequence[Sequence[float]]) -> float:
 
 def coarser(manifest: Weights, dtype: str) -> str:
     """The coarser of `dtype` and those of the published tensors."""
-    known = {dtype, *(row[1] for row in manifest.tensors)} & TOLERANCE.keys()
+    known = {dtype, *manifest.tensors.dtypes} & TOLERANCE.keys()
     return max(known, key=lambda name: TOLERANCE[name])
 
 

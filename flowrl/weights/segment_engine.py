@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.platforms import current_platform
 
-from flowrl.weights.manifest import Row, views
+from flowrl.tensor_table import Row
+from flowrl.weights.manifest import views
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
 

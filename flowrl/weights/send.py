@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
-from flowrl.weights.manifest import Checksum, Row, aligned, tensor_bytes
+from flowrl.tensor_table import Row, TensorTable
+from flowrl.weights.manifest import Checksum, aligned, tensor_bytes
 from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.shm import Segment, SegmentPool
 
@@ -105,7 +106,7 @@ class SegmentSender:
             transport=self._location(segment),
             num_bytes=num_bytes,
             checksum=checksum,
-            tensors=tuple(rows),
+            tensors=TensorTable.of(rows),
         )
 
     def _location(self, segment: Segment) -> str:

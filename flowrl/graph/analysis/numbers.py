@@ -46,6 +46,11 @@ class Numbers:
     token_budget: int | None = None
     """The smallest token budget of a micro-batch."""
 
+    @property
+    def samples_in_flight(self) -> int:
+        """The most samples in flight; 0: not known."""
+        return (self.tickets or 0) * (self.group_size or 1)
+
 
 def derive(graph: Graph) -> Numbers:
     """The numbers of `graph`; `check` reports contradictions between nodes."""

@@ -9,6 +9,7 @@ from flowrl.graph.analysis.place import PlacedUnit, merged, need, pools
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
 from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster
+from flowrl.graph.open_files import files_problem
 
 COUNTS = (
     "group_size",
@@ -181,6 +182,9 @@ def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[st
             f"request less for each replica, or declare larger machines."
         )
     yield from _memory_problems(graph, cluster, where)
+    most = min((machine.max_files for machine in cluster.machines if machine.max_files), default=0)
+    if most and (problem := files_problem(len(plan.hosts), most)):  # every host, and the driver: one of them is itself
+        yield f"{problem}."
     for weights in plan.weights:
         if not weights.transport:
             yield (

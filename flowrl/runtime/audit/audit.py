@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,12 @@ def _equation(figures: Mapping[str, int | None]) -> Iterator[Violation]:
 def _tickets_out(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Tickets taken while too many were out. A trained group's ticket is out until its version is held everywhere."""
     ahead: list[int] = []
+    """A heap: the steps of the tickets that are out."""
     for ticket, born, num_tickets, step in db.execute(TAKEN, values):
-        ahead = [earlier for earlier in ahead if earlier > born]
+        while ahead and ahead[0] <= born:
+            heappop(ahead)
         if num_tickets is not None and len(ahead) >= num_tickets:
             text = f"ticket {ticket} was taken with {len(ahead)} of {num_tickets} tickets still out"
             yield Violation("tickets", f"{text} (version {born} was held everywhere)")
         if step is not None:
-            ahead.append(step)
+            heappush(ahead, step)

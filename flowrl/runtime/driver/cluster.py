@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine, gpu_names
+from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver import slow_start
 from flowrl.runtime.driver.guard import Guard
@@ -183,6 +184,7 @@ class RayCluster:
                     tuple(range(int(node["Resources"].get("CPU", 0)))),
                     int(node["Resources"].get("GPU", 0)),
                     int(node["Resources"].get("memory", 0)),
+                    max_files=most_files() if node["NodeID"] == here else 0,
                 )
                 for node in nodes
             )
@@ -283,9 +285,10 @@ class RayCluster:
             ray.kill(actor, no_restart=True)
 
     def stop(self) -> None:
-        """End every host and release the reserved resources; stop Ray if flowrl started it."""
+        """End every host and release the reserved resources; stop Ray if flowrl started it. Once."""
         if not self.started:
             return
+        self.started = False
         import ray
         from ray.util.placement_group import remove_placement_group
 

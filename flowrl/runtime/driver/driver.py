@@ -12,35 +12,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
-from flowrl.graph.analysis.plan import Plan
-from flowrl.graph.graph import Graph
 from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.best import Best, read_best
 from flowrl.runtime.checkpoints.rundir import writing
 from flowrl.runtime.driver.barrier import BatchEnd, Locks
 from flowrl.runtime.driver.checkpoint_clock import CheckpointClock
-from flowrl.runtime.driver.cluster import HostSlot, RayCluster
+from flowrl.runtime.driver.cluster import RayCluster
 from flowrl.runtime.driver.early_stop import EarlyStop
 from flowrl.runtime.driver.first_failure import first_failure
 from flowrl.runtime.driver.halt import halted
 from flowrl.runtime.driver.hosts import Hosts
+from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout
-from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.phases import Phases
 from flowrl.runtime.driver.shared_devices import SharedDevices
 from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.driver.stall import Topology
-from flowrl.runtime.host.host_engine import HostSpec
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
@@ -52,26 +47,6 @@ from flowrl.runtime.telemetry.tracking import SampleTables
 from flowrl.runtime.telemetry.view import View
 
 STOP_AT_ONCE_S = 1.0
-UNBOUNDED = 1 << 40
-"""Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the launcher has prepared."""
-
-    graph: Graph
-    plan: Plan
-    options: RunOptions
-    run_dir: Path
-    slots: tuple[HostSlot, ...]
-    specs: Mapping[str, HostSpec]
-    resume_from: Path | None
-    start_version: int
-    start_versions: Mapping[str, int]
-    """Trainer -> the version that it begins with, where that is not `start_version`."""
-    rewind: Callable[[], None]
-    """Takes the run's files back to `resume_from`."""
 
 
 @dataclass
@@ -95,7 +70,7 @@ class Driver:
         self.hosts = Hosts(cluster, endpoint, self.fail)
         self.version = job.start_version
         self.statistics = Statistics()
-        self.tickets = self._make_tickets()
+        self.tickets = job.make_tickets()
         self.accounting: Accounting
         """With `metrics` the records of the run: opened when all hosts are set up, so that it can begin."""
         self.metrics: Metrics
@@ -122,20 +97,6 @@ class Driver:
         self._records: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._start_s = time.monotonic()
 
-    def _make_tickets(self) -> Tickets:
-        job, numbers = self.job, self.job.plan.numbers
-        steps, per_batch = job.options.steps, numbers.groups_per_batch or 1
-        return Tickets(
-            per_batch,
-            numbers.ahead if numbers.ahead is not None else UNBOUNDED,
-            consumers=job.plan.consumers,
-            trainers=job.plan.trainers,
-            publish_every=numbers.publish_every,
-            start_version=job.start_version,
-            start_versions=job.start_versions,
-            max_groups=None if steps is None else (steps - job.start_version) * per_batch,
-        )
-
     def _open_records(self) -> None:
         """Accounting and metrics as a fresh run has them, or as the checkpoint left them."""
         job = self.job
@@ -148,8 +109,9 @@ class Driver:
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
         )
+        in_flight = job.plan.numbers.samples_in_flight
         self._samples = samples = KeptSamples(
-            job.run_dir, is_open=self.accounting.is_open, warn=self.view.warning, shown=self._show_sample
+            job.run_dir, self.accounting, in_flight=in_flight, warn=self.view.warning, shown=self._show_sample
         )
         self.metrics = Metrics(
             job.run_dir,
@@ -162,6 +124,7 @@ class Driver:
             book=self.accounting.line,
         )
         self.accounting.serve(self._endpoint)
+        self.lookout.books = self.accounting
         self.begun = True
 
     async def run(self) -> Outcome:
@@ -239,8 +202,8 @@ class Driver:
             records.callback(self.metrics.close)
             records.callback(self._samples.close)
             records.callback(self.accounting.close, orderly=orderly)
-            while not self._records.empty() and (record := self._records.get_nowait()) is not None:
-                self._write_line(record)
+            records.callback(self._write_last_lines)
+            records.callback(self.accounting.commit)
 
     def interrupt(self) -> None:
         """End admission; what is in flight is finished, then the run ends in order."""
@@ -328,6 +291,10 @@ class Driver:
                 self._write_line(record)
             self._records.task_done()
 
+    def _write_last_lines(self) -> None:
+        while not self._records.empty() and (record := self._records.get_nowait()) is not None:
+            self._write_line(record)
+
     def _write_line(self, record: dict[str, Any]) -> None:
         with writing(self.job.run_dir):
             line = self.metrics.line(record)
@@ -354,6 +321,7 @@ class Driver:
 
     async def _at_batch_end(self, version: int) -> None:
         """The trainers stand at the end of the batch that made `version`: do what is due there."""
+        await self.accounting.booked()
         await self.phases.taken(version)
         if self._clock.is_due(version):
             await self._checkpoint(version)
@@ -384,6 +352,7 @@ class Driver:
         """
         start_s = time.monotonic()
         with self.lookout.doing(f"the checkpoint of step {version}"), writing(self.job.run_dir):
+            await self.accounting.booked()
             await self._records.join()
             await self._samples.flush()
             facts = resume.facts(version, self.job.plan, self.job.options.seed)

@@ -80,7 +80,7 @@ def watch(driver: int, mark: str) -> dict[int, int]:
     handle = os.pidfd_open(driver)
     found: dict[int, int] = {}
     pause_s = 0.0
-    while os.getppid() == driver and not select.select([handle], [], [], pause_s)[0]:
+    while os.getppid() == driver and not _has_ended(handle, pause_s):
         start_s = time.monotonic()
         for pid in [pid for pid, process in found.items() if _has_ended(process)]:
             os.close(found.pop(pid))
@@ -95,8 +95,10 @@ def _open(pids: set[int], found: dict[int, int]) -> None:
             found[pid] = os.pidfd_open(pid)
 
 
-def _has_ended(process: int) -> bool:
-    return bool(select.select([process], [], [], 0)[0])
+def _has_ended(process: int, within_s: float = 0.0) -> bool:
+    watch = select.poll()  # `select.select` refuses descriptors from 1,024 on
+    watch.register(process, select.POLLIN)
+    return bool(watch.poll(1000 * within_s))
 
 
 def of_run(mark: str) -> set[int]:

@@ -25,6 +25,7 @@ from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
+from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
@@ -69,6 +70,7 @@ class Launch:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
         from flowrl.runtime.driver.cluster import RayCluster
 
+        raise_limit()
         cluster = RayCluster()
         directory = RunDir(self.options.run_dir or RunDir.fresh(self.graph.name))
         try:
@@ -134,6 +136,7 @@ class Launch:
                     raise KeyboardInterrupt from None
         finally:
             view.close()
+        cluster.stop()  # others may use its GPUs while this process proves the books
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
@@ -210,7 +213,8 @@ class PreparedRun:
         from flowrl.channel.endpoint_transport import IpcTransport, TcpTransport
         from flowrl.channel.sweep import remove_run, sweep
         from flowrl.runtime.driver.cluster import HostSlot
-        from flowrl.runtime.driver.driver import Driver, Job
+        from flowrl.runtime.driver.driver import Driver
+        from flowrl.runtime.driver.job import Job
 
         sweep()
         run_id = uuid.uuid4().hex[:12]

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import Stalled
@@ -27,6 +27,13 @@ FLUSHED_WITHIN_S = 5.0
 TELL_AFTER_S = 10.0
 """Silence after which a host is named in a warning; the warning repeats each time the silence has doubled."""
 SILENT = "it is stopped, or its code does not release the GIL"
+
+
+class Booking(Protocol):
+    """What is asked of the accounting: what it books may move the run."""
+
+    def is_booking(self) -> bool: ...
+    async def booked(self) -> None: ...
 
 
 class Lookout:
@@ -50,6 +57,8 @@ class Lookout:
         self._show_progress = progress
         self._standstill = Standstill()
         self._doing: list[str] = []
+        self.books: Booking | None = None
+        """The accounting, from its opening on."""
         self._blocking: set[str] = set()
         """Lines of code already reported as blocking an event loop."""
         self._tell_of_host_at_s: dict[str, float] = {}
@@ -58,7 +67,9 @@ class Lookout:
         endpoint.on("progress", self._progress)
 
     async def _ping(self, host: str, body: Any) -> None:
-        """The reply proves that everything `host` sent before has arrived."""
+        """The reply proves that everything `host` sent before has arrived and is booked."""
+        if self.books is not None:
+            await self.books.booked()
 
     def _progress(self, host: str, body: Any) -> None:
         """Who tells of progress may be slow, and does not stand still."""
@@ -99,7 +110,8 @@ class Lookout:
     # Deadlocks
 
     def _stuck(self, reports: list[Report]) -> set[str]:
-        return deadlocked(reports, self._topology, driver=self._doing)
+        booking = ["bookings"] if self.books is not None and self.books.is_booking() else []
+        return deadlocked(reports, self._topology, driver=[*self._doing, *booking])
 
     async def _proof(self) -> str:
         """What the deadlocked nodes wait for; "" if no deadlock is proven."""

@@ -36,6 +36,10 @@ class Orders:
         """The name of the host in which a node replica runs."""
         return self.plan.host_of(replica_id).name
 
+    def replicas_in(self, host: str) -> tuple[str, ...]:
+        """The node replicas that run in a host."""
+        return next(one.nodes for one in self.plan.hosts if one.name == host)
+
     async def on_node(self, replica_id: str, method: str, **arguments: Any) -> Any:
         """Call a coroutine method of one node replica in its host."""
         body = {"replica_id": replica_id, "method": method, "arguments": arguments}

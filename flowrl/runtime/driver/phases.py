@@ -74,6 +74,7 @@ class Phases:
         self._view.progress("driver", "training" if self.trainers else "running")
         run.accounting.resume_admission("start")
         await self._end_of_training()
+        await run.accounting.booked()
         if self._during is not None:
             await self._during
         run.accounting.end_admission()

@@ -145,10 +145,17 @@ class Snapshotter:
             index = int(replica) % len(orders.replicas(name))
             replica_id = f"{name}/{index}"
             messages[orders.host_of(replica_id)].append((replica_id, edge, consumer, envelope))
-        states = {replica_id: checkpoint.beside(data) for replica_id, data in state["states"].items()}
-        told = {"sent": state["sent"], "cursors": state["cursors"], "states": states}
-        await orders.ask_all("restore", lambda host: told)
+        await orders.ask_all("restore", lambda host: self._kept_of(host, state))
         await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
+
+    def _kept_of(self, host: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The states and cursors of the replicas in that host; which of them sent a message is not known."""
+        mine = self._orders.replicas_in(host)
+        return {
+            "sent": state["sent"],
+            "cursors": {out: cursor for out, cursor in state["cursors"].items() if out.partition(" ")[0] in mine},
+            "states": {name: checkpoint.beside(state["states"][name]) for name in mine if name in state["states"]},
+        }
 
     async def _give(self, host: str, kept: list[checkpoint.Saved]) -> None:
         for page in checkpoint.pages(kept):

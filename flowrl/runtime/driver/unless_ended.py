@@ -7,13 +7,14 @@ the processes start while the call runs.
 from __future__ import annotations
 
 import os
-import select
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import suppress
 from typing import Any, TypeVar
+
+from flowrl.orphans import has_ended
 
 R = TypeVar("R")
 
@@ -49,7 +50,7 @@ def unless_ended(call: Callable[[], R], processes: Callable[[], Mapping[str, int
                     with suppress(ProcessLookupError):
                         handles[name] = os.pidfd_open(pid)
             for name, handle in handles.items():
-                if select.select([handle], [], [], 0)[0] and not result.done():
+                if has_ended(handle) and not result.done():
                     raise ProcessEnded(name, result)
     finally:
         for handle in handles.values():

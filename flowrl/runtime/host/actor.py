@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from flowrl.channel.endpoint import Address
 from flowrl.graph.node import Node
+from flowrl.graph.open_files import raise_limit
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.rundir import PRIVATE
 from flowrl.runtime.host.host_engine import HostEngine, HostSpec
@@ -74,6 +75,7 @@ class HostActor:
         self._collect_every = gc.get_threshold()
         gc.set_threshold(IMPORTING, *self._collect_every[1:])
         os.umask(PRIVATE)
+        raise_limit()
         pin(spec.cores)
         enter_directory(spec)
         self._spec = spec

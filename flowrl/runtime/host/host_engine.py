@@ -24,6 +24,7 @@ from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
 from flowrl.graph.node import Node
+from flowrl.graph.open_files import require_files
 from flowrl.hub import pins
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
@@ -124,6 +125,7 @@ class HostEngine:
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
         """Rebuild the graph, once per replica index, and connect this host's nodes to their lanes."""
+        require_files(len(addresses))
         for host, address in addresses.items():
             if host != self.spec.host:
                 self.endpoint.connect(host, address)

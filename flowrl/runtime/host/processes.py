@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from flowrl.orphans import has_ended
 
 KILLED_WITHIN_S = 5.0
 """A process that SIGKILL does not end within this time hangs in the kernel: nothing else can end it."""
@@ -56,7 +57,7 @@ class Processes:
 
     def look(self) -> None:
         """Report the processes that have ended and are not reported yet."""
-        for name in [name for name, handle in self._handles.items() if select.select([handle], [], [], 0)[0]]:
+        for name in [name for name, handle in self._handles.items() if has_ended(handle)]:
             self._has_ended(name)
 
     def expect_ends(self) -> None:

@@ -9,10 +9,10 @@ Invariants
 - A trainer's use of a token older than the bound is not booked: it ends the run.
 - After a resume, repeated work on a sample changes its row only if the result of the earlier work is gone.
 - Other events are committed with the next admission or step, and at the latest COMMIT_WITHIN_S after they
-  arrive.
+  arrive. Events are booked in order; of a large step in pieces (`bookings`).
 
-Waits: `admit` waits for a returned ticket, the end of a pause, or the end of admission; `until_held`
-for consumers to load or to die.
+Waits: `admit` waits for the events before it, then for a returned ticket, the end of a pause, or the end of
+admission; `until_held` for consumers to load or to die; `booked` for the events that have arrived.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger.admitted_ids import AdmittedIds, Row
+from flowrl.runtime.ledger.bookings import Bookings
 from flowrl.runtime.ledger.fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
 from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
@@ -37,7 +37,8 @@ from flowrl.runtime.ledger.terms import Terms
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 
-COMMIT_WITHIN_S = 0.5
+USES_AT_ONCE = 250
+"""Uses that are booked in one piece; some 10 ms."""
 
 
 class Handlers(Protocol):
@@ -78,13 +79,11 @@ class Accounting:
         self._fates = Fates(tickets.trainers)
         self._ids = AdmittedIds(self.ledger, self._fates.groups)
         self._requests = RequestBook(self.ledger)
-        self._generated_before: set[str] = set()
-        self._scored_before: set[str] = set()
+        self._generated_before, self._scored_before = set[str](), set[str]()
         self._tables = LongTables()
         self._waiters: list[asyncio.Future[None]] = []
-        self._committing: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._book: dict[str, Callable[..., None]] = {
+        self._bookings = Bookings(self.ledger)
+        self._book: dict[str, Callable[..., Iterator[None] | None]] = {
             "generated": self._generated,
             "request": self._requests.request,
             "request lost": self._requests.lost,
@@ -134,12 +133,13 @@ class Accounting:
         if (old := self._ids.take_again(node, group_id, rows)) is not None:
             return old
         with self._ids.reserved(node, group_id, rows):
+            await self._bookings.done()  # what was reported before the request counts
             while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
                     return None
                 await self._change()
             self._open(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
-            await self._commit_this_turn()
+            await self._bookings.this_turn()
             return ticket
 
     def _open(self, ticket: int, group_id: str, rows: Sequence[Row], trainers: Sequence[str]) -> None:
@@ -201,11 +201,14 @@ class Accounting:
     # Events
 
     def record(self, events: Sequence[Row]) -> None:
-        """Book events from `LedgerClient`, in order."""
+        """Book events from `LedgerClient`, in order: at once, unless earlier events or a large step take longer."""
+        self._bookings.do(self._booking(events))
+
+    def _booking(self, events: Sequence[Row]) -> Iterator[None]:
         for kind, *fields in self._tables.whole(events):
-            self._book[kind](*fields)
+            yield from self._book[kind](*fields) or ()
         self._changed()
-        self._commit_later()
+        self._bookings.later()
 
     def _generated(self, *event: Any) -> None:
         *rollout, finish_reason, spans = event
@@ -250,17 +253,19 @@ class Accounting:
             for trainer in self.tickets.trainers if trainers is None else trainers:
                 self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
-    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> None:
-        """Book a finished batch, which made version `record["step"]` of `trainer`."""
+    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> Iterator[None]:
+        """Book a finished batch, which made version `record["step"]` of `trainer`, in pieces."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
-        for sample_id, tokens, stale_tokens, masked_tokens, oldest, spans in uses:
+        for number, (sample_id, tokens, stale_tokens, masked_tokens, oldest, spans) in enumerate(uses, 1):
             self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
             for start, length, digest in spans:
                 self.ledger.add("span", sample_id, trainer, step, start, length, digest)
+            if number % USES_AT_ONCE == 0:
+                yield
         self.tickets.made(trainer, step)
-        self.commit()
+        yield from self._bookings.committing()
         main = trainer == self._main
         if main:
             self._on_step(record | self._other_records)
@@ -315,13 +320,12 @@ class Accounting:
             return
         assert fate.step is not None
         tokens = (fate.tokens, fate.stale_tokens, fate.masked_tokens)
-        oldest = fate.oldest_version
-        self.ledger.add("trained", *tokens, oldest, fate.step - 1, fate.step, time.time(), sample_id)
+        self.ledger.add("trained", *tokens, fate.oldest_version, fate.step - 1, fate.step, time.time(), sample_id)
 
     def line(self, step: int, line: str) -> None:
         """Book that the metrics line of that step is written; `line` is its hash."""
         self.ledger.add("line", line, self._main, step)
-        self._commit_later()
+        self._bookings.later()
 
     def _evaluation(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -330,37 +334,16 @@ class Accounting:
     # Storage
 
     def commit(self) -> None:
-        """Write all buffered rows, and resume the admissions that wait for it.
+        """Book everything that has arrived, and write it now. Raises FlowrlError if the ledger cannot be written."""
+        self._bookings.commit()
 
-        Raises FlowrlError if the ledger cannot be written; so do the waiting admissions. If the loop calls this, its
-        exception handler gets the error: the driver ends the run before a node sees it.
-        """
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waiting, self._committing = self._committing, None
-        try:
-            if self.ledger.dirty:
-                self.ledger.commit()
-        except FlowrlError as error:
-            if waiting is not None:
-                waiting.set_exception(error)
-            raise
-        else:
-            if waiting is not None:
-                waiting.set_result(None)
+    async def booked(self) -> None:
+        """Returns when everything that has arrived is booked."""
+        await self._bookings.done()
 
-    def _commit_this_turn(self) -> asyncio.Future[None]:
-        """One shared commit for all admissions of this tick of the loop."""
-        if self._committing is None:
-            loop = asyncio.get_running_loop()
-            self._committing = loop.create_future()
-            loop.call_soon(self.commit)
-        return asyncio.shield(self._committing)
-
-    def _commit_later(self) -> None:
-        if self._timer is None and self.ledger.dirty:
-            self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit)
+    def is_booking(self) -> bool:
+        """Whether something that has arrived is not booked yet."""
+        return self._bookings.busy
 
     def _take_up(self) -> None:
         """Load the groups in flight from the ledger, with their known fates, and their requests."""
@@ -372,11 +355,16 @@ class Accounting:
 
     def unbooked(self) -> str:
         """See `Fates.unbooked`."""
+        self._bookings.finish()
         return self._fates.unbooked()
 
     def is_open(self, sample_id: str) -> bool:
         """Whether the sample is in flight."""
         return self._fates.group_of(sample_id) is not None
+
+    def was_admitted(self, sample_id: str) -> bool:
+        """Whether the sample is in the ledger."""
+        return self.ledger.group_of(sample_id) is not None
 
     def in_flight(self) -> dict[str, int]:
         """Group in flight -> its ticket, in order of admission."""
@@ -390,9 +378,12 @@ class Accounting:
     def close(self, *, orderly: bool) -> None:
         """Commit for the last time. At an orderly end, drop all samples still in flight, with reason `run_end`."""
         self.end_admission()
-        if orderly:
-            for sample_id, trainer in self._fates.still_open():
-                self._settle(sample_id, trainer, LEFT_AT_END)
-            self.ledger.add("ended in order", time.time())
-        self.commit()
-        self.ledger.close()
+        try:
+            self._bookings.finish()
+        finally:
+            if orderly:
+                for sample_id, trainer in self._fates.still_open():
+                    self._settle(sample_id, trainer, LEFT_AT_END)
+                self.ledger.add("ended in order", time.time())
+            self.commit()
+            self.ledger.close()

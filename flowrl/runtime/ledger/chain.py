@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ CREATE TABLE IF NOT EXISTS commits (
 TABLES = ("contents", "commits")
 MODULUS = 1 << 256
 HEAD_BYTES = 16
+ROWS_AT_ONCE = 1000
+"""Rows that are written, or hashed, in one piece; some 20 ms."""
 
 Row = tuple[Any, ...]
 
@@ -155,9 +157,21 @@ class Chain:
 
     def extend(self, committed_s: float) -> State:
         """Write the link of this transaction; returns the state for `settle`."""
+        pieces = self.extending(committed_s)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                state: State = end.value
+                return state
+
+    def extending(self, committed_s: float) -> Generator[None, None, State]:
+        """`extend` in pieces: it yields after each ROWS_AT_ONCE rows, and nothing may be written meanwhile."""
         before, sums = self.state, dict(self.state.sums)
-        for (table, _), (was, now) in self._changes.items():
+        for number, ((table, _), (was, now)) in enumerate(self._changes.items(), 1):
             sums[table] = sums[table].changed(was, now)
+            if number % ROWS_AT_ONCE == 0:
+                yield
         first = before.newest is None
         if sums == before.sums and not first:
             return before

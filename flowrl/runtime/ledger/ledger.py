@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger import ledger_file
-from flowrl.runtime.ledger.chain import Chain
+from flowrl.runtime.ledger.chain import ROWS_AT_ONCE, Chain
 from flowrl.runtime.ledger.terms import Terms
 
 
@@ -130,13 +130,18 @@ class Ledger:
 
         Raises FlowrlError if that fails; then nothing is written, and all rows stay buffered.
         """
+        for _ in self.writing():
+            pass
+
+    def writing(self) -> Iterator[None]:
+        """`commit` in pieces, of the rows that are buffered when it begins. One at a time, and each to its end."""
+        rows, self._rows = self._rows, {name: [] for name in STATEMENTS}
         linked = None
         try:
-            with self._db:  # ends in COMMIT, or in ROLLBACK
-                self._db.execute("BEGIN")
-                for name, rows in self._rows.items():
-                    self._db.executemany(STATEMENTS[name], rows)
-                state = self._chain.extend(time.time())
+            self._db.execute("BEGIN")
+            yield from self._execute(rows)
+            state = yield from self._chain.extending(time.time())
+            self._db.execute("COMMIT")
             linked = state
         except (sqlite3.Error, OverflowError) as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # the primary result code
@@ -146,9 +151,23 @@ class Ledger:
                 f"{remedy} and continue with --resume"
             ) from error
         finally:
+            if linked is None:
+                self._db.rollback()
+                self._rows = {name: rows[name] + later for name, later in self._rows.items()}
             self._chain.settle(linked)
-        for rows in self._rows.values():
-            rows.clear()
+
+    def _execute(self, rows: Mapping[str, list[tuple[Any, ...]]]) -> Iterator[None]:
+        """Execute the statements with their rows; yields after each ROWS_AT_ONCE of them."""
+        room = ROWS_AT_ONCE
+        for name, of_name in rows.items():
+            start = 0
+            while start < len(of_name):
+                part = of_name[start : start + room]
+                self._db.executemany(STATEMENTS[name], part)
+                start, room = start + len(part), room - len(part)
+                if not room:
+                    room = ROWS_AT_ONCE
+                    yield
 
     def group_of(self, sample_id: str) -> str | None:
         """The group of a committed sample, None if there is no such sample."""

@@ -1,9 +1,11 @@
 """The driver's side of `rollouts/`: joins records with the states that the ledger books, and writes them in a thread.
 
 Invariants
-- A sample is kept once: when its state is known and its record is here. A record of a sample whose state has been
-  known for long, as from a second trainer, is dropped.
-- What waits in memory is bounded: LATE states, MOST_OPEN records and MOST_WAITING_BYTES of rows.
+- A sample is kept once: when its state is known and its record is here. A second record of it, as from a second
+  trainer, is dropped.
+- What waits in memory is bounded: states, records, and MOST_WAITING_BYTES of rows. A record that comes while as many
+  samples as can be in flight twice are closed finds its state.
+- A sample that is not kept although its record came is counted, and told.
 - A failure to write is told once; nothing more is kept then, and the run goes on.
 
 Waits: `flush` waits for the thread that writes.
@@ -16,14 +18,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from flowrl.runtime.samples.rollout_files import FOLDER, bound_rollouts, rollout_files, write_rollouts
 from flowrl.runtime.samples.sample_record import TRAIN, SampleRecord, text_bytes
 
 LATE = 16384
-"""States of samples whose record has not come."""
+"""The least number of samples whose states are remembered for their records."""
 MOST_OPEN = 65536
+"""The least number of records that may wait for the states of their samples."""
 FULL_BYTES = 8 << 20
 """So many bytes of rows are written without waiting for longer."""
 MOST_WAITING_BYTES = 128 << 20
@@ -32,30 +35,48 @@ PART_OF_RUN, LEAST_S, MOST_S = 0.05, 2.0, 60.0
 """Rows wait for a part of the time that the run has lasted, within these bounds, so that files are not too many."""
 
 V = TypeVar("V")
+State = tuple[str, str | None, int, float]
+"""state, reason, step, closed_s"""
+
+
+class Admitted(Protocol):
+    """What is asked of the accounting."""
+
+    def is_open(self, sample_id: str) -> bool:
+        """Whether the sample is in flight."""
+
+    def was_admitted(self, sample_id: str) -> bool:
+        """Whether it has ever been; samples of evaluations have not."""
 
 
 class KeptSamples:
-    """Use on the driver's event loop only. `shown` gets every row that is kept; `is_open` asks for a sample's state."""
+    """Use on the driver's event loop only.
+
+    `shown` gets every row that is kept. `in_flight` is the number of samples that can be in flight.
+    """
 
     def __init__(
         self,
         run_dir: Path,
+        admitted: Admitted,
         *,
-        is_open: Callable[[str], bool],
         warn: Callable[[str], None],
+        in_flight: int = 0,
         shown: Callable[[SampleRecord], None] = lambda row: None,
     ) -> None:
         self._run_dir = run_dir
-        self._is_open, self._warn, self._shown = is_open, warn, shown
+        self._admitted, self._warn, self._shown = admitted, warn, shown
         self._open: OrderedDict[str, SampleRecord] = OrderedDict()
         """Records of samples whose state is not known yet."""
-        self._late: OrderedDict[str, SampleRecord] = OrderedDict()
-        """States of samples whose record has not come yet."""
+        self._closed: OrderedDict[str, State | None] = OrderedDict()
+        """States of the samples that were closed last; None once their record has come."""
+        self._most_open, self._most_closed = max(MOST_OPEN, in_flight), max(LATE, 2 * in_flight)
+        self._num_lost = 0
         self._rows: list[SampleRecord] = []
         self._bytes = 0
         self._number = max((file.number for file in rollout_files(run_dir)), default=0) + 1
         self._writing: asyncio.Task[None] | None = None
-        self._stopped = self._told_bound = self._told_slow = False
+        self._stopped = self._told_bound = False
         self._began_s = self._written_s = time.monotonic()
 
     def add(self, records: Iterable[SampleRecord]) -> None:
@@ -64,18 +85,33 @@ class KeptSamples:
             sample_id = record["sample_id"]
             if record["phase"] != TRAIN:
                 self._keep(record | {"state": "held_out", "closed_s": time.time()})
-            elif (state := self._late.pop(sample_id, None)) is not None:
-                self._keep(record | state)
-            elif self._is_open(sample_id):
-                _bounded(self._open, sample_id, record, MOST_OPEN)
+            elif sample_id in self._closed:
+                if (state := self._closed[sample_id]) is not None:
+                    self._closed[sample_id] = None
+                    self._keep_closed(record, state)
+            elif not self._admitted.is_open(sample_id):
+                if self._admitted.was_admitted(sample_id):
+                    self._lose("records come so late that the states of their samples are forgotten")
+            elif _bounded(self._open, sample_id, record, self._most_open):
+                self._lose(f"more than {self._most_open} records wait for the states of their samples")
 
     def closed(self, sample_id: str, state: str, reason: str | None, step: int) -> None:
         """The state of a sample is known; `step` is the batch that trained it, or else the one being made."""
-        found = {"state": state, "reason": reason, "step": step, "closed_s": time.time()}
-        if (record := self._open.pop(sample_id, None)) is not None:
-            self._keep(record | found)
-        else:
-            _bounded(self._late, sample_id, found, LATE)
+        found = (state, reason, step, time.time())
+        record = self._open.pop(sample_id, None)
+        _bounded(self._closed, sample_id, found if record is None else None, self._most_closed)
+        if record is not None:
+            self._keep_closed(record, found)
+
+    def _keep_closed(self, record: SampleRecord, found: State) -> None:
+        state, reason, step, closed_s = found
+        self._keep(record | {"state": state, "reason": reason, "step": step, "closed_s": closed_s})
+
+    def _lose(self, why: str) -> None:
+        """Count a sample that is not kept; the first one is told at once."""
+        self._num_lost += 1
+        if self._num_lost == 1:
+            self._warn(f"not all samples are kept in {self._run_dir / FOLDER}: {why}")
 
     async def flush(self) -> None:
         """Everything kept so far is in the files, or keeping has stopped."""
@@ -86,7 +122,9 @@ class KeptSamples:
             await asyncio.shield(self._writing)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, and tell how many samples could not be kept."""
+        if self._num_lost and not self._stopped:
+            self._warn(f"{self._num_lost} samples are not in {self._run_dir / FOLDER}")
         if self._rows and not self._stopped:
             self._wrote(_attempt(self._run_dir, self._take(), self._number))
 
@@ -95,9 +133,7 @@ class KeptSamples:
             return
         self._shown(row)
         if self._bytes > MOST_WAITING_BYTES:
-            if not self._told_slow:
-                self._warn(f"{self._run_dir / FOLDER} is written more slowly than samples come; some are not kept")
-            self._told_slow = True
+            self._lose("they come faster than they are written")
             return
         self._rows.append(row)
         self._bytes += text_bytes(row)
@@ -145,8 +181,10 @@ def _attempt(run_dir: Path, rows: list[SampleRecord], number: int) -> bool | str
         return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else 'no reason given'}"
 
 
-def _bounded(entries: OrderedDict[str, V], key: str, value: Any, most: int) -> None:
-    """Add an entry; the oldest one makes room."""
+def _bounded(entries: OrderedDict[str, V], key: str, value: V, most: int) -> bool:
+    """Add an entry; whether the oldest one has made room."""
     entries[key] = value
-    if len(entries) > most:
+    full = len(entries) > most
+    if full:
         entries.popitem(last=False)
+    return full

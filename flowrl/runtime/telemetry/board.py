@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,13 @@ BAR_WIDTH = 20
 LABEL_WIDTH = 11
 SAMPLE_WIDTH = 160
 """Characters of a prompt and of a response."""
+RECENT = 10
+"""Steps of which rates are shown."""
+LAST_EVALUATIONS = 3
+"""Shown besides the first."""
+
+Evaluated = tuple[str, int, float, int]
+"""(phase, step, mean score, number of answers)"""
 
 
 @dataclass
@@ -37,10 +46,12 @@ class Board:
     elapsed_s: float = 0.0
     progress: dict[str, str] = field(default_factory=dict)
     """Node replica -> the last line of its set-up."""
-    records: list[Mapping[str, Any]] = field(default_factory=list)
-    """Metrics lines of this run, oldest first."""
-    evaluations: dict[str, list[tuple[str, int, float, int]]] = field(default_factory=dict)
-    """Task ("" for the first one) -> [(phase, step, mean score, number of answers)]."""
+    records: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The last metrics lines of this run, oldest first."""
+    rewards: array[float] = field(default_factory=lambda: array("d"))
+    """The mean reward of every step that has one: all that is shown of older lines."""
+    evaluations: dict[str, list[Evaluated]] = field(default_factory=dict)
+    """Task ("" for the first one) -> its first result and the last ones."""
     nodes: Sequence[NodeNow] = ()
     edges: Sequence[EdgeNow] = ()
     generated_per_s: float = 0.0
@@ -49,6 +60,18 @@ class Board:
     warning: str = ""
     sample: Mapping[str, Any] | None = None
     """The newest sample that is kept."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the metrics line of the newest step."""
+        self.records.append(record)
+        if (reward := record.get("reward_mean")) is not None:
+            self.rewards.append(reward)
+
+    def evaluated(self, task: str, found: Evaluated) -> None:
+        """Take a result."""
+        rows = self.evaluations.setdefault(task, [])
+        rows.append(found)
+        del rows[1:-LAST_EVALUATIONS]
 
 
 def draw(board: Board) -> RenderableType:
@@ -111,7 +134,7 @@ def _step(board: Board) -> Text:
 
 def _left(board: Board) -> str:
     """The estimated time for the remaining steps, at the pace of the last steps."""
-    recent = board.records[-10:]
+    recent = board.records
     if len(recent) < 2 or board.steps is None:
         return ""
     pace = (recent[-1]["time_s"] - recent[0]["time_s"]) / (len(recent) - 1)
@@ -119,7 +142,7 @@ def _left(board: Board) -> str:
 
 
 def _reward(board: Board) -> Text:
-    rewards = [record["reward_mean"] for record in board.records if record.get("reward_mean") is not None]
+    rewards = board.rewards
     if not rewards:
         return Text("none yet")
     text = Text(f"{rewards[-1]:.3f}  ")
@@ -127,19 +150,18 @@ def _reward(board: Board) -> Text:
     return text.append(f"  {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
 
 
-def _held_out(task: str, rows: Sequence[tuple[str, int, float, int]]) -> Text:
-    """The first score and the last three."""
-    shown = rows if len(rows) <= 4 else [rows[0], *rows[-3:]]
-    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in shown]
+def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
+    """The first score and the last ones."""
+    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in rows]
     return Text(" → ".join(scores)).append(f"   {rows[-1][3]} answers{f', {task}' if task else ''}", style="dim")
 
 
 def _tokens(board: Board) -> Text:
-    recent = board.records[-10:]
+    recent = board.records
     text = f"{board.generated_per_s:,.0f}/s generated"
     seconds = recent[-1]["time_s"] - recent[0]["time_s"]
     if seconds > 0:
-        trained = sum(record.get("tokens_trained") or 0 for record in recent[1:])
+        trained = sum(record.get("tokens_trained") or 0 for record in [*recent][1:])
         text += f"   {trained / seconds:,.0f}/s trained"
     length = recent[-1].get("response_tokens_mean")
     return Text(text + (f"   {length:.0f} a response" if length is not None else ""))

@@ -63,7 +63,7 @@ class LiveView:
         self._redraw()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        self._board.records.append(record)
+        self._board.add(record)
         self._redraw()
 
     def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
@@ -71,7 +71,7 @@ class LiveView:
         self._redraw()
 
     def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
-        self._board.evaluations.setdefault(task, []).append((phase, step, score, count))
+        self._board.evaluated(task, (phase, step, score, count))
         self._redraw()
 
     def sample(self, row: Mapping[str, Any]) -> None:

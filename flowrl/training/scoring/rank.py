@@ -6,7 +6,6 @@ It answers its parent's questions until the parent closes the pipe, and ends wit
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.orphans import has_ended
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.residence import Residence
 from flowrl.training.engine.train_memory import SCORING_LIVE
@@ -126,7 +126,7 @@ def end_with(parent: int) -> None:
     handle = os.pidfd_open(parent)
 
     def watch() -> None:
-        select.select([handle], [], [])
+        has_ended(handle, None)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

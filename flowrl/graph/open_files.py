@@ -1,0 +1,58 @@
+"""Open files: how many a process of a run needs, and how many its machine lets it have.
+
+Every process of a run is connected to every other, so the number grows with the number of processes. The shell's limit
+is often 1,024, and a process may raise it itself up to the hard limit.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from flowrl.errors import ConfigError
+
+OF_A_PEER = 5
+"""Descriptors for a peer on another machine: of the socket, of its watch (2), and of one stream in each direction. A
+peer on the same machine takes 3."""
+OF_A_PROCESS = 256
+"""What a process opens besides: libraries, devices, shared memory, data."""
+ENOUGH = 1 << 16
+"""No limit is raised further: some programs walk over all descriptors that they may have when they start another."""
+
+
+def most_files() -> int:
+    """The most descriptors that this process can have after `raise_limit`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_number(soft), min(_number(hard), ENOUGH))
+
+
+def raise_limit() -> None:
+    """Let this process, and those that it starts, open as many files as `most_files`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _number(soft) < (most := most_files()):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def files_needed(num_peers: int) -> int:
+    """Descriptors of a process that is connected to so many others."""
+    return OF_A_PROCESS + OF_A_PEER * num_peers
+
+
+def files_problem(num_peers: int, most: int) -> str:
+    """What is wrong where a process with so many peers can have at most so many descriptors; "" if nothing is."""
+    if (needed := files_needed(num_peers)) <= most:
+        return ""
+    return (
+        f"a process that is connected to {num_peers} others needs {needed} open files, and this machine allows {most}; "
+        f"raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, docker run --ulimit nofile={needed}), or use "
+        "fewer replicas"
+    )
+
+
+def require_files(num_peers: int) -> None:
+    """Raise ConfigError if this process cannot have the descriptors for so many peers."""
+    if problem := files_problem(num_peers, most_files()):
+        raise ConfigError(problem)
+
+
+def _number(limit: int) -> int:
+    return 1 << 62 if limit == resource.RLIM_INFINITY else limit

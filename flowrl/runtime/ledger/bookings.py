@@ -1,0 +1,137 @@
+"""Bookings: the work of the accounting, in order, and in pieces that the driver's loop has time for.
+
+A step of ten thousand samples takes seconds to book and to commit. Meanwhile hosts report, ask and wait.
+
+Invariants
+- Jobs are done one after the other, as they were given: an event waits for the step before it. So a transaction never
+  holds a part of a step.
+- A job yields where the loop may do other things. If nothing is before it, its first piece is done at once; a job that
+  does not yield is over then.
+- An admission that waits for `this_turn` is answered when the transaction with its rows is committed.
+
+Waits: `done` waits for jobs, which wait for nothing but the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+
+from flowrl.errors import FlowrlError
+from flowrl.runtime.ledger.ledger import Ledger
+
+COMMIT_WITHIN_S = 0.5
+
+
+class Bookings:
+    """Does the jobs of one ledger on the driver's event loop; what a job raises goes to whoever runs its piece.
+
+    That is the caller of `do`, `finish` or `commit`, or the loop's exception handler: the driver ends the run then.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._jobs: deque[Iterator[None]] = deque()
+        self._next_piece: asyncio.Handle | None = None
+        self._admissions: asyncio.Future[None] | None = None
+        """What admissions wait for whose rows are not in a transaction yet."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is not over."""
+        return bool(self._jobs)
+
+    def do(self, job: Iterator[None]) -> None:
+        """Do this job when those before it are over."""
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            self._piece()
+
+    def finish(self) -> None:
+        """Do everything now. Raises what a job raises; those after it are not done then."""
+        try:
+            while self._jobs:
+                self._advance()
+        finally:
+            if self._next_piece is not None and not self._jobs:
+                self._next_piece.cancel()
+
+    async def done(self) -> None:
+        """Returns when the jobs that are there now are over."""
+        if self._jobs:
+            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.do(_tell(over))
+            await over
+
+    def _piece(self) -> None:
+        """Do the next piece, and have the loop do the rest."""
+        self._next_piece = None
+        try:
+            if self._jobs:
+                self._advance()
+        finally:
+            if self._jobs:
+                self._next_piece = asyncio.get_running_loop().call_soon(self._piece)
+
+    def _advance(self) -> None:
+        """Do a piece of the first job, which is over if it ends or raises."""
+        over = True
+        try:
+            over = next(self._jobs[0], self) is self
+        finally:
+            if over:
+                self._jobs.popleft()
+
+    # Transactions
+
+    def commit(self) -> None:
+        """Do everything, and commit all buffered rows, now."""
+        self.finish()
+        for _ in self.committing():
+            pass
+
+    def committing(self) -> Iterator[None]:
+        """A job, or the end of one: commit all rows that are buffered when it begins.
+
+        Raises FlowrlError if the ledger cannot be written; so do the waiting admissions.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._admissions = self._admissions, None
+        try:
+            if self._ledger.dirty:
+                yield from self._ledger.writing()
+        except FlowrlError as error:
+            if waiting is not None:
+                waiting.set_exception(error)
+            raise
+        else:
+            if waiting is not None:
+                waiting.set_result(None)
+
+    def commit_soon(self) -> None:
+        """Commit as the last of the jobs."""
+        self.do(self.committing())
+
+    def this_turn(self) -> asyncio.Future[None]:
+        """One shared commit for all admissions of this tick of the loop, or of the time until a job is over."""
+        if self._admissions is None:
+            loop = asyncio.get_running_loop()
+            self._admissions = loop.create_future()
+            loop.call_soon(self.commit_soon)
+        return asyncio.shield(self._admissions)
+
+    def later(self) -> None:
+        """Commit what is buffered, COMMIT_WITHIN_S from now at the latest."""
+        if self._timer is None and self._ledger.dirty:
+            self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit_soon)
+
+
+def _tell(over: asyncio.Future[None]) -> Iterator[None]:
+    """The job that resolves a future."""
+    if not over.done():
+        over.set_result(None)
+    yield from ()
