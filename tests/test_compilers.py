@@ -23,6 +23,10 @@ def test_missing_headers_are_named_where_something_is_compiled(tmp_path: Path, m
     check_training(ZeroSettings(offload="all"), LoRA(), model_dir=None)
     (tmp_path / "Python.h").touch()
     compilers.check_python_headers("anything")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"async_io .* needs nvcc on a machine with a GPU"):
+        check_training(ZeroSettings(offload="all", nvme_path=str(tmp_path)), LoRA(), model_dir=None)
 
 
 def test_nvcc_is_asked_for_beside_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

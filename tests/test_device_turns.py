@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from flowrl import Cluster, Machine
+from flowrl.graph.analysis.plan import Plan, make_plan
+from flowrl.graph.load import load_file
 from flowrl.runtime.driver.barrier import Locks
+from flowrl.runtime.driver.shared_devices import SharedDevices
 from flowrl.testing import VirtualClock, run_graph
 from tests.channel_rig import play
 from tests.graphs_devices.device import DEVICE
@@ -127,5 +130,33 @@ def test_a_reservation_that_is_cancelled_leaves_the_queue_moving() -> None:
         locks.release("h", ask("generator"))
         await asyncio.wait_for(waiting, 1)
         assert reserving.cancelled()
+
+    play(main())
+
+
+class Gates:
+    """Stands for the driver's orders to the hosts."""
+
+    def __init__(self, plan: Plan, locks: Locks) -> None:
+        self.plan = plan
+        self.locks = locks
+        self.events: list[str] = []
+
+    async def gate(self, replica_id: str, by: str, *, open_: bool) -> None:
+        reserved = ", reserved" if self.locks._reserved else ""
+        self.events.append(f"{'open' if open_ else 'close'} {replica_id}{reserved}")
+
+
+def test_for_a_checkpoint_the_others_on_the_trainers_gpu_take_nothing_new() -> None:
+    """Only then it is reserved: their open invocations end, and no others begin."""
+
+    async def main() -> None:
+        file = load_file(TURNS)
+        locks = Locks()
+        orders: Any = Gates(make_plan(file.build(file.parse([])), ONE_GPU), locks)
+        async with SharedDevices(locks, orders).for_trainers():
+            assert orders.events == ["close generator/0", "close scorer/0"]
+            assert set(locks._reserved.values()) == {frozenset({"trainer"})}
+        assert orders.events[2:] == ["open generator/0", "open scorer/0"] and not locks._reserved
 
     play(main())

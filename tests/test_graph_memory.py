@@ -87,6 +87,7 @@ def test_every_device_says_who_is_there_when() -> None:
         "vLLM takes its whole share, as the trainer is not there"
     )
     assert trainer.always < GB, "between its turns only its context is there"
+    assert generator.always < 2 * GB, "between its turns neither weights nor cache, but its context and CUDA graphs"
     state = 18 * 494_032_768
     assert trainer.while_active > state, "weights, gradients and optimizer"
     assert trainer.footprint.num_bytes("away", place="host") >= state

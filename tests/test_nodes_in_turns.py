@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from flowrl.models import Policy
-from flowrl.nodes import Critic, Reference, RewardModel, Teacher
+from flowrl.nodes import Critic, Reference, RewardModel, Teacher, Trainer
 from flowrl.nodes.resident import ResidentNode
 from flowrl.nodes.scoring_model import ScoringNode
 from flowrl.tasks import Task
@@ -130,3 +131,51 @@ def test_a_trainer_without_a_gpu_moves_nothing() -> None:
     asyncio.run(node.setup())
     asyncio.run(node.on_release())
     assert node.weight.untyped_storage().nbytes() == 24
+
+
+class Turns:
+    """Stands for the host of a trainer in turns; notes what is done, and whether the node has its devices then."""
+
+    gpus, in_turns = (0,), True
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.has_devices = False
+
+    def note(self, event: str) -> None:
+        self.events.append(event if self.has_devices else f"{event} without devices")
+
+    @asynccontextmanager
+    async def on_devices(self) -> AsyncIterator[None]:
+        self.has_devices = True
+        yield
+        self.has_devices = False
+
+    @contextmanager
+    def busy(self, name: str) -> Iterator[None]:
+        yield
+
+    async def blocking(self, fn: Callable[..., Any], *args: Any) -> Any:
+        return fn(*args)
+
+    # The publisher
+
+    def publish(self, version: int, kind: str) -> None:
+        self.note(f"publish {version}")
+
+    def transmit(self) -> None:
+        self.note("transmit")
+
+
+def test_a_trainer_publishes_and_saves_on_its_devices() -> None:
+    turns = Turns()
+    node: Any = Trainer(Policy("tiny"))
+    node.context = node._publisher = turns
+    node._save = lambda path: turns.note(f"save {path}")
+
+    async def life() -> None:
+        await node._publish(changed=True)
+        await node.checkpoint("there")
+
+    asyncio.run(life())
+    assert turns.events == ["publish 0", "transmit", "save there"] and not turns.has_devices

@@ -44,6 +44,8 @@ def test_hosts_in_turns_reserve_each_gpu_once() -> None:
     assert [seen[f"trainer/{rank}"] for rank in range(4)] == [("3",), ("4",), ("7",), ("10",)]
     assert [seen[f"generator/{index}"] for index in range(2)] == [("3", "4"), ("7", "10")]
     assert seen["core"] == ()
+    own = visible_devices(plan.hosts, {}, own=("4", "5", "6", "7"))
+    assert (own["trainer/3"], own["generator/1"], own["core"]) == (("7",), ("6", "7"), ())
 
 
 def test_two_that_ask_for_half_a_gpu_share_it_and_reserve_it_whole() -> None:
@@ -54,6 +56,7 @@ def test_two_that_ask_for_half_a_gpu_share_it_and_reserve_it_whole() -> None:
 
 def test_ranks_of_a_gang_are_on_different_gpus_though_half_a_one_would_do() -> None:
     parts = grpo(num_trainers=2)
+    assert gpus(placed(parts, 2, trainer={"cpus": 1, "gpus": 0.5})) == {"trainer/0": (0,), "trainer/1": (1,)}
     needs = {"trainer": {"cpus": 1, "gpus": 0.5}, "generator": {"cpus": 1, "gpus": 0.5}}
     assert gpus(placed(parts, 2, **needs)) == {"generator/0": (0,), "trainer/0": (0,), "trainer/1": (1,)}
     report = check(parts.graph, Cluster((Machine(tuple(range(8)), gpus=1),)))

@@ -46,6 +46,13 @@ class SleepingEngine:
         assert not self.asleep
         self.calls.append("resume")
 
+    async def add_request(self, request_id: str, *arguments: Any, **options: Any) -> Any:
+        assert not self.asleep
+        self.calls.append(f"request {request_id}")
+        flat = SimpleNamespace(logprobs=[0.0, -0.5, -0.25], start_indices=[0, 1, 2])
+        output = SimpleNamespace(finished=True, prompt_logprobs=flat)
+        return SimpleNamespace(request_id=request_id, get_nowait=lambda: output, close=lambda: None)
+
     async def collective_rpc(self, method: str, **options: Any) -> list[float]:
         assert "weights" not in self.asleep
         self.calls.append("apply")
@@ -118,5 +125,16 @@ def test_an_engine_that_never_sleeps_is_never_woken() -> None:
         await sampler.wake_cache()
         await sampler.resume()
         assert engine.calls == ["resume"]
+
+    play(main())
+
+
+def test_a_request_wakes_the_cache() -> None:
+    async def main() -> None:
+        engine, sampler = made()
+        await sampler.sleep()  # vLLM's
+        await sampler.wake()
+        assert await sampler.score([[5, 6, 7]]) == [[-0.5, -0.25]]
+        assert engine.calls == ["sleep", "wake weights", "wake kv_cache", "request score-1"]
 
     play(main())

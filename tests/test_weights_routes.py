@@ -172,11 +172,15 @@ def test_tensors_are_copied_between_synchronizations() -> None:
                 events.append(f"gather {index}")
                 yield names, tensors
                 events.append(f"release {index}")
+                for tensor in tensors:
+                    tensor.zero_()  # as memory that is used again
 
-    engine = Gathered()
+    engine, found = Gathered(), dict[str, torch.Tensor]()
     for name, tensor in copied(engine, 1, lambda: events.append("synchronize"), AS_IT_IS):
-        assert torch.equal(tensor, engine.tensors()[name])
+        found[name] = tensor
         events.append(name)
+    assert found.keys() == engine.tensors().keys()
+    assert all(torch.equal(tensor, engine.tensors()[name]) for name, tensor in found.items()), "copies, not views"
     assert events == [
         *("synchronize", "gather 0", "synchronize", "a.weight", "a.bias", "synchronize", "release 0"),
         *("gather 1", "synchronize", "b.weight", "synchronize", "release 1"),
@@ -209,6 +213,18 @@ def test_readers_that_cannot_all_take_part_in_a_broadcast_read_host_memory() -> 
     assert planned(1, in_turns=True) == {SHM}, "never at the same time"
     assert planned(3, in_turns=True) == {SHM}, "also those on other GPUs than the trainer"
     assert planned(1, trainer=0.5, generator=0.5) == {SHM}, "NCCL refuses two ranks on one GPU"
+    assert planned(3, trainer=0.5, generator=0.5) == {SHM}, "one is on the trainer's GPU, and so no other takes part"
+
+
+def test_a_reader_in_turns_with_another_node_than_the_trainer_reads_host_memory() -> None:
+    """It would keep its GPU from that node while it waits for the broadcast."""
+    parts = grpo()
+    for name in ("trainer", "generator", "reward"):
+        parts.graph.placed[name] = replace(parts.graph.placed[name], cpus=1, gpus=1)
+    cluster = Cluster((Machine(tuple(range(8)), gpus=4),))
+    assert {weights.transport for weights in make_plan(parts.graph, cluster).weights} == {NCCL}
+    parts.graph.time_share(parts.generator, parts.reward)
+    assert {weights.transport for weights in make_plan(parts.graph, cluster).weights} == {SHM}
 
 
 @pytest.mark.slow
@@ -229,7 +245,7 @@ def test_a_sender_gives_vllm_synchronized_copies(monkeypatch: pytest.MonkeyPatch
                 events.append(name)
                 sent.add(str(tensor.dtype).removeprefix("torch."))
 
-    monkeypatch.setattr(device, "_synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     monkeypatch.setattr(device.WeightTransferTrainerFactory, "trainer_init", Recording)
     sender = device.NcclSender([WeightRoute("generator/0", NCCL, 2)], narrowing=Narrowing("bfloat16"))
     source: Any = Engine()
