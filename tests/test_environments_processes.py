@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -27,7 +28,7 @@ from flowrl.environments import (
     zygote,
 )
 from flowrl.errors import ConfigError
-from tests.ticks import ticks
+from tests.ticks import ticks, ticks_until
 
 ROOT = Path(__file__).parent.parent
 CASES = f"{ROOT}/tests/environment_cases.py"
@@ -389,6 +390,48 @@ def test_a_stopped_zygote_is_replaced(run: Run, monkeypatch: pytest.MonkeyPatch)
             episode = await pool.reset(row())
             assert pool.zygote_pid != stopped
             await episode.close()
+
+    run(scenario())
+
+
+def test_many_episodes_may_begin_and_end_while_the_zygote_is_busy(run: Run) -> None:
+    """Their messages wait for room in the socket; a zygote that is slow is not taken for dead."""
+
+    async def scenario() -> None:
+        async with Episodes(OBEDIENT, processes=40) as pool:
+            client = pool._zygote
+            assert client is not None
+            client._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the least: a few messages
+            before = len(os.listdir("/proc/self/fd"))
+            kill(busy := pool.zygote_pid, signal.SIGSTOP)
+            begun = [asyncio.create_task(pool.reset(row(seed))) for seed in range(40)]
+            await ticks_until(lambda: len(client._births) == 40)
+            assert client._unsent and not client.dead
+            for task in begun[30:]:
+                task.cancel()
+            kill(busy, signal.SIGCONT)
+            episodes = await asyncio.gather(*begun[:30])
+            await asyncio.gather(*(episode.close() for episode in episodes), *begun[30:], return_exceptions=True)
+            await asyncio.gather(*(birth.exited for birth in client._births.values()))
+            assert pool.zygote_pid == busy and not client._unsent
+            assert len(os.listdir("/proc/self/fd")) <= before, "no descriptor that waited is left open"
+
+    run(scenario())
+
+
+def test_a_zygote_that_takes_no_messages_is_replaced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(zygote, "KILLED_WITHIN_S", 0.3)
+        async with Episodes(OBEDIENT, processes=40) as pool:
+            assert pool._zygote is not None
+            pool._zygote._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            kill(stopped := pool.zygote_pid, signal.SIGSTOP)
+            begun = [asyncio.create_task(pool.reset(row(seed))) for seed in range(20)]
+            found = await asyncio.gather(*begun, return_exceptions=True)
+            assert {one.cause for one in found if isinstance(one, EnvironmentFailed)} == {"env_died"}
+            assert len([one for one in found if isinstance(one, EnvironmentFailed)]) == 20
+            await (await pool.reset(row())).close()
+            assert pool.zygote_pid != stopped
 
     run(scenario())
 

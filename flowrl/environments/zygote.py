@@ -1,8 +1,8 @@
 """The caller's side of the zygote: starts it, has it fork and kill, and learns of exits.
 
 Waits: `start` for the import, ended by its limit or the zygote's death; `Birth.exited` for the zygote's report, ended
-by the zygote's death. A zygote that does not report a killed episode within KILLED_WITHIN_S is taken for dead and
-killed: its children have it as their parent-death signal.
+by the zygote's death. A zygote that neither takes nor reports anything within KILLED_WITHIN_S, while it is to kill an
+episode or messages wait for it, is taken for dead and killed: its children have it as their parent-death signal.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +58,20 @@ class ZygoteClient:
     def __init__(self, name: str, *, memory_bytes: int, start_s: float) -> None:
         self._name, self._memory_bytes, self._start_s = name, memory_bytes, start_s
         self._births: dict[int, Birth] = {}
+        self._killed: set[int] = set()
+        """Numbers of those that are to be killed and have not been reported."""
         self._numbers = 0
         self.output = Output()
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        """Messages for which the socket had no room, each with descriptors of our own."""
+        self._moved_s = 0.0
+        """When the zygote last took or reported something."""
+        self._watch: asyncio.TimerHandle | None = None
+        """Set while the zygote has to move."""
         self.dead = False
 
     @property
@@ -105,23 +116,65 @@ class ZygoteClient:
         self._numbers += 1
         birth = Birth(self._numbers)
         self._births[birth.number] = birth
-        try:
-            socket.send_fds(self._control, [msgpack.packb({"fork": birth.number})], [connection.fileno(), output])
-        except OSError:  # it is dead, or it hangs: its queue is full
-            self.kill_now()
+        self._send({"fork": birth.number}, (connection.fileno(), output))
         return birth
 
     def kill(self, birth: Birth) -> None:
         """Have an episode's process and its group killed; `birth.exited` says when they are gone."""
         if birth.exited.done():
             return
+        self._send({"kill": birth.number})
+        self._killed.add(birth.number)
+        self._expect()
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send it, or as soon as the socket has room: many episodes may begin and end at once."""
+        packed = msgpack.packb(message)
         try:
-            self._control.send(msgpack.packb({"kill": birth.number}))
-        except OSError:
+            if not self._unsent:
+                socket.send_fds(self._control, [packed], descriptors)
+                return
+        except BlockingIOError:
+            pass
+        except OSError:  # it is dead
             self.kill_now()
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(KILLED_WITHIN_S, self.kill_now)
-        birth.exited.add_done_callback(lambda exited: late.cancel())
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().add_writer(self._control.fileno(), self._send_more)
+        self._unsent.append((packed, tuple(map(os.dup, descriptors))))
+        self._expect()
+
+    def _send_more(self) -> None:
+        while self._unsent:
+            packed, descriptors = self._unsent[0]
+            try:
+                socket.send_fds(self._control, [packed], descriptors)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.kill_now()
+                return
+            self._moved_s = time.monotonic()
+            self._unsent.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+        asyncio.get_running_loop().remove_writer(self._control.fileno())
+
+    def _expect(self) -> None:
+        """From now on the zygote has to move until it has nothing to take and nothing to kill."""
+        if self._watch is None and not self.dead:
+            self._moved_s = time.monotonic()
+            self._watch = asyncio.get_running_loop().call_later(KILLED_WITHIN_S, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        if not (self._unsent or self._killed) or self.dead:
+            return
+        left_s = self._moved_s + KILLED_WITHIN_S - time.monotonic()
+        if left_s <= 0:
+            self.kill_now()
+        else:
+            self._watch = asyncio.get_running_loop().call_later(left_s, self._look)
 
     def kill_now(self) -> None:
         """Kill the zygote, and with it all episodes."""
@@ -153,6 +206,7 @@ class ZygoteClient:
         except OSError:
             message = b""
         if message:
+            self._moved_s = time.monotonic()
             self._take(msgpack.unpackb(message))
         else:
             self._on_death()
@@ -165,6 +219,7 @@ class ZygoteClient:
         if "forked" in report and (birth := self._births.get(report["forked"])):
             birth.pid = report["pid"]
         if "exited" in report and (birth := self._births.pop(report["exited"], None)):
+            self._killed.discard(birth.number)
             birth.exited.set_result(Exit(report["status"], report["text"]))
 
     def _on_death(self) -> None:
@@ -172,6 +227,7 @@ class ZygoteClient:
         self.dead = True
         self._shut()
         births, self._births = self._births, {}
+        self._killed.clear()
         for birth in births.values():
             if birth.pid is not None:
                 # Pids are given out in a circle, so this number is still the group's, or nobody's.
@@ -188,7 +244,14 @@ class ZygoteClient:
     def _shut(self) -> None:
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
+            asyncio.get_running_loop().remove_writer(self._control.fileno())
             self._control.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        while self._unsent:
+            for descriptor in self._unsent.popleft()[1]:
+                os.close(descriptor)
         self._theirs.close()
 
 
