@@ -78,3 +78,11 @@ def test_responses_that_were_cut_off_are_kept_out_of_the_loss() -> None:
     masks = [sample.loss_mask for sample in batch.samples]
     assert masks[0] is not None and not masks[0].any() and masks[1] is None
     assert np.array_equal(batch.samples[0].advantages, cut.advantages), "it still counts in its group's baseline"
+
+
+@pytest.mark.parametrize(("metric", "warned"), [("reward_maen", True), ("tokens_trained", False)])
+def test_a_figure_that_never_came_is_told(tmp_path: Path, metric: str, warned: bool) -> None:
+    rule = StopRule(metric, above=1e9)
+    ran = run_graph(PLAYED, tmp_path / "run", {}, clock=VirtualClock(), timeout_s=3600, steps=3, stop=rule)
+    assert ran.outcome is not None and not ran.outcome.interrupted
+    assert any(f"--stop.metric {metric} had no value" in line for line in ran.view.lines) == warned

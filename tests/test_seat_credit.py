@@ -119,7 +119,7 @@ def test_what_compares_one_reward_of_a_sample_says_so() -> None:
     with pytest.raises(ConfigError, match=text):
         run_node(BestOfN(size=2), {"scored": [made, game(1, (0.0, 1.0))]})
     with pytest.raises(ConfigError, match=text):
-        question([Group("g", trainable, 2)], token_budget=0)
+        question([Group("g", trainable, 2)])
     with pytest.raises(ConfigError, match=text):
         RunningEstimate(Estimate("rloo"), normalise_rewards=True, adaptive_kl=None).batch([Group("g", trainable, 2)])
     require_one_seat([replace(made, seats=(1,), seat_rewards=((1, 0.5),), branches=())], "a critic")

@@ -113,13 +113,14 @@ class Driver:
         self._samples = samples = KeptSamples(
             job.run_dir, self.accounting, in_flight=in_flight, warn=self.view.warning, shown=self._show_sample
         )
+        self._early_stop = EarlyStop(job.options.stop, self.stop_early)
         self.metrics = Metrics(
             job.run_dir,
             self.statistics,
             roles=roles(job.graph),
             sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
             tables=self._tables,
-            watch=EarlyStop(job.options.stop, self.stop_early).look,
+            watch=self._early_stop.look,
             limits=job.options.alarms,
             book=self.accounting.line,
         )
@@ -143,6 +144,8 @@ class Driver:
             raise
         await self._stop_hosts()
         self._close_records(orderly=True)
+        if metric := self._early_stop.unseen:
+            self.view.warning(f"--stop.metric {metric} had no value in this run; names are those of metrics.jsonl")
         if self._interrupted:
             self.view.progress("driver", f"ended after step {self.version}; --resume continues from there")
         return Outcome(self.version, evaluations, self._interrupted, time.monotonic() - self._start_s)
@@ -207,8 +210,11 @@ class Driver:
 
     def interrupt(self) -> None:
         """End admission; what is in flight is finished, then the run ends in order."""
-        self._interrupted = True
         self.view.progress("driver", "interrupted: finishing what is in flight (interrupt again to stop at once)")
+        self._finish()
+
+    def _finish(self) -> None:
+        self._interrupted = True
         self.tickets.close()
         if self.begun:
             self.accounting.end_admission()
@@ -216,9 +222,9 @@ class Driver:
     def stop_early(self, reason: str) -> None:
         """End as by an interrupt, unless the run is ending anyway."""
         if not self._interrupted:
-            self.view.progress("driver", f"ending early: {reason}")
+            self.view.progress("driver", f"ending early: {reason}; an interrupt stops at once")
             self._clock.soon()
-            self.interrupt()
+            self._finish()
 
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint at the next batch's end: the run may be killed before it has ended."""

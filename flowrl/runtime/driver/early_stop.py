@@ -48,11 +48,17 @@ class EarlyStop:
         """Values in a row that are above, or below."""
         self._best = -math.inf
         self._since_best = 0
-        self._stopped = False
+        self._stopped = self._seen = False
+
+    @property
+    def unseen(self) -> str:
+        """The metric of a rule that has had no value; "" if it had one."""
+        return "" if self._seen else self._rule.metric
 
     def look(self, values: Mapping[str, object]) -> None:
         """Take the value of the metric, if it is among `values`."""
         value = values.get(self._rule.metric)
+        self._seen |= value is not None
         if self._stopped or not isinstance(value, int | float) or not math.isfinite(value):
             return
         if reason := self._reason(float(value)):
@@ -70,5 +76,6 @@ class EarlyStop:
         self._since_best = 0 if signed > self._best else self._since_best + 1
         self._best = max(self._best, signed)
         if rule.patience and self._since_best >= rule.patience:
-            return f"{rule.metric} has not improved for {rule.patience} values"
+            times = "value" if rule.patience == 1 else "values"
+            return f"{rule.metric} has not improved for {rule.patience} {times}"
         return ""

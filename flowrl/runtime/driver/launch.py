@@ -100,6 +100,7 @@ class Launch:
         if resume_from is not None:
             self._check_steps(version)
         self._check_keep_best()
+        self._check_stop()
         plan = make_plan(self.graph, machines)
         if plan.admission is None and not any(node.gang for node in self.graph.nodes.values()):
             self._check_stepless()
@@ -174,6 +175,16 @@ class Launch:
             raise ConfigError(
                 "--keep-best needs held-out scores, but the graph evaluates nothing; add an Evaluation node (in the "
                 "graphs of flowrl: --evaluate N), or leave --keep-best out"
+            )
+
+    def _check_stop(self) -> None:
+        metric = self.options.stop.metric
+        if metric.startswith("evaluation/") and not any(
+            getattr(n, "every", 0) for n in self.graph.nodes.values() if hasattr(n, "evaluate")
+        ):
+            raise ConfigError(
+                f"--stop.metric {metric} has values from evaluations during training alone, and there are none; add an "
+                "Evaluation node with every=N (in the graphs of flowrl: --evaluate-every N)"
             )
 
     def describe(self, directory: RunDir, plan: Plan) -> None:

@@ -35,20 +35,20 @@ from flowrl.training.layouts import Placing, decide_trainer, refused
 from flowrl.training.model.adapter import adapter_off, write_adapter
 from flowrl.training.model.attention.head_exchange import make_exchanging
 from flowrl.training.model.balance import found_balance
+from flowrl.training.model.model_writer import ModelWriter
 from flowrl.training.model.policy_model import (
     PolicyModel,
     choose_attention,
     companions,
     load_policy_model,
     read_config,
-    write_model,
 )
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.row_slices import compute, num_sliced
 from flowrl.training.model.tensor_parts import partition_config, whole, whole_norm
 from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
 from flowrl.training.model.tree_trial import require_slices, require_trees
-from flowrl.training.model.value_model import ScalarModel, load_scalar_model, write_scalar_model
+from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.sequence_parallel import sequence_problems
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
 from flowrl.training.tensor_parallel import tensor_problems
@@ -301,11 +301,12 @@ class ZeroEngine:
             self._export(self._averaged(whole_weights(self.model.network)), Path(path) / "ema")
 
     def _export(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
-        state = self._collected(buckets)
-        if self.rank == 0 and isinstance(self.model, ScalarModel):
-            write_scalar_model(self.model, state, self._beside, path)
-        elif self.rank == 0:
-            write_model(self.model, state, self._beside, path)
+        writer = ModelWriter(self.model, self._beside, path) if self.rank == 0 else None
+        for names, tensors in buckets:
+            if writer is not None:
+                writer.add(names, tensors)
+        if writer is not None:
+            writer.close()
         self.gang.gather(None)
 
     def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:

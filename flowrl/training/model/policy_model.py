@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from flowrl.training.model.balance import Balance
 from flowrl.training.model.logit_scaling import found_scaling
 from flowrl.training.model.logprobs import LogprobHead
 from flowrl.training.model.row_layout import RowLayout
-from flowrl.training.model.tensors import adapted_layers
 from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
 
@@ -216,18 +215,7 @@ def companions(path: str | Path) -> dict[str, bytes]:
     }
 
 
-def write_model(model: Wrapped, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path) -> None:
-    """Write a Hugging Face directory with the weights `state`, and those files of `beside` (`companions`) it lacks."""
-    target = Path(path)
-    target.mkdir(parents=True, exist_ok=True)
-    written = _bare(model.network) if adapted_layers(model.network) else model.network
-    written.save_pretrained(target, state_dict=dict(state))
-    for name, content in beside.items():
-        if not (target / name).exists():
-            (target / name).write_bytes(content)
-
-
-def _bare(network: Any) -> Any:
+def bare(network: Any) -> Any:
     """The same model without tensors, adapters and quantization, to write weights with the adapter merged in."""
     config = copy.deepcopy(network.config)
     if hasattr(config, "quantization_config"):

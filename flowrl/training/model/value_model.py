@@ -11,7 +11,6 @@ Axes: B rows, L input tokens, N places that are read, H hidden, C labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from flowrl.training.model.policy_model import (
     quietly,
     read_config,
     sizes,
-    write_model,
 )
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.scalar_head import head_labels, renamed_head, require_one_label, require_scalar_head
@@ -171,15 +169,6 @@ def distinct_pad(path: str | Path, config: Any, *, trust_remote_code: bool = Fal
     if added:
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
     return int(tokenizer.pad_token_id), tokenizer if added else None
-
-
-def write_scalar_model(
-    model: ScalarModel, state: Mapping[str, Tensor], beside: Mapping[str, bytes], path: str | Path
-) -> None:
-    """Write a Hugging Face directory with the weights `state` and the tokenizer with its pad token."""
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(path)
-    write_model(model, state, beside, path)
 
 
 def _num_embeddings(classifier: Any) -> int:
