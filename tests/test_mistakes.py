@@ -137,7 +137,7 @@ WRONG_VALUES = {
     "--seed -1": "--seed is -1",
     "--alarms.kl -1": "--alarms.kl is -1.0; it has to be 0 (silent) or more",
     "--alarms.window 0": "--alarms.window is 0; it needs at least 1 line",
-    "--stop.metric evaluation/score --stop.above 0.9": "--stop.metric evaluation/score has values from evaluations during",
+    "--stop.metric evaluation/score --stop.above 0.9": "--stop.metric evaluation/score has values from",
     "--keep-best --evaluate 0": "--keep-best needs held-out scores, but the graph evaluates nothing",
     "--track foo": "no metrics sink is called 'foo'; there are tensorboard, wandb, trackio",
     "--resume": "--resume needs to know which run",
