@@ -19,9 +19,9 @@ from flowrl.nodes import Evaluation, RewardModel, Shaping
 from flowrl.nodes.reward_model import renders_alike
 from flowrl.tasks import Task, reward_parts
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
-from flowrl.training.model.policy_model import companions
-from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
+from flowrl.training.model.value_model import load_scalar_model
 from tests.word_policy import EOS, make_policy
+from tests.write_model import write_model
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def reward_model(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     path = tmp_path_factory.mktemp("reward_model")
     model = load_scalar_model(policy, start="policy", seed=1)
     model.network.config.reward_mean, model.network.config.reward_std = 0.5, 2.0
-    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
+    write_model(model, policy, path)
     return path
 
 

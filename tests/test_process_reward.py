@@ -18,11 +18,11 @@ from flowrl.nodes.process_reward import reward_of
 from flowrl.nodes.step_dataset import labelled_steps
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
-from flowrl.training.model.policy_model import companions
-from flowrl.training.model.value_model import load_scalar_model, write_scalar_model
+from flowrl.training.model.value_model import load_scalar_model
 from flowrl.training.scoring.local_model import scored
 from flowrl.training.scoring.passes import values_of_pass
 from tests.word_policy import EOS, make_policy
+from tests.write_model import write_model
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_the_reward_is_made_of_the_scores_of_the_steps() -> None:
 def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: Task, tmp_path: Path) -> None:
     path = tmp_path / "process"
     model = load_scalar_model(policy, start="policy", seed=1)
-    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
+    write_model(model, policy, path)
     row = load_demonstrations(task).train[0]
     given = sample(0, prompt_id=row.prompt_id, response_text="w1 w2 w5 w3 w5", token_ids=np.array([1, EOS], np.int32))
     node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", of_steps="product")
@@ -132,7 +132,7 @@ def test_responses_that_share_a_prompt_are_scored_each(policy: Path, tmp_path: P
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     task, path = Task(str(tmp_path / "rows.jsonl")), tmp_path / "process"
     model = load_scalar_model(policy, start="policy", seed=1)
-    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
+    write_model(model, policy, path)
     found = load_demonstrations(task, whole=True)
     given: list[Any] = [
         sample(n, group=f"g{n}", prompt_id=row.prompt_id, response_text=row.columns["response"])

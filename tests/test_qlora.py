@@ -11,6 +11,7 @@ import pytest
 
 from flowrl.training.settings import LoRA, Quantize
 from tests.tiny_policy import make_policy, score
+from tests.write_model import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 TOKENS = np.array([5, 60, 17, 8, 90, 33, 41, 12], np.int32)
@@ -30,7 +31,7 @@ def test_what_is_exported_is_what_was_trained(quantize: Quantize, tmp_path: Path
     import torch
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.policy_model import companions, load_policy_model, write_model
+    from flowrl.training.model.policy_model import load_policy_model
     from flowrl.training.model.tensors import whole_weights
 
     base = make_policy(tmp_path / "base", tied=True)
@@ -53,7 +54,7 @@ def test_what_is_exported_is_what_was_trained(quantize: Quantize, tmp_path: Path
         entry.name: entry.make(*(p.detach() for p in entry.parameters)) for entry in whole_weights(model.causal_lm)
     }
     assert state.keys() == {name for name, _ in base.named_parameters()}
-    write_model(model, state, companions(tmp_path / "base"), tmp_path / "export")
+    write_model(model, tmp_path / "base", tmp_path / "export", state)
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert score(merged, [TOKENS])[0] == pytest.approx(trained.tolist(), abs=TOLERANCE[quantize])

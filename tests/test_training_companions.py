@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowrl.runtime.ledger.accounting import LEDGER
 from flowrl.training.model import policy_model
-from flowrl.training.model.policy_model import companions, write_model
+from flowrl.training.model.model_writer import ModelWriter
+from flowrl.training.model.policy_model import companions
 
 
-class Network:
-    """Stands for a transformers model; writes a configuration of its own."""
-
-    def modules(self) -> list[Any]:
-        return []
-
-    def named_modules(self) -> list[Any]:
-        return []
-
-    def save_pretrained(self, path: Path, state_dict: Mapping[str, Any]) -> None:
-        (path / "config.json").write_text(json.dumps({"tensors": sorted(state_dict)}))
-
-
+@dataclass(frozen=True)
 class Wrapped:
-    network = Network()
+    network: Any
+
+
+def network() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
 
 
 def write(path: Path, *names: str) -> Path:
@@ -43,11 +41,13 @@ def test_a_run_whose_checkpoint_is_gone_goes_on_writing_whole_models(tmp_path: P
     beside = companions(source)
     shutil.rmtree(source)
     for step in (12, 16, 20):
-        write_model(Wrapped(), {"a": None}, beside, tmp_path / f"step_{step:06d}")  # type: ignore[dict-item]
+        writer = ModelWriter(Wrapped(network()), beside, tmp_path / f"step_{step:06d}")
+        writer.add(["a"], [torch.zeros(1)])
+        writer.close()
     written = tmp_path / "step_000020"
     assert (written / "tokenizer.json").read_text() == "the old tokenizer.json"
     assert (written / "chat_template.jinja").read_text() == "the old chat_template.jinja"
-    assert json.loads((written / "config.json").read_text()) == {"tensors": ["a"]}, "what the model writes stands"
+    assert json.loads((written / "config.json").read_text())["model_type"] == "llama", "what the model writes stands"
 
 
 def test_weights_and_the_runs_own_files_are_no_companions(tmp_path: Path, monkeypatch: Any) -> None:

@@ -12,16 +12,16 @@ import torch
 
 from flowrl.errors import ConfigError
 from flowrl.training.layouts import Placing
-from flowrl.training.model.policy_model import companions, load_policy_model
+from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.row_layout import lay_out, lay_out_ends
 from flowrl.training.model.scalar_head import has_scalar_head
 from flowrl.training.model.value_model import (
     ScalarModel,
     draw_head,
     load_scalar_model,
-    write_scalar_model,
 )
 from tests.word_policy import EOS, make_policy
+from tests.write_model import write_model
 
 SEQUENCES = [np.array([*body, EOS], np.int32) for body in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])]
 
@@ -32,7 +32,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     policy = make_policy(tmp_path_factory.mktemp("policy"), pad=request.param)
     model = load_scalar_model(policy, start="policy", seed=1)
     path = tmp_path_factory.mktemp("scalar")
-    write_scalar_model(model, model.network.state_dict(), companions(policy), path)
+    write_model(model, policy, path)
     return model, path
 
 
@@ -143,7 +143,7 @@ def test_the_added_pad_token_is_saved_once(saved: tuple[ScalarModel, Path], tmp_
     """Written, loaded and written again, the vocabulary stays as large as it is."""
     model, path = saved
     again = load_scalar_model(path, start="reward_model")
-    write_scalar_model(again, again.network.state_dict(), companions(path), tmp_path)
+    write_model(again, path, tmp_path)
     sizes = [json.loads((p / "config.json").read_text())["vocab_size"] for p in (path, tmp_path)]
     assert sizes[0] == sizes[1] <= EOS + 2
     assert model.network.get_input_embeddings().weight.shape[0] == sizes[0]
