@@ -9,7 +9,7 @@ import functools
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,32 @@ class Kills:
 
         return wrapped
 
+    def between(self, pieces: Callable[..., Generator[None, None, Any]], name: str) -> Callable[..., Any]:
+        """Of what is written in pieces, between these too."""
+
+        @functools.wraps(pieces)
+        def wrapped(*args: Any, **kwargs: Any) -> Generator[None, None, Any]:
+            with self._alone:
+                self.here(f"before {name}")
+                work = pieces(*args, **kwargs)
+                while True:
+                    try:
+                        next(work)
+                    except StopIteration as end:
+                        result = end.value
+                        break
+                    self.here(f"within {name}")
+                    yield
+                self.here(f"after {name}")
+            return result
+
+        return wrapped
+
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         """Before and after everything that a run writes to its records."""
         with ExitStack() as stack:
             for owner, attribute in (
-                (ledger.Ledger, "commit"),
-                (chain.Chain, "extend"),
                 (metrics.Metrics, "line"),
                 (checkpoint, "publish"),
                 (checkpoint, "prune"),
@@ -78,6 +97,9 @@ class Kills:
                 name = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
                 wrapped = self.around(getattr(owner, attribute), name)
                 stack.enter_context(mock.patch.object(owner, attribute, wrapped))
+            for owner, attribute in ((ledger.Ledger, "writing"), (chain.Chain, "extending")):
+                name = f"{owner.__name__}.{attribute}"
+                stack.enter_context(mock.patch.object(owner, attribute, self.between(getattr(owner, attribute), name)))
             yield
 
 
@@ -110,7 +132,9 @@ def alarms(kills: Kills) -> list[str]:
     return found
 
 
-def test_a_run_may_be_killed_at_any_write(tmp_path: Path) -> None:
+def test_a_run_may_be_killed_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(chain, "ROWS_AT_ONCE", 3)
     kills = Kills(tmp_path / "run", tmp_path)
     with kills.everywhere():
         go(tmp_path / "run", steps=5)
@@ -118,14 +142,14 @@ def test_a_run_may_be_killed_at_any_write(tmp_path: Path) -> None:
     assert [name.partition(": ")[2] for name in before_the_ledger] == [
         "before ledger_file.create",
         "before ledger_file._begin",
-        "before Chain.extend",
-        "after Chain.extend",
+        "before Chain.extending",
+        "after Chain.extending",
         "after ledger_file._begin",
     ]
     told = alarms(kills)
     assert len(told) == len(before_the_ledger), told
     assert all("ended before it could admit anything; start it again" in text for text in told)
-    assert len(kills.made) > 60
+    assert len(kills.made) > 100 and any("within Ledger.writing" in name for name, _ in kills.made)
     assert audit(tmp_path / "run").ok
     waiting = [audit(copy).figures["steps"] - len(metrics.read(copy / "metrics.jsonl")) for _, copy in kills.made[5:]]
     assert max(waiting) >= 2, "no kill met lines that waited"
