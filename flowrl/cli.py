@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status(args: Sequence[str]) -> int:
     """The exit status of a command; a user's mistake or a failure is printed as one message."""
     try:
-        return _command(args[0])(args[1:])
+        status = _command(args[0])(args[1:])
+        sys.stdout.flush()  # a reader that has gone away is noticed here, and not when Python ends
+        return status
     except GraphError as error:
         print(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", file=sys.stderr)
     except FlowrlError as error:
