@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ JOB = ("--lr", "1e-4", "--plain")
 HELD_OUT = 1024
 START_LIMIT_S = 200
 STEP_LIMIT_S = 3.0
+STOP_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,19 @@ def read(run_dir: Path, audited: str) -> Learned:
 def _flowrl(arguments: list[str], environment: Mapping[str, str], limit_s: float) -> str:
     command = [sys.executable, "-m", "flowrl.cli", *arguments]
     env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=limit_s)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    return done.stdout
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    ) as process:
+        try:
+            told, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)  # it tells what every node waits for
+            try:
+                told, _ = process.communicate(timeout=STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                told, _ = process.communicate()
+            raise SystemExit(f"it has not ended within {limit_s:g} s:\n{told}") from None
+    if process.returncode:
+        raise SystemExit(told)
+    return told
