@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,10 @@ def test_a_finding_that_is_not_fine_needs_a_remedy() -> None:
     assert as_text([Finding("x", "failed", "broken", "mend it")]).splitlines()[1].strip() == "-> mend it"
 
 
+def requires_nothing_known(name: str) -> list[str]:
+    raise PackageNotFoundError(name)
+
+
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Finding], str]] = {
     "old driver": (
         lambda patch: patch.setattr(machine_findings, "_driver", lambda: "550.54.15"),
@@ -86,6 +91,16 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Findi
         machine_findings.packages,
         "make setup",
     ),
+    "not installed": (
+        lambda patch: patch.setattr(machine_findings, "requires", requires_nothing_known),
+        machine_findings.packages,
+        "pip install -e .",
+    ),
+    "no vLLM": (
+        lambda patch: patch.setattr("flowrl.nodes.vllm_start.version", requires_nothing_known),
+        lambda: next(f for f in machine_findings.machine_findings() if f.name == "vllm"),
+        "pip install vllm==",
+    ),
     "few open files": (
         lambda patch: patch.setattr("resource.getrlimit", lambda which: (256, 1024)),
         machine_findings.open_files,
@@ -105,6 +120,7 @@ def test_what_is_wrong_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, 
     breaks(monkeypatch)
     found = ask()
     assert found.status in ("failed", "warning") and remedy in found.remedy, found
+    assert found.remedy not in found.found
 
 
 def test_a_failed_line_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

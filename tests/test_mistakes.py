@@ -522,4 +522,4 @@ def test_no_vllm(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr("flowrl.nodes.vllm_start.version", version)
-    assert "vLLM is not installed, and the generator needs it: pip install" in told("run", GRPO, *SMALL)
+    assert "vLLM is not installed, and the generator needs it; pip install" in told("run", GRPO, *SMALL)

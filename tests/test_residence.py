@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.training.engine.residence import Residence, device_storages
+from flowrl.training.engine.residence import HostMemory, Residence, device_storages, page_lock, page_unlock
 from tests.ranks import run_ranks
 from tests.residence_rank import CASES
 from tests.test_memory_formulas import configuration
@@ -98,6 +98,70 @@ def test_the_host_memory_is_used_again() -> None:
     assert root[1].tolist() == [1, 1, 1] and address
     residence.close()
     assert residence._host.of(0).numel() == 0
+
+
+class CudaRuntime:
+    """CUDA's page-locking as its documentation has it: what is locked cannot be locked again, an error stays."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.error = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if address in self.locked:
+            self.error = 712
+            return self.error
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address not in self.locked:
+            self.error = 713
+            return self.error
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
+    runtime = CudaRuntime()
+
+    def ones(size: int, device: str) -> torch.Tensor:
+        """Torch's next kernel: raises the error that is left, once."""
+        error, runtime.error = runtime.error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+        return torch.tensor([1.0] * size)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", ones)
+    return runtime
+
+
+def test_host_memory_is_unlocked_before_its_addresses_may_be_used_again(cuda: CudaRuntime) -> None:
+    memory = HostMemory(pinned=True)
+    memory.of(1000)
+    assert list(cuda.locked.values()) == [1000]
+    memory.of(5000)
+    assert list(cuda.locked.values()) == [5000], "the smaller piece is given back"
+    memory.close()
+    assert not cuda.locked
+    memory.of(10)
+    del memory  # as when a trainer is made anew in a process, without close
+    assert not cuda.locked
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is_and_leaves_no_error(
+    cuda: CudaRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = HostMemory(pinned=True)
+    taken = torch.empty(100, dtype=torch.uint8)
+    assert page_lock(taken) and not page_lock(taken)
+    assert cuda.error == 0 and "CUDA error 712" in caplog.text and "ulimit -l" in caplog.text
+    page_unlock(taken)
+    page_unlock(taken)
+    assert cuda.error == 0 and memory.of(3).numel() == 3
+    memory.close()
 
 
 @pytest.fixture(scope="module")

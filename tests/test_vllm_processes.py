@@ -4,12 +4,15 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.nodes.vllm_processes import EngineDied, EngineProcesses, starting
+from flowrl.nodes.vllm_processes import EngineDied, EngineProcesses, error_in, starting
+from tests.run_process import ROOT
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -125,3 +128,41 @@ def test_an_engine_that_does_not_start_is_told_in_a_sentence() -> None:
         raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
     with pytest.raises(RuntimeError, match="another"), starting():
         raise RuntimeError("another")
+
+
+AT = "ERROR 11-26 14:25:22 [core.py:1510]"
+LOG = f"""\
+(EngineCore pid=2302) {AT} EngineCore failed to start.
+(EngineCore pid=2302) {AT} Traceback (most recent call last):
+(EngineCore pid=2302) {AT}     raise ValueError("Free memory: too little")
+(EngineCore pid=2302) {AT} torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+(EngineCore_DP0 pid=2303) {AT} Exception: WorkerProc initialization failed due to an exception in a background process.
+ValueError: a line of somebody else
+"""
+
+
+def test_what_the_engine_said_last_is_quoted_and_not_what_followed_from_it() -> None:
+    assert error_in(LOG) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert error_in("ValueError: a line of somebody else") == ""
+    assert error_in(f"(Worker_TP1 pid=7) {AT} ValueError: " + "long " * 1000) == ("ValueError: " + "long " * 1000)[:400]
+
+
+def test_the_message_of_a_failed_start_has_the_engines_error(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from flowrl.nodes.vllm_processes import starting\n"
+        f"print({LOG!r}, flush=True)\n"
+        "try:\n"
+        "    with starting():\n"
+        "        raise RuntimeError('Engine core initialization failed. See root cause above.')\n"
+        "except Exception as problem:\n"
+        f"    open({str(tmp_path / 'told')!r}, 'w').write(str(problem))\n"
+    )
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run(
+            [sys.executable, program], stdout=log, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}
+        )
+    assert (tmp_path / "told").read_text() == (
+        f"vLLM's engine process ended before it was ready; the last lines of {tmp_path / 'log'} say why "
+        "(torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
+    )

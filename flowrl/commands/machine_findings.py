@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from flowrl.channel.address import CurveKeys, local_ip
@@ -52,16 +52,20 @@ def python() -> Finding:
 
 def packages() -> Finding:
     """The versions of what flowrl depends on, against what it asks for."""
-    wrong = list(_wrong_packages())
+    try:
+        wrong = list(_wrong_packages(requires("flowrl") or ()))
+    except PackageNotFoundError:
+        found = "flowrl is imported from a directory that no package was installed from"
+        return Finding("packages", "failed", found, "run make setup, or pip install -e . there")
     if wrong:
         return Finding("packages", "failed", "; ".join(wrong), "run make setup, or pip install --upgrade flowrl")
     return Finding("packages", "ok", f"flowrl {version('flowrl')} and all packages that it asks for")
 
 
-def _wrong_packages() -> Iterator[str]:
+def _wrong_packages(asked_for: Iterable[str]) -> Iterator[str]:
     from packaging.requirements import Requirement
 
-    for text in requires("flowrl") or ():
+    for text in asked_for:
         asked = Requirement(text)
         if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
             continue

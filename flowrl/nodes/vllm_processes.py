@@ -10,11 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from flowrl.errors import FlowrlError
 from flowrl.nodes.sampling import NOTHING, Completion
+
+CONSEQUENCE = "initialization failed"
+"""In what a process of vLLM's raises because another one has failed."""
+LOGGED_ERROR = re.compile(
+    r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] +((?:\w+\.)*\w*(?:Error|Exception): .+)$",
+    re.MULTILINE,
+)
+"""The last line of a stack of frames that an engine process or a worker of it has logged."""
+LOG_TAIL_BYTES = 1 << 18
+LONGEST_ERROR = 400
 
 
 class EngineDied(FlowrlError):
@@ -91,10 +102,9 @@ class EngineProcesses:
 
 
 def engine_died() -> EngineDied:
-    return EngineDied(
-        f"vLLM's engine process died; {log_place()} say why (out of memory is the usual cause: lower "
-        "--engine.kv-cache-bytes, or --engine.concurrency)"
-    )
+    told = _last_error()
+    usual = told or "out of memory is the usual cause: lower --engine.kv-cache-bytes, or --engine.concurrency"
+    return EngineDied(f"vLLM's engine process died; {log_place()} say why ({usual})")
 
 
 @contextmanager
@@ -103,15 +113,36 @@ def starting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as problem:
-        if "initialization failed" not in str(problem):
+        if CONSEQUENCE not in str(problem):
             raise
-        raise FlowrlError(
-            f"vLLM's engine process ended before it was ready; {log_place()} say why (a model that vLLM does not "
-            "support, or too little memory, are the usual causes)"
-        ) from None
+        told = _last_error()
+        usual = told or "a model that vLLM does not support, or too little memory, are the usual causes"
+        raise FlowrlError(f"vLLM's engine process ended before it was ready; {log_place()} say why ({usual})") from None
 
 
 def log_place(output: int = 1) -> str:
     """Where the last log lines of this process and its children are: Ray has made their standard output a file."""
+    path = _log_file(output)
+    return f"the last lines of {path}" if path else "its own log lines above"
+
+
+def _log_file(output: int = 1) -> str:
+    """The file that is standard output; "" if it is none."""
     path = os.readlink(f"/proc/self/fd/{output}")
-    return f"the last lines of {path}" if os.path.isfile(path) else "its own log lines above"
+    return path if os.path.isfile(path) else ""
+
+
+def _last_error() -> str:
+    """What an engine process has logged last as an exception, such as "ValueError: ..."; "" if there is none."""
+    try:
+        with open(_log_file(), "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            return error_in(log.read().decode(errors="replace"))
+    except OSError:
+        return ""
+
+
+def error_in(log: str) -> str:
+    """The last exception in a log of vLLM's that is not a consequence of an earlier one, on one line; "" if none."""
+    told = [found[1] for found in LOGGED_ERROR.finditer(log) if CONSEQUENCE not in found[1]]
+    return told[-1][:LONGEST_ERROR] if told else ""

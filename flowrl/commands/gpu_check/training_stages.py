@@ -127,8 +127,22 @@ def residence(bench: Bench) -> None:
     device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
     model = make_small_model(bench.directory / "model", large=bench.on_gpu, dtype="bfloat16")
     gang = Gang.meet(0, 1, "", device)
+    if bench.on_gpu:
+        _locked_twice(bench)
     for stage in (2, 3):
         _residence_at(bench, model, gang, stage)
+
+
+def _locked_twice(bench: Bench) -> None:
+    """Host memory that cannot be page-locked, here because it is already, costs time and nothing else."""
+    from flowrl.training.engine.residence import page_lock, page_unlock
+
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+    outcomes = [page_lock(memory) for _ in range(2)]
+    total = torch.ones(3, device=bench.device).sum().item()
+    page_unlock(memory)
+    bench.figure("page-locked, and once more", str(outcomes))
+    bench.require(outcomes == [True, False] and total == 3, f"page-locking gave {outcomes}")
 
 
 def _residence_at(bench: Bench, path: Path, gang: Gang, stage: int) -> None:

@@ -20,7 +20,9 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from weakref import finalize
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -139,8 +141,8 @@ class HostMemory:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._registered = False
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unlock: finalize[..., object] | None = None
 
     def of(self, num_bytes: int) -> Tensor:
         """[at least `num_bytes`], uint8; what it held before is kept if it was large enough."""
@@ -151,25 +153,47 @@ class HostMemory:
         return self._memory
 
     def close(self) -> None:
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
-        self._registered = False
+        if self._unlock is not None:
+            self._unlock()
+        self._unlock = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _register(self) -> None:
-        """Page-lock it as it is: torch's own pinned memory would be rounded up to a power of two."""
-        if not self._pinned:
-            return
-        address, size = self._memory.data_ptr(), self._memory.numel()
-        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[no-untyped-call]
-        self._registered = int(status) == 0
-        if not self._registered:
-            logging.getLogger("flowrl").warning(
-                "the trainer's %.1f GiB of host memory could not be page-locked (CUDA error %d), so its turns take "
-                "longer; raise the machine's limit of locked memory (ulimit -l)",
-                size / (1 << 30),
-                int(status),
-            )
+        if self._pinned and page_lock(self._memory):
+            # Also if nobody calls `close`: the memory's addresses may be given to somebody else after it.
+            self._unlock = finalize(self, page_unlock, self._memory)
+            self._unlock.atexit = False
+
+
+def page_lock(memory: Tensor) -> bool:
+    """Page-lock host memory as it is, where torch's own pinned memory would be rounded up to a power of two.
+
+    False, with a warning, where that is not possible. It has to be unlocked before it is freed.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status == 0:
+        return True
+    _forget_error()
+    logging.getLogger("flowrl").warning(
+        "%.1f GiB of host memory could not be page-locked (CUDA error %d), so turns on the GPU take longer; raise the "
+        "machine's limit of locked memory (ulimit -l)",
+        memory.numel() / (1 << 30),
+        status,
+    )
+    return False
+
+
+def page_unlock(memory: Tensor) -> None:
+    """Take back what `page_lock` has done."""
+    if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a failed call of this thread, and torch would raise it after its next kernel."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _places(storages: list[UntypedStorage]) -> list[int]:
