@@ -19,6 +19,8 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 
+TOOL: Any = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
+CALLED: Any = {"id": "call", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
 THREADS_END_S = 5.0
 """Some threads of the library's end after its client."""
 ANSWER: Any = {
@@ -26,7 +28,13 @@ ANSWER: Any = {
     "object": "chat.completion",
     "created": 0,
     "model": "policy",
-    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}],
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "tool_calls",
+            "message": {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+        }
+    ],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
 }
 
@@ -65,9 +73,11 @@ async def _one_call() -> None:
     server = await asyncio.start_server(_answered, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, openai_client(api_key="none", base_url=f"http://127.0.0.1:{port}/v1") as client:
-        messages = [{"role": "user", "content": "hello"}]
-        answer = await client.chat.completions.create(model="policy", messages=messages)
-        answer.choices[0].message.to_dict()
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        for _ in range(2):  # what a call and its result are made of is built when they are first sent, too
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            messages.append(answer.choices[0].message.to_dict())
+            messages.append({"role": "tool", "tool_call_id": CALLED["id"], "content": ""})
 
 
 async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
