@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -39,6 +40,12 @@ def test_the_ray_job_has_what_a_run_needs() -> None:
     workers = cluster["workerGroupSpecs"][0]
     each = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert asked == workers["replicas"] * each, "the run uses every GPU of the manifest"
+
+
+def test_the_image_has_no_finding_of_a_linter() -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, RECIPES / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_the_image_is_made_of_steps_that_docker_knows() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +25,7 @@ from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examined, gpu_c
 from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
 from flowrl.nodes.quantization import CHANNEL, FP8, LEAST_CAPABILITY
+from flowrl.orphans import has_ended
 from tests import warm
 from tests.run_process import ROOT
 
@@ -85,6 +90,34 @@ def test_a_stage_that_is_out_of_time_leaves_no_process_behind(found: dict[str, A
     child = int((found["out"] / "endless" / "child").read_text())
     status = Path(f"/proc/{child}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, gpu_check
+from flowrl.commands.gpu_check.stage_list import CheckStage
+gpu_check(GpuCheckOptions(out=Path(sys.argv[1]), device="cpu"), [CheckStage("e", "", "tests.gpu_check_stages:endless")])
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_ended_leaves_no_stage_running(tmp_path: Path, by: signal.Signals) -> None:
+    told, stage_told = tmp_path / "e" / "child", tmp_path / "e" / "log.txt"
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path]) as command:
+        ends_s = time.monotonic() + 60
+        while not (stage_told.is_file() and "waiting" in stage_told.read_text()):
+            assert command.poll() is None and time.monotonic() < ends_s
+            time.sleep(0.02)
+        child = int(told.read_text())
+        pids = [child, int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])]
+        ends = [os.pidfd_open(pid) for pid in pids]
+        command.send_signal(by)
+    try:
+        assert [has_ended(end, 10) for end in ends] == [True, True], "the stage's process, and what it has started"
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def test_figures_of_unfinished_stages_are_kept(found: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from flowrl.cli import RunFileOptions, main
+from flowrl.commands.ending import ending_in_order
 from flowrl.commands.prepare import prepare
 from flowrl.commands.tune import measuring_run, tune
 from flowrl.commands.tune.calibration import Calibration
@@ -424,7 +425,7 @@ def test_a_run_that_fails_tells_how_it_ended(tmp_path: Path, monkeypatch: pytest
 
 
 def test_sigterm_ends_the_run_under_way() -> None:
-    with pytest.raises(SystemExit) as ended, tune._ending_in_order():
+    with pytest.raises(SystemExit) as ended, ending_in_order():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)  # the signal ends it
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.nodes.vllm_processes import EngineDied, EngineProcesses, error_in, starting
+from flowrl.nodes.vllm_processes import (
+    CONSEQUENCE,
+    DID_NOT_START,
+    DIED,
+    EngineDied,
+    EngineProcesses,
+    error_in,
+    starting,
+)
 from tests.run_process import ROOT
 
 pytestmark = pytest.mark.timeout(30)
@@ -132,6 +140,8 @@ def test_an_engine_that_does_not_start_is_told_in_a_sentence() -> None:
 
 AT = "ERROR 11-26 14:25:22 [core.py:1510]"
 LOG = f"""\
+(EngineCore pid=2302) {AT} Invocation of collective_rpc method failed
+(EngineCore pid=2302) {AT} KeyError: 'of a call, after which the engine goes on'
 (EngineCore pid=2302) {AT} EngineCore failed to start.
 (EngineCore pid=2302) {AT} Traceback (most recent call last):
 (EngineCore pid=2302) {AT}     raise ValueError("Free memory: too little")
@@ -141,10 +151,14 @@ ValueError: a line of somebody else
 """
 
 
-def test_what_the_engine_said_last_is_quoted_and_not_what_followed_from_it() -> None:
-    assert error_in(LOG) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert error_in("ValueError: a line of somebody else") == ""
-    assert error_in(f"(Worker_TP1 pid=7) {AT} ValueError: " + "long " * 1000) == ("ValueError: " + "long " * 1000)[:400]
+def test_what_has_ended_the_engine_is_quoted_and_nothing_else() -> None:
+    assert error_in(LOG, DID_NOT_START) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert error_in(LOG, DIED) == "", "an engine that was killed has logged nothing about it"
+    worker = f"(Worker_TP1 pid=7) {AT} WorkerProc {DID_NOT_START}\n(Worker_TP1 pid=7) {AT} ValueError: of a worker\n"
+    lost = f"(EngineCore pid=6) {AT} EngineCore {DID_NOT_START}\n(EngineCore pid=6) {AT} Exception: its {CONSEQUENCE}\n"
+    assert error_in(worker + lost, DID_NOT_START) == "ValueError: of a worker"
+    long = f"EngineCore {DIED}\n(Worker_TP1 pid=7) {AT} ValueError: " + "long " * 1000
+    assert error_in(long, DIED) == ("ValueError: " + "long " * 1000)[:400]
 
 
 def test_the_message_of_a_failed_start_has_the_engines_error(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from flowrl.errors import FlowrlError
 from flowrl.nodes.sampling import NOTHING, Completion
 
+DID_NOT_START, DIED = "failed to start.", "encountered a fatal error."
+"""With these words a process of vLLM's logs the exception that ends it; it goes on after others."""
 CONSEQUENCE = "initialization failed"
 """In what a process of vLLM's raises because another one has failed."""
 LOGGED_ERROR = re.compile(
@@ -102,7 +104,7 @@ class EngineProcesses:
 
 
 def engine_died() -> EngineDied:
-    told = _last_error()
+    told = _logged_error(DIED)
     usual = told or "out of memory is the usual cause: lower --engine.kv-cache-bytes, or --engine.concurrency"
     return EngineDied(f"vLLM's engine process died; {log_place()} say why ({usual})")
 
@@ -115,7 +117,7 @@ def starting() -> Iterator[None]:
     except RuntimeError as problem:
         if CONSEQUENCE not in str(problem):
             raise
-        told = _last_error()
+        told = _logged_error(DID_NOT_START)
         usual = told or "a model that vLLM does not support, or too little memory, are the usual causes"
         raise FlowrlError(f"vLLM's engine process ended before it was ready; {log_place()} say why ({usual})") from None
 
@@ -132,17 +134,21 @@ def _log_file(output: int = 1) -> str:
     return path if os.path.isfile(path) else ""
 
 
-def _last_error() -> str:
-    """What an engine process has logged last as an exception, such as "ValueError: ..."; "" if there is none."""
+def _logged_error(after: str) -> str:
+    """The exception with which an engine process has ended, such as "ValueError: ..."; "" if it logged none."""
     try:
         with open(_log_file(), "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-            return error_in(log.read().decode(errors="replace"))
+            return error_in(log.read().decode(errors="replace"), after)
     except OSError:
         return ""
 
 
-def error_in(log: str) -> str:
-    """The last exception in a log of vLLM's that is not a consequence of an earlier one, on one line; "" if none."""
-    told = [found[1] for found in LOGGED_ERROR.finditer(log) if CONSEQUENCE not in found[1]]
+def error_in(log: str, after: str) -> str:
+    """The last exception in a log of vLLM's on one line, of those logged from the words `after` on; "" if none.
+
+    What an exception of another process has led to is passed over.
+    """
+    _, found, rest = log.partition(after)
+    told = [error[1] for error in LOGGED_ERROR.finditer(rest) if found and CONSEQUENCE not in error[1]]
     return told[-1][:LONGEST_ERROR] if told else ""

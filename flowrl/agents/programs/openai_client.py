@@ -1,8 +1,8 @@
 """The client of OpenAI's library that an agent's function gets, and what it takes to make one cheaply.
 
 A fresh process spends some 90 ms on a client and its first call: 20 on TLS certificates, the rest on what the library
-loads and builds at a first call. `warm_up` does both in the process that those of the agents are forked from; they
-spend 10.
+loads and builds at a first call. `warm_up` does both in the process that those of the agents are forked from; there
+an agent's client and two calls, one with a tool's result, take 17.
 """
 
 from __future__ import annotations

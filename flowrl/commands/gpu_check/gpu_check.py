@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from flowrl.commands.ending import ending_in_order
 from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
 from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.errors import ConfigError
@@ -91,7 +92,8 @@ def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -
             print(f"{stage.name}: {results[stage.name].outcome}, found before", flush=True)
             continue
         print(f"{stage.name}: {stage.shows}", flush=True)
-        results[stage.name] = found = run_stage(stage, machine, options.out)
+        with ending_in_order():
+            results[stage.name] = found = run_stage(stage, machine, options.out)
         _write_results(options.out, machine, results)
         print(f"{stage.name}: {found.outcome}, {found.seconds:.0f} s" + (f"\n{found.told}" if found.told else ""))
     text = table(machine, {stage.name: results[stage.name] for stage in stages if stage.name in results})

@@ -1,18 +1,21 @@
 """One stage: `python -m flowrl.commands.gpu_check.stage_process TARGET DEVICE NUM_GPUS DIRECTORY`.
 
-It leaves `figures.json` in its directory, and `failure.txt` with a sentence if something is not as required.
+It leaves `figures.json` in its directory, and `failure.txt` with a sentence if something is not as required. When the
+command is gone it ends, and so does everything that it has started.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.errors import FlowrlError
+from flowrl.tasks.child import die_with_parent
 
 
 def main() -> int:
@@ -21,6 +24,8 @@ def main() -> int:
     assert device in ("cuda", "cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that equal steps are equal bit by bit
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # the group is the stage's own
+    die_with_parent(signal.SIGTERM)
     bench = Bench("cuda" if device == "cuda" else "cpu", int(num_gpus), Path(directory))
     module, _, name = target.partition(":")
     try:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flowrl.commands.ending import ending_in_order
 from flowrl.commands.fit import changed_config
 from flowrl.commands.prepare import Prepared, prepare
 from flowrl.commands.tune.calibration import Calibration, calibration_runs
@@ -90,7 +89,7 @@ def tune(args: Sequence[str]) -> int:
         print(f"flowrl: one placement is left, {found[0].words}: what is given stays", file=sys.stderr)
     directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
     _refuse_files(options, directory)
-    with _ending_in_order():
+    with ending_in_order():
         tuning = Tuning(prepared, options, tuned, directory)
         rows = tuning.rows(found, runs)
     best = chosen(rows)
@@ -143,16 +142,6 @@ def _refuse_files(options: TuneOptions, directory: Path) -> None:
         raise ConfigError(f"--run-dir {directory} is a file; name a directory")
     if options.save_config is not None and options.save_config.exists():
         raise ConfigError(f"--save-config {options.save_config}: the file is there already and is not replaced")
-
-
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit, so that the run under way ends too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass
