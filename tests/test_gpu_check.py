@@ -93,10 +93,12 @@ def test_a_stage_that_is_out_of_time_leaves_no_process_behind(found: dict[str, A
 
 
 INTERRUPTED = """
+import signal
 import sys
 from pathlib import Path
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, gpu_check
 from flowrl.commands.gpu_check.stage_list import CheckStage
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 gpu_check(GpuCheckOptions(out=Path(sys.argv[1]), device="cpu"), [CheckStage("e", "", "tests.gpu_check_stages:endless")])
 """
 
@@ -113,11 +115,12 @@ def test_a_command_that_is_ended_leaves_no_stage_running(tmp_path: Path, by: sig
         pids = [child, int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])]
         ends = [os.pidfd_open(pid) for pid in pids]
         command.send_signal(by)
-    try:
-        assert [has_ended(end, 10) for end in ends] == [True, True], "the stage's process, and what it has started"
-    finally:
-        for end in ends:
-            os.close(end)
+        try:
+            assert [has_ended(end, 10) for end in ends] == [True, True], "the stage's process, and what it has started"
+        finally:
+            command.kill()
+            for end in ends:
+                os.close(end)
 
 
 def test_figures_of_unfinished_stages_are_kept(found: dict[str, Any]) -> None:
