@@ -110,7 +110,7 @@ def test_a_command_that_is_ended_leaves_no_stage_running(tmp_path: Path, by: sig
         ends_s = time.monotonic() + 60
         while not (stage_told.is_file() and "waiting" in stage_told.read_text()):
             assert command.poll() is None and time.monotonic() < ends_s
-            time.sleep(0.02)
+            time.sleep(0.02)  # nothing tells when a stage has written to its log
         child = int(told.read_text())
         pids = [child, int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])]
         ends = [os.pidfd_open(pid) for pid in pids]
