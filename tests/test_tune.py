@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from flowrl.cli import RunFileOptions, main
-from flowrl.commands.ending import ending_in_order
 from flowrl.commands.prepare import prepare
+from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune import measuring_run, tune
 from flowrl.commands.tune.calibration import Calibration
 from flowrl.commands.tune.cost_model import StageWork, StepRest, predict_step

@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from flowrl.commands.ending import ending_in_order
 from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
 from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
+from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
 
 Outcome = Literal["ok", "failed", "timed out", "skipped"]

@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flowrl.commands.ending import ending_in_order
 from flowrl.commands.fit import changed_config
 from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune.calibration import Calibration, calibration_runs
 from flowrl.commands.tune.measured_step import FEWEST, SKIPPED, MeasuredStep, measured_step
 from flowrl.commands.tune.measurements import Measurements, measurement_key
