@@ -20,7 +20,7 @@ from flowrl.commands.around import print_figures
 from flowrl.commands.copy_graph import parse_new
 from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
-from flowrl.commands.usage import HELP, OWN_HELP, USAGE
+from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.load import dump, user_code
@@ -59,8 +59,7 @@ class RunFileOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
     args = list(sys.argv[1:] if argv is None else argv)
-    asks = len(args) == 2 and args[0] in COMMANDS and args[0] not in OWN_HELP and args[1] in HELP
-    if not args or args[0] in HELP or asks:
+    if not args or args[0] in HELP or _asks_for_usage(args):
         print(USAGE)
         return 0 if args else 2
     status = _status(args)
@@ -69,6 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _asks_for_usage(args: Sequence[str]) -> bool:
+    """Whether a command that prints no help of its own is asked for help."""
+    if args[0] not in COMMANDS or args[0] in OWN_HELP:
+        return False
+    if args[0] in WITHOUT_OPTIONS:
+        return any(arg in ("-h", "--help") for arg in args[1:])
+    return len(args) == 2 and args[1] in HELP
 
 
 def _status(args: Sequence[str]) -> int:

@@ -208,6 +208,12 @@ def test_usage_and_version(capsys: Capture) -> None:
     assert capsys.readouterr().out.count(".") >= 1
 
 
+@pytest.mark.parametrize("args", [["show", "runs/one", "--help"], ["audit", "-h", "runs/one"], ["version", "--help"]])
+def test_commands_without_options_print_the_usage_wherever_help_is_asked_for(capsys: Capture, args: list[str]) -> None:
+    assert main(args) == 0
+    assert capsys.readouterr().out.startswith("usage: flowrl COMMAND")
+
+
 def test_the_installed_command_exits_with_the_status(graph_file: str) -> None:
     command = [sys.executable, "-m", "flowrl.cli", "check", graph_file, "--staleness", "-1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

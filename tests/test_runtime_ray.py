@@ -51,6 +51,18 @@ def test_a_run_whose_ray_dies_says_so_and_can_be_resumed(tmp_path: Path, ray: di
     assert states(tmp_path / "run") == {("trained", None): steps * 4}
 
 
+def test_sigterm_to_the_whole_process_group_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """As `timeout` sends it; Ray's processes would end at once."""
+    run = Run(FAULTS, tmp_path / "run", "--processes", "--steps", "100000", timeout_s=280)
+    run.until("step 2/")
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 0, run.stderr
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert states(tmp_path / "run")["trained", None] == int(newest.removeprefix("step_")) * 4
+    assert "audit: ok" in audit(tmp_path / "run")
+    assert run.left_after(5) == []
+
+
 OWN = """
 from tests.graphs_episodes.played import Unsteady
 

@@ -180,6 +180,31 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     ]
 
 
+def test_what_a_trainer_judges_of_held_out_rows_has_a_line() -> None:
+    out = io.StringIO()
+    view = PlainView(Board("reward_model"), Console(file=out))
+    figures = {"loss": 0.693, "preference_accuracy": 0.5, "score_margin": 0.01}
+    before = {f"held_out_before/{name}": value for name, value in figures.items()}
+    view.step(record(1, **before))
+    view.step(record(2))
+    view.step(record(3, **{"held_out/loss": 0.25, "held_out/preference_accuracy": None}))
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines() if "held-out" in line]
+    assert lines == [
+        "held-out before training: loss 0.693  preference_accuracy 0.5",
+        "held-out at step 3: loss 0.25",
+    ]
+
+
+def test_the_board_shows_what_a_trainer_judged_first_and_last() -> None:
+    board = Board("reward_model")
+    board.add(record(1, **{"held_out_before/preference_accuracy": 0.5}))
+    for step in range(1, 9):
+        board.add(record(step, **{"held_out/preference_accuracy": 0.5 + step / 100}))
+    first, *last = board.judged["preference_accuracy"]
+    assert first == ("before training", 0.5) and [when for when, _ in last] == ["at step 6", "at step 7", "at step 8"]
+    assert row(screen(board), "held-out").startswith("preference_accuracy 0.5 before training → 0.56 at step 6")
+
+
 def test_in_a_terminal_the_board_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_module, "REDRAW_PER_S", math.inf)
     out = io.StringIO()

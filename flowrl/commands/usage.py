@@ -72,3 +72,5 @@ OWN_HELP = (
     "gpu-check",
 )
 """Commands that print a help of their own."""
+WITHOUT_OPTIONS = ("graphs", "audit", "show", "version")
+"""Commands that print the usage wherever they are asked for help."""

@@ -25,6 +25,7 @@ from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver import slow_start
 from flowrl.runtime.driver.guard import Guard
+from flowrl.runtime.driver.own_groups import own_groups
 from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
 from flowrl.runtime.host.processes import children, descendants, end_descendants
 
@@ -156,7 +157,8 @@ class RayCluster:
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
-                unless_ended(init, self.processes)
+                with own_groups():
+                    unless_ended(init, self.processes)
                 return
             except ProcessEnded as ended:
                 if not further or not slow_start.was_too_slow(_logs(), ended.name):

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from flowrl.runtime.telemetry.judged_figures import judged
 from flowrl.runtime.telemetry.safe_text import shown
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, bottleneck
 
@@ -52,6 +53,8 @@ class Board:
     """The mean reward of every step that has one: all that is shown of older lines."""
     evaluations: dict[str, list[Evaluated]] = field(default_factory=dict)
     """Task ("" for the first one) -> its first result and the last ones."""
+    judged: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+    """Loss or accuracy on held-out rows -> its first value and the last ones, each with when it was."""
     nodes: Sequence[NodeNow] = ()
     edges: Sequence[EdgeNow] = ()
     generated_per_s: float = 0.0
@@ -66,6 +69,11 @@ class Board:
         self.records.append(record)
         if (reward := record.get("reward_mean")) is not None:
             self.rewards.append(reward)
+        for when, found in judged(record):
+            for name, value in found.items():
+                values = self.judged.setdefault(name, [])
+                values.append((when, value))
+                del values[1:-LAST_EVALUATIONS]
 
     def evaluated(self, task: str, found: Evaluated) -> None:
         """Take a result."""
@@ -107,6 +115,8 @@ def _figures(board: Board) -> RenderableType:
         table.add_row("", Text("  ".join(f"{name} {reward:.3f}" for name, reward in by_source.items())))
     for task, rows in board.evaluations.items():
         table.add_row("held-out", _held_out(task, rows))
+    for name, values in board.judged.items():
+        table.add_row("held-out", Text(f"{name} " + " → ".join(f"{value:.4g} {when}" for when, value in values)))
     table.add_row("tokens", _tokens(board))
     table.add_row("staleness", _staleness(board))
     losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from flowrl.runtime.telemetry.board import Board, clock, draw, evaluation_text, rewards_by_source
+from flowrl.runtime.telemetry.judged_figures import judged
 from flowrl.runtime.telemetry.statistics import Statistics, bottleneck
 
 REDRAW_PER_S = 4.0
@@ -126,6 +127,8 @@ class PlainView:
         figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
         by_source = "".join(f"  {name} {reward:.4g}" for name, reward in rewards_by_source(record).items())
         self._print(f"step {record['step']}{of}  {figures}{by_source}{self._bottleneck()}")
+        for when, found in judged(record):
+            self._print(f"held-out {when}: {'  '.join(f'{name} {value:.4g}' for name, value in found.items())}")
         self._alarms(record.get("alarms") or {})
 
     def _alarms(self, ringing: Mapping[str, str]) -> None:
