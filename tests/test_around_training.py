@@ -13,9 +13,11 @@ import pytest
 from flowrl.cli import main
 from flowrl.commands import export as export_module
 from flowrl.commands.checkpoint_of import model_dir
+from flowrl.commands.talk import ChatOptions, Talk
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
+from flowrl.models.directory import context_length
 from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
 from flowrl.nodes.response_writer import Written
 from flowrl.tasks import Task, load_demonstrations, load_rows
@@ -236,15 +238,54 @@ def test_an_upload_makes_a_private_repository_and_tells_a_refusal(
     assert "me/away cannot be uploaded: Name or service not known; the connection failed" in capsys.readouterr().err
 
 
-def test_a_chat_keeps_the_conversation_until_it_is_reset(
-    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def talker(policy: Path) -> Path:
+    """A model with a chat template."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}w6"
     tokenizer.save_pretrained(policy)
+    return policy
+
+
+def test_a_chat_keeps_the_conversation_until_it_is_reset(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("w1\n\nw1\n/reset\nw1\n/exit\nw9\n"))
-    assert main(["chat", str(policy), "--temperature", "0", "--max-tokens", "4"]) == 0
+    assert main(["chat", str(talker), "--temperature", "0", "--max-tokens", "4"]) == 0
     replies = capsys.readouterr().out.splitlines()
     assert len(replies) == 3 and replies[0] == replies[2] and all(reply.startswith("w") for reply in replies)
+
+
+def test_a_chat_names_a_command_that_there_is_not_and_a_context_that_is_full(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/rest\n{'w1 ' * context_length(talker)}\nw1\n"))
+    assert main(["chat", str(talker), "--temperature", "0", "--max-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "there is no /rest; /reset begins anew" in err
+    assert "the conversation fills the model's" in err
+    assert len(out.splitlines()) == 1, "the line that was too long is no part of the conversation"
+
+
+def test_a_reply_ends_at_every_end_that_the_model_names(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "".join(Talk(talker, ChatOptions(temperature=0, max_tokens=4)).reply("w1"))
+    config = json.loads((talker / "generation_config.json").read_text())
+    second = int(said.split()[1].removeprefix("w"))
+    (talker / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [second]}))
+    shorter = "".join(Talk(talker, ChatOptions(temperature=0, max_tokens=4)).reply("w1"))
+    assert said.startswith(shorter) and len(shorter.split()) < len(said.split())
+
+
+@pytest.mark.timeout(60)
+def test_a_model_that_fails_ends_a_chat_in_one_sentence(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("transformers.GenerationMixin.generate", broken)
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1\n"))
+    assert main(["chat", str(talker)]) == 2
+    assert "the model could not answer: out of memory" in capsys.readouterr().err

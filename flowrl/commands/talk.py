@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.commands.checkpoint_of import model_dir
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
 
 HELP = "/reset begins anew, /exit or the end of input leaves"
@@ -55,10 +56,20 @@ def chat(args: Sequence[str]) -> int:
         if line == "/reset":
             talk.reset()
             continue
-        for piece in talk.reply(line):
-            print(piece, end="", flush=True)
-        print()
+        if re.fullmatch(r"/[a-z]+", line):
+            print(f"there is no {line}; {HELP}", file=sys.stderr)
+            continue
+        try:
+            for piece in talk.reply(line):
+                print(piece, end="", flush=True)
+            print()
+        except _NoRoom as told:
+            print(told, file=sys.stderr)
     return 0
+
+
+class _NoRoom(Exception):
+    """The model's context has no room for a reply."""
 
 
 def _directory(named: str, options: ChatOptions) -> Path:
@@ -102,6 +113,12 @@ class Talk:
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trusted).to(
             device
         )
+        self._ends = sorted(
+            {*_as_ids(self._model.generation_config.eos_token_id), self._tokenizer.eos_token_id} - {None}
+        )
+        """Ids that end a reply; families whose turns do not end in the tokenizer's own end token name them there."""
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self._max_tokens: int = limit or sys.maxsize
         self._options = options
         self._turns: list[dict[str, str]] = []
         if options.seed is not None:
@@ -116,29 +133,40 @@ class Talk:
         import torch
         from transformers import TextIteratorStreamer
 
-        self._turns.append({"role": "user", "content": text})
-        ids = torch.from_numpy(self._chat.prompt(self._turns)[1].astype("int64"))[None].to(self._model.device)
+        turns = [*self._turns, {"role": "user", "content": text}]
+        ids = torch.from_numpy(self._chat.prompt(turns)[1].astype("int64"))[None].to(self._model.device)
+        room = self._max_tokens - ids.shape[1]
+        if room < 1:
+            raise _NoRoom(f"the conversation fills the model's {self._max_tokens} tokens; {HELP}")
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         settings: dict[str, Any] = {"do_sample": False}
         if self._options.temperature:
             settings = {"do_sample": True, "temperature": self._options.temperature, "top_p": self._options.top_p}
-        thread = threading.Thread(
-            target=self._model.generate,
-            args=(ids,),
-            kwargs={
-                "attention_mask": torch.ones_like(ids),
-                "max_new_tokens": self._options.max_tokens,
-                "pad_token_id": self._tokenizer.pad_token_id,
-                "eos_token_id": self._tokenizer.eos_token_id,
-                "streamer": streamer,
-                **settings,
-            },
-            daemon=True,
-        )
+        settings |= {
+            "max_new_tokens": min(self._options.max_tokens, room),
+            "pad_token_id": self._tokenizer.pad_token_id,
+        }
+        settings |= {"attention_mask": torch.ones_like(ids), "eos_token_id": self._ends}
+        failures: list[Exception] = []
+
+        def generate() -> None:
+            try:
+                self._model.generate(ids, streamer=streamer, **settings)
+            except Exception as failure:  # the model's own code; raised again below
+                failures.append(failure)
+                streamer.end()  # else the loop below would wait
+
+        thread = threading.Thread(target=generate, daemon=True)
         thread.start()
         said = ""
         for piece in streamer:
             said += piece
             yield piece
         thread.join()
-        self._turns.append({"role": "assistant", "content": said})
+        if failures:
+            raise FlowrlError(f"the model could not answer: {failures[0]}") from failures[0]
+        self._turns = [*turns, {"role": "assistant", "content": said}]
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]

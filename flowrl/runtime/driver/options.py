@@ -44,8 +44,8 @@ class RunOptions:
     keep_episodes: int = 200
     """Keep at least so many of the last episodes for `flowrl show`, all failed ones and 1% of the others; 0: none."""
     keep_samples: str = "auto"
-    """Keep samples for `flowrl samples`: auto (as many as take at most 1% of the time), all, a share of the groups such
-    as 0.1 with all that failed, none (held-out answers alone, which the others keep too), or off."""
+    """Keep samples for `flowrl samples`: auto (as many as take at most 0.4% of their process's time), all, a share
+    of the groups such as 0.1 with all that failed, none (held-out answers alone, which the others keep too), or off."""
     keep_token_ids: bool = False
     """Keep the token ids of these samples as well."""
     tracking: Tracking = field(default_factory=Tracking)
