@@ -59,9 +59,6 @@ class RunFileOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in HELP or _asks_for_usage(args):
-        print(USAGE)
-        return 0 if args else 2
     status = _status(args)
     if (cluster := sys.modules.get("flowrl.runtime.driver.cluster")) is not None and cluster.RayCluster.abandoned:
         sys.stdout.flush()
@@ -70,8 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _usage(args: Sequence[str]) -> int:
+    print(USAGE)
+    return 0 if args else 2
+
+
 def _asks_for_usage(args: Sequence[str]) -> bool:
-    """Whether a command that prints no help of its own is asked for help."""
+    """Whether help is asked for, of no command or of one that prints no help of its own."""
+    if args[0] in HELP:
+        return True
     if args[0] not in COMMANDS or args[0] in OWN_HELP:
         return False
     if args[0] in WITHOUT_OPTIONS:
@@ -82,7 +86,7 @@ def _asks_for_usage(args: Sequence[str]) -> bool:
 def _status(args: Sequence[str]) -> int:
     """The exit status of a command; a user's mistake or a failure is printed as one message."""
     try:
-        status = _command(args[0])(args[1:])
+        status = _usage(args) if not args or _asks_for_usage(args) else _command(args[0])(args[1:])
         sys.stdout.flush()  # a reader that has gone away is noticed here, and not when Python ends
         return status
     except GraphError as error:

@@ -161,6 +161,9 @@ MISTAKES: dict[str, Callable[[str], list[str]]] = {
     "flowrl check needs a graph first, a name or a file: flowrl check grpo": lambda file: ["check"],
     "flowrl run needs a graph first": lambda file: ["run", "--steps", "3"],
     "did you mean": lambda file: ["run", file.replace("grpo", "grop")],
+    "--save-every is an option of flowrl run, and flowrl check has none of that name": (
+        lambda file: ["check", file, "--save-every", "3"]
+    ),
     "there is no option --stpes; did you mean --steps?": lambda file: ["run", file, "--stpes", "3"],
     "there is no option --stalenes; did you mean --staleness?": lambda file: ["run", file, "--stalenes", "3"],
     "--steps is 'many'; it needs an integer, or None": lambda file: [
@@ -221,8 +224,9 @@ def test_the_installed_command_exits_with_the_status(graph_file: str) -> None:
     assert done.stderr.startswith("flowrl: the graph cannot run, 1 problem:\n- g.admit has staleness=-1")
 
 
-def test_a_reader_that_goes_away_is_no_error(graph_file: str) -> None:
-    command = f"{sys.executable} -m flowrl.cli check {graph_file} --cluster cpus=4 | true; echo ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize("asked", ["check {} --cluster cpus=4", "--help", "check --help"])
+def test_a_reader_that_goes_away_is_no_error(graph_file: str, asked: str) -> None:
+    command = f"{sys.executable} -m flowrl.cli {asked.format(graph_file)} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout in ("141\n", "0\n")

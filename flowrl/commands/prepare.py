@@ -45,6 +45,7 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     file = _load(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)
     _refuse_shadowing(file, own_types)
     parts = _split(args[1:] if named else args, own_types)
+    _refuse_those_of_run(command, parts[-1], {*option_names(file.config_type)}, own_types)
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
     asked = {**given, **values_given(parts[-1], file.config_type)}
     fitting = size_defaults(file.config_type, asked)
@@ -70,6 +71,18 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
         asked=frozenset(asked) - frozenset(of_run),
         of_run=of_run,
     )
+
+
+def _refuse_those_of_run(command: str, args: Sequence[str], known: set[str], own_types: Sequence[type[Any]]) -> None:
+    """Name options that only `flowrl run` has; the nearest name of another option would mislead."""
+    of_run = {name for kind in _in_run_files() if kind not in own_types for name in option_names(kind)}
+    for arg in args:
+        name = arg[2:].partition("=")[0].replace("_", "-") if arg.startswith("--") else ""
+        if name in of_run - known:
+            raise ConfigError(
+                f"--{name} is an option of flowrl run, and flowrl {command} has none of that name; leave it out, or "
+                "use flowrl run with --dry-run"
+            )
 
 
 def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
