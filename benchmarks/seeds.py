@@ -41,7 +41,8 @@ JOBS: dict[str, tuple[int, str]] = {
     ),
     "agent_tools": (3, "agent_tools --steps 40 --evaluate 512"),
     "agent_openai": (3, "agent_openai --steps 40 --evaluate 128 --evaluate-samples 4"),
-    "agent_game": (3, "agent_game --steps 200 --evaluate 512"),
+    "self_play": (3, "self_play --steps 40"),
+    "agent_game": (3, "agent_game --steps 100 --evaluate 512"),
 }
 """Job -> number of its seeds, `flowrl run` arguments."""
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from flowrl.environments import Action, Episodes, Step, environment_rows
+from flowrl.environments.sticks_env import SticksAgainst
 from flowrl.errors import ConfigError
 from flowrl.tasks import Task, demonstrator, load_rows
 from flowrl.tasks.sticks import SticksRules
@@ -67,6 +68,49 @@ def test_winning_moves_win_against_every_play() -> None:
         assert not move or left == move or not wins(left - move)
 
 
+def games(skill: float, *, best: bool, number: int = 400) -> list[Step]:
+    """The last steps of games of one seat, played by winning moves or at random."""
+
+    async def game(seed: int) -> Step:
+        env, rng = SticksAgainst(skill), random.Random(seed + 1_000_000)
+        left = int((await env.reset({}, seed)).text)
+        while True:
+            winning = env.rules.winning(left) if best else 0
+            step = await env.step(Action(str(winning or rng.choice(env.rules.moves(left)))))
+            if step.terminated:
+                return step
+            left = int(step.observation.text)
+
+    async def all_games() -> list[Step]:
+        return [await game(seed) for seed in range(number)]
+
+    return asyncio.run(all_games())
+
+
+@pytest.mark.parametrize(
+    ("skill", "best", "wins"), [(0.0, False, 0.5), (0.5, False, 0.32), (0.5, True, 0.82), (1.0, True, 0.5)]
+)
+def test_how_often_one_seat_wins_depends_on_both_players(skill: float, best: bool, wins: float) -> None:
+    last = games(skill, best=best)
+    assert sum(step.reward for step in last) / len(last) == pytest.approx(wins, abs=0.08)
+    assert all(step.metrics == {"not_allowed": 0.0} for step in last)
+
+
+def test_the_same_seed_and_moves_give_the_same_game() -> None:
+    assert games(0.5, best=False, number=50) == games(0.5, best=False, number=50)
+
+
+@pytest.mark.parametrize("reply", ["4", "0", "two", ""])
+def test_in_a_game_for_one_seat_what_is_no_allowed_move_loses_too(reply: str) -> None:
+    async def game() -> Step:
+        env = SticksAgainst(least=9, most=9)
+        await env.reset({}, 0)
+        return await env.step(Action(reply))
+
+    step = asyncio.run(game())
+    assert (step.reward, step.terminated, step.metrics) == (0.0, True, {"not_allowed": 1.0})
+
+
 def test_the_rows_are_games_and_the_demonstrations_are_allowed_moves() -> None:
     task = Task("sticks")
     rows, rules = load_rows(task), SticksRules()
@@ -89,3 +133,5 @@ def test_settings_out_of_range_are_said() -> None:
     for options, text in (("least=9,most=8", "1 <= least <= most"), ("take=10", "1 to 9")):
         with pytest.raises(ConfigError, match=text):
             load_rows(Task(f"sticks:{options}"))
+    with pytest.raises(ConfigError, match="skill is 2"):
+        SticksAgainst(skill=2)

@@ -1,4 +1,4 @@
-"""`flowrl.environments.sticks_env:Sticks`: a game for two seats, small enough for a character model to learn."""
+"""A game small enough for a character model to learn: `Sticks` for two seats, `SticksAgainst` for one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.environments.protocol import Action, Env, Observation, Step
+from flowrl.errors import ConfigError
 from flowrl.tasks.sticks import SticksRules
 
 
@@ -36,3 +37,39 @@ class Sticks(Env):
         winner = seat if taken else 1 - seat
         rewards = (float(winner == 0), float(winner == 1))
         return Step((Observation(), Observation()), rewards, terminated=True, metrics={"not_allowed": float(not taken)})
+
+
+class SticksAgainst(Env):
+    """The game for one seat; the environment plays the other one.
+
+    It makes a winning move in a share `skill` of its moves, where there is one, and otherwise any allowed move. Who
+    begins follows from the seed, as the sticks at the start and the opponent's moves do.
+    """
+
+    cooperative = True
+
+    def __init__(self, skill: float = 0.5, most: int = 16, least: int = 6, take: int = 3) -> None:
+        if not 0 <= skill <= 1:
+            raise ConfigError(f"sticks: skill is {skill}; it has to be in [0, 1]")
+        self.rules, self.skill = SticksRules(most, least, take), skill
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._rng = random.Random(seed)
+        self.left = self.rules.start(self._rng)
+        if self.left > self.rules.take and self._rng.random() < 0.5:
+            self._reply()
+        return Observation(str(self.left))
+
+    async def step(self, action: Action) -> Step:
+        taken = self.rules.move(action.text, self.left)
+        self.left -= taken
+        won = taken > 0 and self.left == 0
+        if taken and self.left:
+            self._reply()
+        over = taken == 0 or self.left == 0
+        metrics = {"not_allowed": float(taken == 0)} if over else {}
+        return Step(Observation("" if over else str(self.left)), float(won), terminated=over, metrics=metrics)
+
+    def _reply(self) -> None:
+        best = self.rules.winning(self.left)
+        self.left -= best if best and self._rng.random() < self.skill else self._rng.choice(self.rules.moves(self.left))
