@@ -39,6 +39,8 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
     """Where agents reach the policy: of this machine alone, unless it is told otherwise."""
     port: int = 0
     """0 is any free port."""
+    models: tuple[str, ...] = ("policy",)
+    """Names that calls may give to the policy, for agents with fixed or several names of models."""
     processes: int = 32
     """Agents at a time: their processes, or sessions of outside workers."""
     staleness: int = 2
@@ -61,7 +63,8 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
     @property
     def players(self) -> AgentProgram:
         """The node that plays with agents."""
-        return self.agents(self.agent, self.command, idle_s=self.idle_s, host=self.host, port=self.port)
+        where = {"host": self.host, "port": self.port, "models": self.models}
+        return self.agents(self.agent, self.command, idle_s=self.idle_s, **where)
 
     @property
     def source(self) -> EnvironmentSource | TaskSource:

@@ -183,7 +183,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
     ({"tools": [ADD], "tool_choice": "none"}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {**ADD["function"], "strict": True}}]}, "tools[0].function.strict"),
     ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"seed": 1}, "seed"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -243,7 +242,7 @@ def test_each_status_is_the_clients_own_error() -> None:
                 assert failed.value.status_code == 500
                 with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; use policy"):
                     await chat(client, model="gpt-5")
-                with pytest.raises(openai.BadRequestError, match="the context has 82 tokens") as full:
+                with pytest.raises(openai.BadRequestError, match="prompt is too long: 82 tokens") as full:
                     await chat(client, messages=[{"role": "user", "content": "x" * 79}])
                 assert full.value.code == "context_length_exceeded"
                 with pytest.raises(openai.APIStatusError, match="the body is too large") as large:

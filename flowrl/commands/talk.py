@@ -120,21 +120,21 @@ class Talk:
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self._max_tokens: int = limit or sys.maxsize
         self._options = options
-        self._turns: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
         if options.seed is not None:
             torch.manual_seed(options.seed)
 
     def reset(self) -> None:
         """Forget what was said."""
-        self._turns = []
+        self._messages = []
 
     def reply(self, text: str) -> Iterator[str]:
         """The pieces of the reply to `text`, as they are sampled."""
         import torch
         from transformers import TextIteratorStreamer
 
-        turns = [*self._turns, {"role": "user", "content": text}]
-        ids = torch.from_numpy(self._chat.prompt(turns)[1].astype("int64"))[None].to(self._model.device)
+        messages = [*self._messages, {"role": "user", "content": text}]
+        ids = torch.from_numpy(self._chat.prompt(messages)[1].astype("int64"))[None].to(self._model.device)
         room = self._max_tokens - ids.shape[1]
         if room < 1:
             raise _NoRoom(f"the conversation fills the model's {self._max_tokens} tokens; {HELP}")
@@ -165,7 +165,7 @@ class Talk:
         thread.join()
         if failures:
             raise FlowrlError(f"the model could not answer: {failures[0]}") from failures[0]
-        self._turns = [*turns, {"role": "assistant", "content": said}]
+        self._messages = [*messages, {"role": "assistant", "content": said}]
 
 
 def _as_ids(value: int | list[int] | None) -> list[int]:

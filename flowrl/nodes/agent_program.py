@@ -59,8 +59,9 @@ class AgentProgram(EpisodeNode):
     prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies. `limits` bounds
     episodes and attempts; of it, `reset_s` is for the start of a process, and what has no effect has to be as it is by
     default. A session without a call for `idle_s` has failed. The endpoint listens on `host` and `port`; 0 is any free
-    port. `processes` is the number of agents at a time, of outside ones those that wait for a task included;
-    `memory_bytes` is what a process may take. `requests` plays held-out episodes, without tickets.
+    port. `models` are the names that calls may give to the policy. `processes` is the number of agents at a time, of
+    outside ones those that wait for a task included; `memory_bytes` is what a process may take. `requests` plays
+    held-out episodes, without tickets.
     """
 
     _players: AgentPlayers
@@ -78,6 +79,7 @@ class AgentProgram(EpisodeNode):
         idle_s: float = 600.0,
         host: str = "127.0.0.1",
         port: int = 0,
+        models: tuple[str, ...] = ("policy",),
         processes: int = 256,
         memory_bytes: int = MEMORY_BYTES,
         shaping: Shaping | None = None,
@@ -89,6 +91,7 @@ class AgentProgram(EpisodeNode):
         self.idle_s = idle_s
         self.host = host
         self.port = port
+        self.models = tuple(models)
 
     @property
     def outside(self) -> bool:
@@ -119,6 +122,8 @@ class AgentProgram(EpisodeNode):
             problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
         if not 0 <= self.port < 1 << 16:
             problems.append(f"port is {self.port}; it has to be 0, which is any free one, or up to 65535")
+        if not self.models or not all(self.models):
+            problems.append("models has no name; it needs those that calls give to the policy")
         for name in OF_ENVIRONMENTS:
             if getattr(self.limits, name) != getattr(Limits, name):
                 problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
@@ -196,6 +201,7 @@ class AgentProgram(EpisodeNode):
             idle_s=self.idle_s,
             host=self.host,
             port=self.port,
+            models=self.models,
             key_file=str(self._key_file),
         )
 

@@ -99,6 +99,7 @@ class AgentEndpoint:
         app = web.Application(client_max_size=self._settings.body_bytes, middlewares=[_in_the_apis_shape()])
         for base in ("/v1", "/s/{session}/v1"):
             app.add_routes([web.post(f"{base}/{path}", self._call(path)) for path in APIS])
+            app.add_routes([web.post(f"{base}/messages/count_tokens", self._calls.count)])
             app.add_routes([web.get(f"{base}/models", self._models), web.get(f"{base}/models/{{model}}", self._model)])
         app.add_routes(
             [

@@ -61,6 +61,14 @@ class CallSampler:
             raise failed.exceptions[0] from None
         return [(one, task.result()) for one, task in zip(asked, tasks, strict=True)]
 
+    def count(self, session: AgentSession, call: ApiCall) -> int:
+        """The tokens of a call's messages. Raises ApiProblem."""
+        self.check(call)
+        try:
+            return session.tree.num_tokens(call.messages, call.tools)
+        except ConfigError as problem:
+            raise invalid("messages", str(problem)) from None
+
     def deliver(self, session: AgentSession, call: ApiCall, sampled: SampledCall) -> CallAnswer:
         """What the client sees; from now on the replies are part of the session."""
         session.request_ids += [answer.request_id for _, answer in sampled]
@@ -75,9 +83,12 @@ class CallSampler:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
         room = self._room(context_tokens)
         if not room:
-            # Harnesses look for the words of OpenAI's server, "maximum context length is".
-            limit = f"the maximum context length is {self._settings.context_tokens}, which leaves no place for a reply"
-            message = f"the context has {context_tokens} tokens, and {limit}; shorten the messages"
+            # Harnesses know a full context by the words of OpenAI's or Anthropic's servers, not by the code.
+            most = self._settings.context_tokens
+            message = (
+                f"prompt is too long: {context_tokens} tokens > {most - 1} maximum; this model's maximum context "
+                f"length is {most} tokens with the reply; shorten the messages"
+            )
             raise ApiProblem(400, message, param="messages", code="context_length_exceeded")
         return min(call.max_tokens or room, self._settings.turn_tokens, room)
 
@@ -113,7 +124,7 @@ class CallSampler:
         span = Span(ids, "", answer.logprobs.astype(np.float32), answer.versions.astype(np.int32))
         message = answer.message or {"content": answer.text}
         if isinstance(asked, AskedMessages):
-            message = session.tree.add(asked, span, message)
+            message = session.tree.add(asked, span, message, stop_text=answer.stop_text)
         else:
             assert isinstance(asked, AskedPrompt)
             session.prompts.add(asked, span, answer.text)

@@ -61,12 +61,22 @@ class CallsOverHttp:
             send = self._stream if call.stream else self._whole
             return await send(request, api, call, run)
 
+    async def count(self, request: web.Request) -> web.StreamResponse:
+        """`messages/count_tokens`: a body of messages, whose limit may be left out."""
+        from aiohttp import web
+
+        session = self._table.named(key_of(request), request.match_info.get("session"))
+        body = json_object(await request.read())
+        call = APIS["messages"].read({**body, "max_tokens": body.get("max_tokens") or 1}, session)
+        counted = dumped({"input_tokens": self._sampler.count(session, call)})
+        return web.Response(text=counted, content_type="application/json")
+
     async def _whole(self, request: web.Request, api: Api, call: ApiCall, run: Run) -> web.StreamResponse:
         from aiohttp import web
 
         answer = await run.delivered()
         body = dumped(api.answer(call, answer)).encode()
-        response = web.Response(body=body, content_type="application/json", headers=self._headers(answer))
+        response = web.Response(body=body, content_type="application/json", headers=self._headers(call, answer))
         await response.prepare(request)
         await response.write_eof()
         return response
@@ -75,7 +85,7 @@ class CallsOverHttp:
         """Until the first sign of life is due an error has its own status; after it, it is an event."""
         response: web.StreamResponse | None = None
         while not await run.done_within(self._settings.keep_alive_s):
-            response = response or await self._begun(request, None)
+            response = response or await self._begun(request, call, None)
             await response.write(api.keep_alive)
         try:
             answer = await run.delivered()
@@ -84,22 +94,24 @@ class CallsOverHttp:
                 raise
             await response.write(api.error_event(problem))
         else:
-            response = response or await self._begun(request, answer)
+            response = response or await self._begun(request, call, answer)
             await response.write(b"".join(api.events(call, answer)))
         await response.write_eof()
         return response
 
-    async def _begun(self, request: web.Request, answer: CallAnswer | None) -> web.StreamResponse:
+    async def _begun(self, request: web.Request, call: ApiCall, answer: CallAnswer | None) -> web.StreamResponse:
         from aiohttp import web
 
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._headers(answer)}
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._headers(call, answer)}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         return response
 
-    def _headers(self, answer: CallAnswer | None) -> dict[str, str]:
+    def _headers(self, call: ApiCall, answer: CallAnswer | None) -> dict[str, str]:
         """What the graph decides, whatever the call asks for; the limit is known when the answer is."""
         headers = {"x-flowrl-sampling": self._settings.sampling_header}
+        if call.strict_tools:
+            headers["x-flowrl-strict-tools"] = "not enforced"
         return headers if answer is None else {**headers, "x-flowrl-max-tokens": str(answer.max_tokens)}
 
 

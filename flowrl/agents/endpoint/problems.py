@@ -29,6 +29,8 @@ class ApiProblem(Exception):
     """The field of the body."""
     code: str | None = None
     retry_after_s: int | None = None
+    details: Mapping[str, Any] | None = None
+    """What Anthropic's SDK reads of an error to go on by itself."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -43,7 +45,8 @@ class ApiProblem(Exception):
 
     def anthropic(self) -> Mapping[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
 
 def invalid(param: str, message: str) -> ApiProblem:

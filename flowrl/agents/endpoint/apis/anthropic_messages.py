@@ -20,15 +20,17 @@ READ = {
     *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream"),
     *("temperature", "top_p"),
 }
-NO_INFLUENCE = {"metadata", "service_tier", "cache_control"}
+NO_INFLUENCE = {"metadata", "service_tier", "cache_control", "inference_geo"}
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (),
     "thinking": ({"type": "disabled"},),
     "output_config": ({},),
     "container": (),
     "mcp_servers": ([],),
-    "context_management": (),
+    "context_management": ({"edits": []},),
 }
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""How a system text begins that is no prompt: Claude Code's, which differs from call to call."""
 BLOCK = {
     "text": {"type", "text", "cache_control"},
     "thinking": {"type", "thinking", "signature"},
@@ -47,6 +49,7 @@ class AnthropicMessages:
     keep_alive = data_event({"type": "ping"}, "ping")
 
     def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+        _check_thread(body)
         fields.check_fields(body, READ | NO_INFLUENCE, NEUTRAL)
         fields.check_numbers(body, "temperature", "top_p")
         tools = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.items("tools", body.get("tools") or []))]
@@ -61,6 +64,7 @@ class AnthropicMessages:
             max_tokens=max_tokens,
             stop=fields.stop_texts(body, "stop_sequences"),
             stream=fields.flag(body, "stream"),
+            strict_tools=fields.strict_tools("tools[{}].", body.get("tools") or ()),
             body=body,
         )
 
@@ -102,14 +106,28 @@ def _check_tool_choice(body: Mapping[str, Any], tools: bool) -> None:
 def _tool(name: str, tool: Any) -> Mapping[str, Any]:
     if fields.mapping(name, tool).get("type") not in (None, "custom"):
         raise invalid(name, f"{name} is of type {tool.get('type')!r}, which Anthropic runs; describe it as a function")
-    known = {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming"}
-    fields.check_fields(tool, known, {"strict": (False,), "defer_loading": (False,)}, f"{name}.")
+    known = {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict"}
+    fields.check_fields(tool, known, {"defer_loading": (False,)}, f"{name}.")
     return fields.function_tool(name, tool, "input_schema")
 
 
 def _system(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    text = fields.content_text("system", body.get("system"))
+    system = body.get("system")
+    text = fields.content_text("system", system)
+    if isinstance(system, list):
+        text = "".join(block["text"] for block in system if not block["text"].startswith(ATTRIBUTION))
+    elif text.startswith(ATTRIBUTION):
+        text = text.partition("\n")[2].lstrip("\n")
     return [{"role": "system", "content": text}] if text else []
+
+
+def _check_thread(body: Mapping[str, Any]) -> None:
+    """The SDK's tool runner asks for conversations that the server keeps, and goes on without them if these details say
+    that there are none."""
+    if body.get("thread") is not None:
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        message = "thread is not known here; send all messages with every call"
+        raise ApiProblem(400, message, param="thread", details=details)
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

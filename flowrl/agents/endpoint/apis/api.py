@@ -32,6 +32,8 @@ class ApiCall:
     stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with the usage."""
+    strict_tools: bool = False
+    """Whether a tool asked for arguments that follow its schema strictly. They need not: a header says so."""
     kept: Messages | None = None
     """The messages before the reply for a later call that goes on from this one's answer; None if none may."""
     body: Mapping[str, Any] = field(default_factory=dict)

@@ -76,6 +76,9 @@ class ChatCompletions:
             logprobs=fields.flag(body, "logprobs"),
             stream=fields.flag(body, "stream"),
             include_usage=includes_usage(body),
+            strict_tools=fields.strict_tools(
+                "tools[{}].function.", (one["function"] for one in body.get("tools") or ())
+            ),
             body=body,
         )
 
@@ -123,11 +126,6 @@ def check_tool_choice(body: Mapping[str, Any], tools: bool) -> None:
         raise fields.untrainable("tool_choice", choice)
 
 
-def check_strict(name: str, tool: Mapping[str, Any]) -> None:
-    if tool.get("strict"):
-        raise fields.untrainable(f"{name}.strict", tool["strict"])
-
-
 def includes_usage(body: Mapping[str, Any]) -> bool:
     options = fields.mapping("stream_options", body.get("stream_options") or {})
     fields.check_fields(options, {"include_usage"}, {"include_obfuscation": (False,)}, "stream_options.")
@@ -137,9 +135,7 @@ def includes_usage(body: Mapping[str, Any]) -> bool:
 def _tool(name: str, tool: Any) -> Mapping[str, Any]:
     if fields.mapping(name, tool).get("type") != "function":
         raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy calls functions alone")
-    function = fields.mapping(f"{name}.function", tool.get("function"))
-    check_strict(f"{name}.function", function)
-    return fields.function_tool(f"{name}.function", function)
+    return fields.function_tool(f"{name}.function", tool.get("function"))
 
 
 def _message(name: str, message: Any) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
@@ -23,8 +23,16 @@ def check_fields(
             continue
         if name not in neutral:
             raise invalid(where + name, f"{where}{name} is not known here; leave it out")
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
+        asked = _without_nulls(value)
+        if not any(asked == one and isinstance(asked, bool) == isinstance(one, bool) for one in neutral[name]):
             raise untrainable(where + name, value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """An object without the keys of SDKs' classes that were not set."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_nulls(one) for name, one in value.items() if one is not None}
 
 
 def untrainable(name: str, value: Any) -> ApiProblem:
@@ -128,6 +136,15 @@ def function_tool(name: str, function: Any, parameters: str = "parameters") -> M
         tool["description"] = text(f"{name}.description", described["description"])
     schema = mapping(f"{name}.{parameters}", described.get(parameters) or {"type": "object", "properties": {}})
     return {"type": "function", "function": {**tool, "parameters": schema}}
+
+
+def strict_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the arguments of a tool are asked to follow its schema, as SDKs do by default. They are sampled freely.
+
+    `where` is the name of the n-th tool's fields, with {} for n.
+    """
+    asked = [flag(tool, "strict", where.format(n)) for n, tool in enumerate(tools)]
+    return any(asked)
 
 
 def short(value: Any) -> str:

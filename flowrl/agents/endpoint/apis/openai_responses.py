@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.agents.endpoint.apis import fields
 from flowrl.agents.endpoint.apis.api import ApiCall, CallAnswer, KnownResponses, data_event
-from flowrl.agents.endpoint.apis.chat_completions import check_strict, check_tool_choice
+from flowrl.agents.endpoint.apis.chat_completions import check_tool_choice
 from flowrl.agents.endpoint.apis.response_input import read_input
 from flowrl.agents.endpoint.apis.response_output import output_events, output_items
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
@@ -26,7 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
-    "reasoning": ({},),
+    "reasoning": ({}, *({"summary": kind} for kind in ("auto", "concise", "detailed"))),
     "background": (False,),
     "max_tool_calls": (),
     "conversation": (),
@@ -37,6 +37,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "access_programs": (),
 }
 WITH_LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "code_interpreter_call.outputs"),
+    *("message.input_image.image_url", "computer_call_output.output.image_url"),
+)
+"""Further parts of a response that can be asked for; replies here have none, and reasoning is shown in full."""
 IDENT = "resp_"
 
 
@@ -57,6 +63,7 @@ class OpenAIResponses:
             tools=tools,
             max_tokens=fields.count(body, "max_output_tokens"),
             logprobs=_wants_logprobs(body),
+            strict_tools=fields.strict_tools("tools[{}].", body.get("tools") or ()),
             stream=fields.flag(body, "stream"),
             kept=messages if stored else None,
             body=body,
@@ -126,7 +133,7 @@ def _usage(answer: CallAnswer) -> Mapping[str, Any]:
 
 def _instructions(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     given = body.get("instructions")
-    return [] if given is None else [{"role": "system", "content": fields.text("instructions", given)}]
+    return [{"role": "system", "content": fields.text("instructions", given)}] if given not in (None, "") else []
 
 
 def _before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
@@ -144,7 +151,6 @@ def _before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
 def _tool(name: str, tool: Any) -> Mapping[str, Any]:
     if fields.mapping(name, tool).get("type") != "function":
         raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy calls functions alone")
-    check_strict(name, tool)
     known = {"type", "name", "description", "parameters", "strict"}
     fields.check_fields(tool, known, {"defer_loading": (False,)}, f"{name}.")
     return fields.function_tool(name, tool)
@@ -153,9 +159,9 @@ def _tool(name: str, tool: Any) -> Mapping[str, Any]:
 def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     asked = fields.items("include", body.get("include") or [])
     for one in asked:
-        if one != WITH_LOGPROBS:
-            raise invalid("include", f"include has {fields.short(one)}; there is {WITH_LOGPROBS} alone")
-    return bool(asked)
+        if one != WITH_LOGPROBS and one not in INCLUDABLE:
+            raise invalid("include", f"include has {fields.short(one)}, which is not known here; leave it out")
+    return WITH_LOGPROBS in asked
 
 
 def _check_stream_options(body: Mapping[str, Any]) -> None:

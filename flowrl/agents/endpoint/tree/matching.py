@@ -29,16 +29,25 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 class KnownReplies(Generic[Found]):
-    """Replies of the policy, found by what a client sends back. Of several that say the same the first is found."""
+    """Replies of the policy, found by what a client sends back.
+
+    Of several that say the same, the first one is found whose reasoning was sent back too, or else the first.
+    """
 
     def __init__(self) -> None:
         self._by_call_id: dict[str, tuple[Mapping[str, Any], Found]] = {}
-        self._by_said: dict[str, Found] = {}
+        self._by_said: dict[str, list[tuple[str, Found]]] = {}
+        """What is said -> (reasoning, reply) of each reply that says it."""
 
-    def add(self, message: Mapping[str, Any], reply: Found) -> None:
+    def add(self, message: Mapping[str, Any], reply: Found, *, stop_text: str = "") -> None:
+        """`stop_text` ended the reply and is not in the message; clients may put it there again."""
         for call_id in call_ids(message):
             self._by_call_id.setdefault(call_id, (message, reply))
-        self._by_said.setdefault(said(message), reply)
+        texts = {said(message)}
+        if stop_text:
+            texts.add(said({**message, "content": f"{message.get('content') or ''}{stop_text}"}))
+        for text in texts:
+            self._by_said.setdefault(text, []).append((_reasoning(message), reply))
 
     def find(self, message: Mapping[str, Any]) -> Found | None:
         """The reply that `message` repeats: by the id of a call, unless the calls or the text were edited; else by
@@ -47,11 +56,19 @@ class KnownReplies(Generic[Found]):
             known = self._by_call_id.get(call_id)
             if known is not None and _repeats(message, known[0]):
                 return known[1]
-        return self._by_said.get(said(message))
+        known_replies = self._by_said.get(said(message))
+        if not known_replies:
+            return None
+        same = [reply for reasoning, reply in known_replies if reasoning == _reasoning(message)]
+        return (same or [reply for _, reply in known_replies])[0]
 
 
 def _repeats(message: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
     return _calls(message) == _calls(reply) and _text(message) in ("", _text(reply))
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    return str(message.get("reasoning_content") or "").strip()
 
 
 def _text(message: Mapping[str, Any]) -> str:

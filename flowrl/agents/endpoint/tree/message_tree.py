@@ -26,6 +26,8 @@ class MessageNode:
     above: MessageNode | None = None
     reply: Span | None = None
     """What was sampled; without logprobs where a reply of another history comes back. None of fed messages."""
+    stop_text: str = ""
+    """What ended the reply, if that is no part of the message."""
     fed: Span | None = None
     """What is fed from the last reply, or from the start, to where the policy goes on after this message."""
     fed_below: dict[str, MessageNode] = field(default_factory=dict)
@@ -60,12 +62,19 @@ class MessageTree:
             node = self._below(node, message)
         return AskedMessages(_spans(template, node), node)
 
-    def add(self, asked: AskedMessages, reply: Span, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def num_tokens(self, messages: Messages, tools: Messages = ()) -> int:
+        """Tokens of these messages rendered anew, up to where the policy goes on; the tree stays as it is."""
+        template = self._template_of(tools)
+        return int(template.ids(template.text(list(messages))).size)
+
+    def add(
+        self, asked: AskedMessages, reply: Span, message: Mapping[str, Any], *, stop_text: str = ""
+    ) -> Mapping[str, Any]:
         """Add a reply; returns the message as the client is to see it: each tool call with an id of its own."""
         message = self._with_call_ids({**message, "role": "assistant", "content": message.get("content") or ""})
-        node = MessageNode(message, asked.node, reply)
-        asked.node.replies_below.add(message, node)
-        self._replies.add(message, node)
+        node = MessageNode(message, asked.node, reply, stop_text)
+        asked.node.replies_below.add(message, node, stop_text=stop_text)
+        self._replies.add(message, node, stop_text=stop_text)
         self._branches.add(asked, reply)
         return message
 
@@ -100,8 +109,8 @@ class MessageTree:
 def _repeated(node: MessageNode, known: MessageNode) -> MessageNode:
     """The reply `known` as context below `node`."""
     assert known.reply is not None
-    repeated = MessageNode(known.message, node, Span(known.reply.token_ids, known.reply.text))
-    node.replies_below.add(known.message, repeated)
+    repeated = MessageNode(known.message, node, Span(known.reply.token_ids, known.reply.text), known.stop_text)
+    node.replies_below.add(known.message, repeated, stop_text=known.stop_text)
     return repeated
 
 
