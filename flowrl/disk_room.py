@@ -1,12 +1,14 @@
-"""Room on the disk of flowrl's cache for a file that grows there, and what is said if there is none."""
+"""Room on a disk for what is written there, and what is said if there is none."""
 
 from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.hub.hub_problems import gigabytes
 
 RESERVE_BYTES = 1 << 30
@@ -14,6 +16,31 @@ RESERVE_BYTES = 1 << 30
 CHECKED_BYTES = 64 << 20
 """Bytes between two looks at the disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
+LEFT_BYTES = 64 << 20
+"""A disk with less free than this, after a write to it has failed, is called full."""
+
+
+@contextmanager
+def told_if_full(what: str, directory: Path, otherwise: str) -> Iterator[None]:
+    """Turn the error of a write below `directory` into one sentence, if its disk is full.
+
+    torch and safetensors have errors of their own for that, which name neither the disk nor the file. `otherwise` is
+    what the user can do. Raises FlowrlError; another error stays as it is.
+    """
+    try:
+        yield
+    except Exception as failure:  # of whatever library writes
+        free = shutil.disk_usage(_existing(directory)).free
+        by_number = isinstance(failure, OSError) and failure.errno in FULL
+        if not by_number and free >= LEFT_BYTES:
+            raise
+        raise FlowrlError(
+            f"{what} cannot be written to {directory}: its disk is full ({gigabytes(free)} free); {otherwise}"
+        ) from failure
+
+
+def _existing(directory: Path) -> Path:
+    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
 
 
 class DiskRoom:

@@ -254,6 +254,8 @@ BROAD_EXCEPTS = {
     "agents/endpoint/call_sampler.py: CallSampler._reply",
     "channel/control.py: Control._work",
     "channel/link.py: Listener._drain",
+    "commands/talk.py: Talk.reply.generate",
+    "disk_room.py: told_if_full",
     "environments/adapters/package.py: imported",
     "environments/adapters/skyrl_env.py: SkyrlEnv.maker",
     "environments/adapters/textarena_env.py: _players",

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from flowrl.disk_room import told_if_full
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Saved
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from flowrl.training.batch.update import Update
     from flowrl.training.learner import Learner
     from flowrl.weights.publish import Publisher
+
+ROOM = "make room, or keep fewer with --keep; --resume goes on from the last checkpoint that is whole"
 
 
 class Trainer(ResidentNode):
@@ -383,8 +386,9 @@ class Trainer(ResidentNode):
         engine = self._learner.engine
         if self.objective.at_end:
             record_scores(engine, self._judged("held_out"))
-        engine.export(self._model_dir(path))
-        engine.save(self._state_dir(path))
+        with told_if_full("the checkpoint", Path(path), ROOM):
+            engine.export(self._model_dir(path))
+            engine.save(self._state_dir(path))
 
     def _model_dir(self, path: str) -> Path:
         """A checkpoint directory itself holds the policy's model; other models are in subdirectories."""
