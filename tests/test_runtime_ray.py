@@ -58,7 +58,9 @@ def test_sigterm_to_the_whole_process_group_ends_a_run_with_a_checkpoint(tmp_pat
     run.signal(signal.SIGTERM)
     assert run.wait() == 0, run.stderr
     newest = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert states(tmp_path / "run")["trained", None] == int(newest.removeprefix("step_")) * 4
+    steps = int(newest.removeprefix("step_"))
+    trained = states(tmp_path / "run")["trained", None]
+    assert (steps - 1) * 4 < trained <= steps * 4, "the last batch has what was left"
     assert "audit: ok" in audit(tmp_path / "run")
     assert run.left_after(5) == []
 
