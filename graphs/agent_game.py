@@ -4,7 +4,7 @@
     flowrl run agent_game --policy smollm2 --environment gymnasium/FrozenLake-v1:actions=left/down/right/up
     flowrl run agent_game --policy /models/Qwen3-8B --environment my_env.py:MyEnv:size=4 --limits.turns 8
 
-The default is a game of some turns that `tiny` can learn, against an opponent that makes every other move at random.
+The default is a game of some turns that `tiny` can learn, against an opponent that makes half of its moves at random.
 """
 
 from dataclasses import dataclass
