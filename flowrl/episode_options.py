@@ -24,6 +24,9 @@ class EpisodeOptions(OnlineOptions):
     """What bounds an episode, as in --limits.turns 8."""
     processes: int = 256
     """Processes of environments, or of agents, at a time."""
+    episodes_per_process: int = 1
+    """Episodes that a process plays, one after the other. More than 1 save the time of new processes; what a program or
+    an environment keeps in its modules is then there in the next episode."""
     affinity_margin: int | None = 2
     """A session stays on its generator while that has at most so many more open requests than the least loaded. None:
     each of its requests goes where least is open."""
@@ -36,7 +39,7 @@ class EpisodeOptions(OnlineOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, processes=1, affinity_margin=0)
+        yield from too_low(self, processes=1, episodes_per_process=1, affinity_margin=0)
         if self.task.reward:
             yield f"--task.reward is {self.task.reward!r}, but an episode is scored by its environment or agent"
         if self.reward_timeout_s is not None:
@@ -60,6 +63,7 @@ class EpisodeOptions(OnlineOptions):
             sampling=self.sampling,
             limits=self.limits,
             processes=self.processes,
+            episodes_per_process=self.episodes_per_process,
             shaping=Shaping(negate=self.negate_rewards),
             **settings,
         )
@@ -89,6 +93,7 @@ class EnvironmentOptions(EpisodeOptions):
             self.model,
             limits=self.limits,
             processes=self.processes,
+            episodes_per_process=self.episodes_per_process,
             shaping=Shaping(negate=self.negate_rewards),
             history=self.history,
             system_prompt=self.task.system_prompt,

@@ -54,6 +54,17 @@ def counted(file: Path) -> int:
     return len(file.read_text().splitlines())
 
 
+PLAYED: list[str] = []
+"""The sessions of this process."""
+
+
+async def counts(client: AsyncOpenAI, task: Mapping[str, Any]) -> dict[str, float]:
+    """Says how many episodes its process has played, in how many sessions, and which process it is."""
+    PLAYED.append(f"{client.base_url} {client.api_key}")
+    await say(client, task["messages"])
+    return {"reward": 1.0, "played": len(PLAYED), "sessions": len(set(PLAYED)), "pid": os.getpid()}
+
+
 async def dies(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
     await say(client, task["messages"])
     os._exit(7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +22,10 @@ import numpy as np
 
 from flowrl.environments import Action, Env, Observation, Step
 from flowrl.tasks import child
+
+KEPT: list[str] = []
+"""What a process keeps from one episode to the next."""
+SEEN: contextvars.ContextVar[str] = contextvars.ContextVar("SEEN", default="")
 
 
 def said(text: object, **fields: Any) -> Step:
@@ -158,6 +164,39 @@ class Obedient(Env):
             [sys.executable, "-c", leaving], stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL
         )
         return said(f"{os.getpid()} {outer.stdout.readline().strip()} {left.stdout.strip()}")
+
+    def do_keep(self, text: str) -> Step:
+        """Change all that may outlive an episode."""
+        KEPT.append(text)
+        SEEN.set(text)
+        os.environ["ONE_EPISODE"] = text
+        os.chdir("/")
+        return said("kept")
+
+    def do_kept(self) -> Step:
+        return said([KEPT, SEEN.get(), os.environ.get("ONE_EPISODE"), os.getcwd()])
+
+    def do_print_line(self, text: str) -> Step:
+        print(text, flush=True)
+        return said("printed")
+
+    async def do_to_thread(self) -> Step:
+        """A thread that the event loop keeps for later calls."""
+        return said(await asyncio.to_thread(os.getpid))
+
+    def do_thread(self) -> Step:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()  # it does not end by itself
+        return said("left a thread")
+
+    def do_task(self) -> Step:
+        self.task = asyncio.create_task(asyncio.Event().wait())
+        return said("left a task")
+
+    def do_last_moment(self) -> Step:
+        """A task and a thread that end soon after the episode."""
+        self.task = asyncio.create_task(asyncio.sleep(0))  # it ends in the next tick
+        threading.Thread(target=time.sleep, args=(0.05,)).start()
+        return said("left them")
 
     def do_bomb(self) -> Step:
         """Processes that double until 64 of them wait."""

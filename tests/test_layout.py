@@ -267,7 +267,7 @@ BROAD_EXCEPTS = {
     "environments/episodes.py: Episodes._opened",
     "environments/failure.py: boundary",
     "environments/find.py: FoundEnvironment.made",
-    "environments/process_episode.py: ProcessEpisode._ask",
+    "environments/episode_process.py: EpisodeProcess.ask",
     "environments/tools/collection.py: _run",
     "environments/tools/sandbox/python_tool.py: PythonSession.python",
     "environments/tools/sandbox/sandbox_interpreter.py: _executed",

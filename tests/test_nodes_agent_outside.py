@@ -278,9 +278,21 @@ def test_workers_are_told_another_address_and_tasks_name_it(tmp_path: Path) -> N
 
 
 def test_settings_without_effect_on_outside_workers_are_refused() -> None:
-    node = AgentProgram(Policy("tiny"), agent="outside", limits=Limits(reset_s=5), memory_bytes=1 << 20, port=70000)
+    node = AgentProgram(
+        Policy("tiny"),
+        agent="outside",
+        limits=Limits(reset_s=5),
+        memory_bytes=1 << 20,
+        port=70000,
+        episodes_per_process=2,
+    )
     problems = node.check(None)
-    assert [problem.split()[0] for problem in problems] == ["port", "limits.reset_s", "memory_bytes"]
+    assert [problem.split()[0] for problem in problems] == [
+        "port",
+        "limits.reset_s",
+        "memory_bytes",
+        "episodes_per_process",
+    ]
     assert all("no effect on outside workers" in problem for problem in problems[1:])
     assert AgentProgram(Policy("tiny"), agent="outside").check(None) == []
     (both,) = AgentProgram(Policy("tiny"), agent="outside", command="node agent.js").check(None)

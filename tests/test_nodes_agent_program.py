@@ -124,6 +124,16 @@ def said(ids: Any) -> str:
     return str(TOKENIZER.decode(ids.tolist()))
 
 
+@pytest.mark.parametrize(("episodes", "played"), [(1, [1, 1, 1, 1]), (3, [1, 1, 2, 3])])
+def test_a_process_plays_as_many_episodes_as_it_may(episodes: int, played: list[int]) -> None:
+    """One process at a time; each episode has a session of its own."""
+    record = play("counts", prompts=4, processes=1, episodes_per_process=episodes)
+    found = [one.metrics for one in record.sent("episodes") if isinstance(one, Episode)]
+    assert sorted(int(one["played"]) for one in found) == played
+    assert len({one["pid"] for one in found}) == played.count(1)
+    assert all(one["sessions"] == one["played"] for one in found)
+
+
 def test_an_episode_is_the_session_of_an_agent_by_id() -> None:
     script = Script()
     episode = only_episode(play("answers", script=script))

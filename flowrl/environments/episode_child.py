@@ -1,4 +1,7 @@
-"""An episode's own process, forked from the zygote: it makes one environment and answers the calls of one episode.
+"""A process that plays episodes, forked from the zygote: it makes an environment for each and answers its calls.
+
+After an episode that left no task, thread or process the caller may have it play another one: environment variables and
+the directory are as they were before; what modules keep stays.
 
 It waits for the next call, which its caller's end of the connection ends; a call ends as the environment pleases, or
 by the SIGKILL that the caller has the zygote send. All processes that the environment starts join its group.
@@ -13,20 +16,24 @@ import signal
 import socket
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flowrl.environments import exchange
 from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.find import FoundEnvironment
+from flowrl.environments.one_thread import one_thread_left
 from flowrl.environments.player import Player, seed_global_state
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
-from flowrl.orphans import adopt_orphans
+from flowrl.orphans import adopt_orphans, child_pids
 from flowrl.tasks import child
 
 RESERVE_BYTES = 64 << 20
 """Memory beyond the limit, in which an episode that ran out of it can say so."""
+ENDS_WITHIN_S = 1.0
+"""For threads and tasks of an episode that is over: libraries end theirs a moment later."""
 
 
 def play(
@@ -82,14 +89,39 @@ _reserve: list[int] = []
 
 async def _serve(found: FoundEnvironment, connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
+    variables, directory = dict(os.environ), os.getcwd()
+    while await asyncio.create_task(_play_one(found, reader, writer)):  # a task's context variables end with it
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(directory)
+
+
+async def _play_one(found: FoundEnvironment, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Play one episode. Whether this process plays another one."""
+    tasks, executor = asyncio.all_tasks(), ThreadPoolExecutor(thread_name_prefix="asyncio")
+    asyncio.get_running_loop().set_default_executor(executor)
     episode = _Episode(found)
+    failed = again = False
     while not episode.closed:
         try:
             request = await child.receive(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        writer.write(child.packed(await _answer(episode, request)))
+            return False
+        answer = await _answer(episode, request)
+        failed |= "answer" not in answer
+        if episode.closed and request["again"] and not failed:
+            again = answer["answer"] = await _left_nothing(tasks, executor)
+        writer.write(child.packed(answer))
         await writer.drain()
+    return again
+
+
+async def _left_nothing(before: set[asyncio.Task[Any]], executor: ThreadPoolExecutor) -> bool:
+    """Whether nothing of an episode that is over runs any more: no task, no thread, no process."""
+    executor.shutdown(wait=False, cancel_futures=True)
+    if left := asyncio.all_tasks() - before:
+        await asyncio.wait(left, timeout=ENDS_WITHIN_S)
+    return asyncio.all_tasks() <= before and one_thread_left(ENDS_WITHIN_S) and not child_pids()
 
 
 async def _answer(episode: _Episode, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""Plays episodes of one environment: a process each, or in this event loop if the environment is cooperative.
+"""Plays episodes of one environment: in processes, or in this event loop if the environment is cooperative.
 
-At most `processes` are alive at a time; `reset` waits for one to be gone. That wait is ended by another episode's
-`close` alone, and is not part of `reset_s`. A zygote that has died is started again at the next `reset`.
+A process plays one episode, or `episodes_per_process` one after the other. One plays no further episode if it has
+failed, or if the episode has left threads or processes.
+
+At most `processes` are alive at a time; `reset` waits for one to be gone, or to be free. That wait is ended by another
+episode's `close` alone, and is not part of `reset_s`. A zygote that has died is started again at the next `reset`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 from types import TracebackType
 
 from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
+from flowrl.environments.episode_process import EpisodeProcess
 from flowrl.environments.failure import ZygoteFailed
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
@@ -35,8 +39,10 @@ class Episodes:
         reset_s: float = 120.0,
         step_s: float = 60.0,
         zygote_restarts: int = 8,
+        episodes_per_process: int = 1,
     ) -> None:
-        for what, value in (("processes", processes), ("memory_bytes", memory_bytes)):
+        counts = {"processes": processes, "memory_bytes": memory_bytes, "episodes_per_process": episodes_per_process}
+        for what, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{what} is {value}; it has to be at least 1")
         for what, limit_s in (("reset_s", reset_s), ("step_s", step_s)):
@@ -44,7 +50,11 @@ class Episodes:
                 raise ConfigError(f"{what} is {limit_s}; it has to be above 0")
         self._name = EnvironmentName(name)
         self._memory_bytes, self._reset_s, self._step_s = memory_bytes, reset_s, step_s
+        self._episodes_per_process = episodes_per_process
         self._free = asyncio.Semaphore(processes)
+        """Processes that may be alive and do not play; those of `_waiting` are among them."""
+        self._waiting: list[EpisodeProcess] = []
+        """They have played, and may play again."""
         self._restarts_left = zygote_restarts
         self._starting = asyncio.Lock()
         self._zygote: ZygoteClient | None = None
@@ -63,6 +73,7 @@ class Episodes:
         known = not self._name.adapter or self._name.adapter in COOPERATIVE
         found = find_environment(self._name.text) if known else None
         if found is not None and found.kind.cooperative:
+            self._refuse_reuse()
             self._in_loop, self.seats, self.replays = found, found.kind.seats, found.kind.replays
             self.saves = can_save(found.kind)
             await found.made().close()
@@ -90,8 +101,15 @@ class Episodes:
         """A new episode that continues from what `OpenEpisode.save` gave. Raises as `reset` does."""
         return await self._begun(row, state)
 
+    def _refuse_reuse(self) -> None:
+        if self._episodes_per_process > 1:
+            raise ConfigError(
+                f"environment {self._name.text!r} is cooperative and has no processes, so episodes_per_process has no "
+                "effect; leave it out"
+            )
+
     async def _try_making(self) -> None:
-        episode = await self._opened()
+        episode = await self._opened(episodes=1)
         try:
             self.seats, self.replays, self.saves = await episode.try_making(limit_s=self._reset_s)
         finally:
@@ -99,7 +117,9 @@ class Episodes:
 
     async def _begun(self, row: EnvironmentRow, state: bytes | None) -> OpenEpisode:
         found = self._in_loop
-        episode = await self._opened() if found is None else LoopEpisode(found, step_s=self._step_s)
+        episode = (
+            await self._opened(self._episodes_per_process) if found is None else LoopEpisode(found, step_s=self._step_s)
+        )
         self._open.add(episode)
         episode.on_close = self._open.discard
         try:
@@ -109,15 +129,42 @@ class Episodes:
             raise
         return episode
 
-    async def _opened(self) -> ProcessEpisode:
+    async def _opened(self, episodes: int) -> ProcessEpisode:
+        """In a process that plays so many."""
         await self._free.acquire()
         try:
-            episode = ProcessEpisode(self._name.text, await self._living(), step_s=self._step_s)
+            process = self._waiting_one() or self._forked(await self._living())
         except BaseException:  # a cancelled or failed start gives its place back too
             self._free.release()
             raise
-        episode.birth.exited.add_done_callback(lambda exited: self._free.release())
-        return episode
+        again = process.num_begun + 1 < episodes
+        return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=self._keep if again else None)
+
+    def _waiting_one(self) -> EpisodeProcess | None:
+        """The last one that has played; none if there is none, or the zygote that watches over them is dead."""
+        if not self._waiting or self._waiting[-1].exited.done():
+            return None
+        return self._waiting.pop()
+
+    def _forked(self, zygote: ZygoteClient) -> EpisodeProcess:
+        process = EpisodeProcess(self._name.text, zygote)
+        process.exited.add_done_callback(lambda exited: self._exited(process))
+        return process
+
+    def _keep(self, process: EpisodeProcess) -> None:
+        """Its episode is over, and it may play another one."""
+        if process.exited.done():  # at the same moment
+            process.dispose()
+        else:
+            self._waiting.append(process)
+            self._free.release()
+
+    def _exited(self, process: EpisodeProcess) -> None:
+        if process in self._waiting:
+            self._waiting.remove(process)
+            process.dispose()
+        else:
+            self._free.release()
 
     async def _living(self) -> ZygoteClient:
         """The zygote, a new one if it has died."""
@@ -141,6 +188,9 @@ class Episodes:
     async def _end(self) -> None:
         try:
             await asyncio.gather(*(episode.close_quietly() for episode in list(self._open)))
+            for process in self._waiting:
+                process.kill()
+            await asyncio.gather(*(process.gone() for process in list(self._waiting)))
         finally:
             if self._zygote is not None:
                 await self._zygote.stop()

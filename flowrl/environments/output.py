@@ -44,6 +44,11 @@ class Output:
                     break
         return "\n".join(self._end.decode(errors="replace").rstrip().splitlines()[-lines:])
 
+    def forget(self) -> None:
+        """Leave out of `tail` what was printed until now."""
+        self.tail()
+        self._end = b""
+
     def close(self) -> None:
         """Stop reading."""
         self.handed_over()

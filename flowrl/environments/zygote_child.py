@@ -20,17 +20,17 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from flowrl.environments import episode_child
 from flowrl.environments.find import FoundEnvironment, find_environment
+from flowrl.environments.one_thread import num_threads
 from flowrl.environments.player import seed_global_state
 from flowrl.environments.zygote import MESSAGE_BYTES
 from flowrl.errors import ConfigError
-from flowrl.orphans import adopt_orphans
+from flowrl.orphans import adopt_orphans, child_pids
 from flowrl.tasks import child
 
 
@@ -57,8 +57,7 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
 
 
 def _check_threads(text: str) -> None:
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
+    if (threads := num_threads()) > 1:
         raise ConfigError(
             f"environment {text!r} has {threads - 1} thread(s) running after its import, and a process forked from it "
             "could hang; start threads in reset instead of at import"
@@ -159,8 +158,11 @@ class Zygote:
             self._send({"exited": episode, "status": status, "text": ""})
 
     def _end_orphans(self) -> None:
-        """A killed orphan's children become the zygote's before its end is reported."""
-        while orphans := [pid for pid in _children() if pid not in self._episodes]:
+        """A killed orphan's children become the zygote's before its end is reported.
+
+        Where the kernel does not tell the children, orphans that left their group are not found.
+        """
+        while orphans := [pid for pid in child_pids() if pid not in self._episodes]:
             for pid in orphans:
                 _kill(pid)
                 with suppress(ChildProcessError):
@@ -175,14 +177,6 @@ def _kill(pid: int) -> None:
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    """None where the kernel does not tell: there, orphans that left their group are not found."""
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -60,8 +60,9 @@ class AgentProgram(EpisodeNode):
     episodes and attempts; of it, `reset_s` is for the start of a process, and what has no effect has to be as it is by
     default. A session without a call for `idle_s` has failed. The endpoint listens on `host` and `port`; 0 is any free
     port. `models` are the names that calls may give to the policy. `processes` is the number of agents at a time, of
-    outside ones those that wait for a task included; `memory_bytes` is what a process may take. `requests` plays
-    held-out episodes, without tickets.
+    outside ones those that wait for a task included; `memory_bytes` is what a process may take, and
+    `episodes_per_process` how many episodes it plays, one after the other: what the program keeps in its modules is
+    then there in the next one. `requests` plays held-out episodes, without tickets.
     """
 
     _players: AgentPlayers
@@ -82,9 +83,17 @@ class AgentProgram(EpisodeNode):
         models: tuple[str, ...] = ("policy",),
         processes: int = 256,
         memory_bytes: int = MEMORY_BYTES,
+        episodes_per_process: int = 1,
         shaping: Shaping | None = None,
     ) -> None:
-        super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
+        super().__init__(
+            policy,
+            limits=limits,
+            processes=processes,
+            memory_bytes=memory_bytes,
+            episodes_per_process=episodes_per_process,
+            shaping=shaping,
+        )
         self.agent = agent
         self.command = command
         self.sampling = sampling or Sampling()
@@ -139,8 +148,9 @@ class AgentProgram(EpisodeNode):
         text = "is for processes that are started, and has no effect on outside workers; leave it out"
         if self.limits.reset_s != Limits.reset_s:
             yield f"limits.reset_s {text}"
-        if self.memory_bytes != MEMORY_BYTES:
-            yield f"memory_bytes {text}"
+        for name, default in (("memory_bytes", MEMORY_BYTES), ("episodes_per_process", 1)):
+            if getattr(self, name) != default:
+                yield f"{name} {text}"
 
     def preflight(self) -> str | None:
         check_model(self.policy)
@@ -158,6 +168,7 @@ class AgentProgram(EpisodeNode):
             self._program.environment,
             processes=self.processes,
             memory_bytes=self.memory_bytes,
+            episodes_per_process=self.episodes_per_process,
             reset_s=self.limits.reset_s,
             step_s=self.limits.episode_s,
         )

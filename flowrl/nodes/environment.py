@@ -45,12 +45,12 @@ NO_ROOM = "no_room"
 class Environment(EpisodeNode):
     """Plays the episodes of `environment` with the policy that `generate` asks.
 
-    `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the
-    number of environments' processes at a time, `memory_bytes` what each may take. `requests` plays held-out
-    episodes, without tickets. `shaping` applies to the reward of a whole episode. `history` is what a context is made
-    of: with "append" of what was sampled and fed; with "template" of what the template makes of all messages, so that
-    an episode has a further sequence (`branches`) for each context that the template rewrote. Conversations begin with
-    `system_prompt`, unless it is empty.
+    `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the number
+    of environments' processes at a time, `memory_bytes` what each may take; one plays `episodes_per_process` episodes,
+    one after the other. `requests` plays held-out episodes, without tickets. `shaping` applies to the reward of a whole
+    episode. `history` is what a context is made of: with "append" of what was sampled and fed; with "template" of what
+    the template makes of all messages, so that an episode has a further sequence (`branches`) for each context that the
+    template rewrote. Conversations begin with `system_prompt`, unless it is empty.
 
     If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays one seat,
     the row's seed plus the epoch modulo the number of seats, and the generator at the end of that edge the others.
@@ -68,11 +68,19 @@ class Environment(EpisodeNode):
         limits: Limits | None = None,
         processes: int = 256,
         memory_bytes: int = 1 << 30,
+        episodes_per_process: int = 1,
         shaping: Shaping | None = None,
         history: History = "append",
         system_prompt: str = "",
     ) -> None:
-        super().__init__(policy, limits=limits, processes=processes, memory_bytes=memory_bytes, shaping=shaping)
+        super().__init__(
+            policy,
+            limits=limits,
+            processes=processes,
+            memory_bytes=memory_bytes,
+            episodes_per_process=episodes_per_process,
+            shaping=shaping,
+        )
         self.environment = environment
         self.history: History = history
         self.system_prompt = system_prompt
@@ -146,6 +154,7 @@ class Environment(EpisodeNode):
             self.environment,
             processes=self.processes,
             memory_bytes=self.memory_bytes,
+            episodes_per_process=self.episodes_per_process,
             reset_s=self.limits.reset_s,
             step_s=self.limits.step_s,
         )

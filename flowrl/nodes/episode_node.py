@@ -57,12 +57,20 @@ class EpisodeNode(Node):
     _outcomes: AttemptOutcomes
 
     def __init__(
-        self, policy: Policy, *, limits: Limits | None, processes: int, memory_bytes: int, shaping: Shaping | None
+        self,
+        policy: Policy,
+        *,
+        limits: Limits | None,
+        processes: int,
+        memory_bytes: int,
+        episodes_per_process: int,
+        shaping: Shaping | None,
     ) -> None:
         self.policy = policy
         self.limits = limits or Limits()
         self.processes = processes
         self.memory_bytes = memory_bytes
+        self.episodes_per_process = episodes_per_process
         self.shaping = shaping or Shaping()
 
     # What subclasses say
@@ -94,7 +102,7 @@ class EpisodeNode(Node):
 
     def check(self, facts: Any) -> list[str]:
         problems = [*self.limits.problems(), *self.shaping.problems()]
-        for name in ("processes", "memory_bytes"):
+        for name in ("processes", "memory_bytes", "episodes_per_process"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]

@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
 import ssl
-import threading
-import time
 from typing import Any
 
+from flowrl.environments.one_thread import one_thread_left
 from flowrl.errors import ConfigError
 
 TOOL: Any = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
@@ -50,18 +48,8 @@ def openai_client(**options: Any) -> Any:
 
 def warm_up() -> None:
     """Make one call to a server of its own. Leaves no event loop, and no thread: the process is about to be forked."""
-    before = set(threading.enumerate())
-    num_before = _num_threads()
     asyncio.run(_one_call())
-    until_s = time.monotonic() + THREADS_END_S
-    for thread in set(threading.enumerate()) - before:
-        thread.join(THREADS_END_S)
-    while _num_threads() > num_before and time.monotonic() < until_s:
-        time.sleep(0.001)  # nothing tells when a thread that was joined has left the kernel
-
-
-def _num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    one_thread_left(THREADS_END_S)
 
 
 @functools.lru_cache(maxsize=1)
