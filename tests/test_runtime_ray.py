@@ -56,6 +56,11 @@ def test_sigterm_to_the_process_group_reaches_the_driver_alone_which_writes_a_ch
     run = Run(FAULTS, tmp_path / "run", "--processes", "--steps", "100000", timeout_s=280)
     run.until("step 2/")
     assert [pid for pid in pids_of(run.mark) if os.getpgid(pid) == run.process.pid] == [run.process.pid]
+    assert {"raylet", "gcs_server"} <= programs(run) and not {
+        "dashboard.py",
+        "monitor.py",
+        "log_monitor.py",
+    } & programs(run)
     run.signal(signal.SIGTERM)
     assert run.wait() == 0, run.stderr
     newest = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
@@ -64,6 +69,12 @@ def test_sigterm_to_the_process_group_reaches_the_driver_alone_which_writes_a_ch
     assert (steps - 1) * 4 < trained <= steps * 4, "the last batch has what was left"
     assert "audit: ok" in audit(tmp_path / "run")
     assert run.left_after(5) == []
+
+
+def programs(run: Run) -> set[str]:
+    """File names in the command lines of a run's processes, Ray's among them."""
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in pids_of(run.mark)]
+    return {Path(word).name for words in lines for word in words if word}
 
 
 OWN = """

@@ -25,6 +25,7 @@ from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver import slow_start
 from flowrl.runtime.driver.guard import Guard
+from flowrl.runtime.driver.lean_head import lean_head
 from flowrl.runtime.driver.own_groups import own_groups
 from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
 from flowrl.runtime.host.processes import children, descendants, end_descendants
@@ -81,6 +82,11 @@ def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
+def _prints_logs() -> bool:
+    """Whether the driver prints what nodes and Ray's workers print."""
+    return bool(os.environ.get("FLOWRL_RAY_LOGS"))
+
+
 class RayCluster:
     """The Ray on which this run executes. Call `start`, `place`, `spawn`, `stop` in this order."""
 
@@ -118,7 +124,7 @@ class RayCluster:
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives all other processes priority
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no prestarted worker has a host's environment
         self.started = True
-        quiet = {"log_to_driver": bool(os.environ.get("FLOWRL_RAY_LOGS")), "logging_level": logging.ERROR}
+        quiet = {"log_to_driver": _prints_logs(), "logging_level": logging.ERROR}
         if not address:
             self.owned = True
             adopt_orphans()
@@ -157,7 +163,7 @@ class RayCluster:
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
-                with own_groups():
+                with own_groups(), lean_head(logs=_prints_logs()):
                     unless_ended(init, self.processes)
                 return
             except ProcessEnded as ended:
