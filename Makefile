@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean mutants random-graphs kills test-nvme docs docs-serve gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -50,11 +50,15 @@ models: setup lint
 
 test: setup
 	@$(MAKE) --no-print-directory -j2 -Otarget models fast
-	$(PY) -m pytest -q -m "slow and not nvme" -n 2 --dist loadfile tests
+	$(PY) -m pytest -q -m "slow and not nvme and not matrix" -n 2 --dist loadfile tests
 
 # Offload to a disk: needs libaio with its headers, and compiles an extension for three minutes.
 test-nvme: setup
 	$(PY) -m pytest -q -m nvme tests
+
+# Every case of the oracle of gradients in rows and in trees; some five minutes.
+oracle: setup
+	$(PY) -m pytest -q tests/test_oracle.py tests/test_oracle_episodes.py
 
 # Faults put in one at a time, each to be caught by the test that it names.
 mutants: setup

@@ -1,7 +1,8 @@
 """Recorded rollouts through advantage node, batcher and two ZeRO-3 ranks, against a plain full-batch loop.
 
-Every estimator with every ratio and every aggregation; groups of 2, 3 and 4, uneven lengths, stale masks,
-several optimizer steps. `tests/oracle/plain.py` says what ought to come out.
+Every estimator with every ratio and every aggregation, in rows or in trees of the prompts that groups share; groups
+of 2, 3 and 4, uneven lengths, stale masks, several optimizer steps. `tests/oracle/plain.py` says what ought to come
+out. `make oracle` runs all of it in both layouts, `make test` each choice in one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import plain, plain_offline, rollouts
-from tests.oracle.cases import BATCHES, CASES, IN_PIECES, PIECE_CASES, OracleCase
+from tests.oracle.cases import BATCHES, CASES, IN_PIECES, OTHER_CASES, PIECE_CASES, OracleCase
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase
 from tests.ranks import run_ranks
 from tests.training_cases import VOCABULARY, make_model
@@ -69,7 +70,13 @@ def assert_same(found: dict[str, Any], expected: plain.Outcome, num_steps: int) 
     assert worst(found["weights"], expected.weights) <= 1e-5
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+IN_BOTH_LAYOUTS = [
+    *(pytest.param(case, id=case.name) for case in CASES),
+    *(pytest.param(case, id=case.name, marks=pytest.mark.matrix) for case in OTHER_CASES),
+]
+
+
+@pytest.mark.parametrize("case", IN_BOTH_LAYOUTS)
 def test_gradients_and_weights_equal_the_plain_loop(case: OracleCase, oracle: Path) -> None:
     found = torch.load(oracle / f"{case.name}.pt")
     expected = plain.run(case, rollouts.load(oracle / "rollouts"), oracle / "model")

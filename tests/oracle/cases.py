@@ -1,4 +1,4 @@
-"""What the oracle compares: every estimator with every ratio and every aggregation.
+"""What the oracle compares: every estimator with every ratio and every aggregation, in rows and in trees.
 
 What is left to choose (stale masks, optimizer steps, epochs, KL in reward and loss, entropy) changes
 from case to case, so that all of it meets all of them.
@@ -6,9 +6,11 @@ from case to case, so that all of it meets all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+
+from flowrl.training.settings import Layout
 
 BATCHES = 3
 LR = 0.02
@@ -71,10 +73,16 @@ class OracleCase:
     estimator: str
     ratio: str
     aggregation: str
+    layout: Layout
 
     @property
     def name(self) -> str:
-        return f"{self.estimator}-{self.ratio}-{self.aggregation}"
+        return f"{self.estimator}-{self.ratio}-{self.aggregation}-{self.layout}"
+
+    @property
+    def in_other_layout(self) -> OracleCase:
+        """The same in trees instead of rows, or the other way."""
+        return replace(self, layout="rows" if self.layout == "tree" else "tree")
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -119,11 +127,17 @@ class OracleCase:
         return 2 if self.number % 8 in (2, 5) else 1
 
 
-CASES = tuple(OracleCase(number, *choice) for number, choice in enumerate(product(ESTIMATORS, RATIOS, AGGREGATIONS)))
+CASES = tuple(
+    OracleCase(number, *choice, layout="tree" if number % 2 else "rows")
+    for number, choice in enumerate(product(ESTIMATORS, RATIOS, AGGREGATIONS))
+)
+"""Every choice once; every estimator with every ratio in both layouts."""
+OTHER_CASES = tuple(case.in_other_layout for case in CASES)
+"""Every choice in the layout that it does not have in `CASES`."""
 PIECE_CASES = tuple(
     case
     for case in CASES
-    if case.name
+    if case.name.rpartition("-")[0]
     in (
         "group_norm-ppo-token",
         "group_norm-dual_clip-sequence",

@@ -34,6 +34,7 @@ from tests.oracle.cases import (
     LAM,
     LR,
     MAX_STALENESS,
+    OTHER_CASES,
     PIECES,
     TEMPERATURE,
     OracleCase,
@@ -47,8 +48,8 @@ LAYERS_GATHERED = {"leaf_module": {"classes": ["LlamaDecoderLayer", "Qwen2Decode
 SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100, **LAYERS_GATHERED}}
 """Every matrix is divided, and those of a layer are gathered together: the oracle is about losses. In
 tests/test_training_gang.py each is gathered alone, as by default."""
-TOKEN_BUDGETS = {1: 64, 2: 48}
-"""By optimizer steps: two micro-batches of a rank or a few more."""
+TOKEN_BUDGETS = {("rows", 1): 64, ("rows", 2): 32, ("tree", 1): 36, ("tree", 2): 22}
+"""By layout and optimizer steps: two micro-batches of a rank or a few more."""
 
 
 class Recording(ZeroEngine):
@@ -91,7 +92,8 @@ def batches_of(case: OracleCase, recorded: Recorded) -> list[Batch]:
     groups = run_node(advantage, {"scored": [one for group in recorded for one in _members(group)]}).sent("groups")
     batcher = TokenBatch(
         GROUPS,
-        token_budget=TOKEN_BUDGETS[case.optimizer_steps],
+        token_budget=TOKEN_BUDGETS[case.layout, case.optimizer_steps],
+        layout=case.layout,
         optimizer_steps=case.optimizer_steps,
         whiten=case.whiten,  # type: ignore[arg-type]
     )
@@ -113,6 +115,7 @@ def _arrivals(groups: list[Group], *, ordered: bool) -> list[tuple[int, Group]]:
 
 def train(case: OracleCase, engine: Recording, recorded: Recorded, path: Path, *, in_pieces: bool = False) -> None:
     engine.start_over()
+    engine.layout = "tree" if case.layout == "tree" else "padded"
     learner = Learner(
         engine,
         PolicyObjective(**case.objective),
@@ -166,7 +169,7 @@ def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
     chosen = set(json.loads((directory / "cases.json").read_text()))
     recorded = load(directory / "rollouts")
     engine = Recording(directory / "model", settings, gang, head="lm")
-    for case in CASES:
+    for case in (*CASES, *OTHER_CASES):
         if case.name in chosen:
             train(case, engine, recorded, directory / f"{case.name}.pt")
         if f"{case.name}{IN_PIECES}" in chosen:

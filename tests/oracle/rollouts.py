@@ -27,11 +27,19 @@ def record(model_dir: Path, path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     draw = np.random.default_rng(11)
     groups = [
-        tuple(_rollout(model, draw, version, group, member) for member in range(size))
+        _group(model, draw, version, group, size)
         for version in range(FIRST, FIRST + BATCHES)
         for group, size in enumerate(SIZES)
     ]
     path.write_bytes(dump_value(tuple(groups)))
+
+
+def _group(
+    model: torch.nn.Module, draw: np.random.Generator, version: int, group: int, size: int
+) -> tuple[Scored, ...]:
+    """Members of a group have their prompt in common."""
+    prompt = draw.integers(0, VOCABULARY, int(draw.integers(2, 8)))
+    return tuple(_rollout(model, draw, version, group, member, prompt) for member in range(size))
 
 
 def load(path: Path) -> Recorded:
@@ -39,9 +47,11 @@ def load(path: Path) -> Recorded:
     return groups
 
 
-def _rollout(model: torch.nn.Module, draw: np.random.Generator, version: int, group: int, member: int) -> Scored:
-    prompt, response = int(draw.integers(2, 8)), int(draw.integers(1, 15))
-    token_ids = draw.integers(0, VOCABULARY, prompt + response).astype(np.int32)
+def _rollout(
+    model: torch.nn.Module, draw: np.random.Generator, version: int, group: int, member: int, prompt_ids: np.ndarray
+) -> Scored:
+    prompt, response = len(prompt_ids), int(draw.integers(1, 15))
+    token_ids = np.concatenate([prompt_ids, draw.integers(0, VOCABULARY, response)]).astype(np.int32)
     mask = np.arange(prompt + response) >= prompt
     if response > 5:
         mask[prompt + 2 : prompt + 4] = False  # a tool's answer between two turns
