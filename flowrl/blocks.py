@@ -115,7 +115,8 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
     """Options of graphs that measure the trained policy on held-out prompts."""
 
     evaluate: int = 512
-    """Held-out prompts that are answered before and after training; 0: none."""
+    """Held-out prompts that are answered before and after training; 0: none, and all rows of a file are trained on,
+    except in agent_tools."""
     evaluate_samples: int = 1
     """Answers to each held-out prompt: one is greedy, several are sampled."""
     evaluate_every: int = 0

@@ -181,7 +181,7 @@ class TeacherSize(ScoringSize, _Model):
     """The teacher."""
 
     model: str = "tiny_teacher"
-    """tiny_teacher (for tiny), or the path of a model directory with the student's vocabulary."""
+    """tiny_teacher (for tiny), a model directory, or OWNER/NAME of the Hub, with the student's vocabulary."""
     dtype: Dtype | None = "float32"
     """Type of weights and computation; None: that of the trainer."""
 

@@ -22,7 +22,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 @dataclass(frozen=True)
 class Distill(LossOptions, PromptOptions):
     policy: str = "tiny"
-    """The student: tiny, smollm2, or the path of a Hugging Face model directory."""
+    """The student: tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub."""
     temperature: float = 1.0
     """Of student and teacher."""
     group_size: int = 8

@@ -22,8 +22,8 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     """The options that DPO and KTO share."""
 
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory. Its initial weights are the reference, too, unless
-    --reference.model names another model."""
+    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub. Its initial weights are the reference,
+    too, unless --reference.model names another model."""
     task: Task = Task("arithmetic")
     """Evaluated, and the data if no file is named: arithmetic, reasoning_gym/NAME, a .jsonl file or a directory."""
     lr: float = 5e-5

@@ -20,7 +20,7 @@ class Evaluate(TimedReward, GeneratorOptions):
     learning = "samples"  # its answers are as long as those of training
 
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
+    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
     prompts: int = 512
     """Held-out prompts of --task that are asked."""
     samples: int = 1

@@ -19,7 +19,7 @@ from flowrl.scorer_options import ScorerOptions
 @dataclass(frozen=True)
 class Generate(ScorerOptions, SamplingOptions):
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory: the model that answers."""
+    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
     group_size: int = 1
     """Responses to one prompt."""
 

@@ -1,6 +1,6 @@
 """GRPO (arXiv 2402.03300): compares the samples of a prompt with each other; sampling and training run side by side.
 
-flowrl run grpo --steps 60
+flowrl run grpo --steps 60 --run-dir runs/first
 flowrl run grpo --policy smollm2 --task reasoning_gym/chain_sum --steps 60
 """
 

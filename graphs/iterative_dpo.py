@@ -1,7 +1,7 @@
 """Iterative DPO: the best and the worst answer to a prompt make a pair; each round samples from the trained policy.
 
 flowrl run iterative_dpo --steps 60
-flowrl run iterative_dpo --reward-model runs/reward_model/checkpoints/step_000200 --steps 60
+flowrl run iterative_dpo --reward-model runs/reward_model/checkpoints/step_000300 --steps 60
 flowrl run iterative_dpo --reference.weights initial --kind ipo --steps 60
 """
 

@@ -16,7 +16,7 @@ from flowrl.scorer_options import ScorerOptions
 @dataclass(frozen=True)
 class Pairs(ScorerOptions, SamplingOptions):
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory: the model whose answers are compared."""
+    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model whose answers are compared."""
     group_size: int = 4
     """Answers to one prompt; the best and the worst make a pair."""
 

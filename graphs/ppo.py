@@ -4,7 +4,7 @@ The reward and the reference work on each sample at the same time; their results
 batch is formed, the critic values all of it at one version, and GAE computes the advantages.
 
 flowrl run ppo --steps 60
-flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000100 --steps 60
+flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000300 --steps 60
 """
 
 from dataclasses import dataclass, replace

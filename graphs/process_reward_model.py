@@ -1,6 +1,6 @@
 """A process reward model: a language model with a scalar head, trained to say of each step whether it is right.
 
-flowrl run process_reward_model --task steps.jsonl --steps 300
+flowrl run process_reward_model --task steps.jsonl --steps 300 --run-dir runs/prm
 flowrl run grpo --reward-model runs/prm/checkpoints/step_000300 --step-separator '\\n'
 """
 
@@ -18,7 +18,8 @@ from flowrl.training.loss.step_objective import StepCorrectness
 @dataclass(frozen=True)
 class ProcessRewardModel(DatasetOptions):
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory: the initial model, which gets a new head."""
+    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the initial model, which gets a new
+    head."""
     lr: float = 5e-4
     batch: int = 64
     """Responses of one step."""

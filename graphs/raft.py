@@ -1,7 +1,7 @@
 """RAFT (arXiv 2304.06767): imitates the best of several answers to a prompt; the trained policy gives the next ones.
 
 flowrl run raft --steps 100
-flowrl run raft --reward-model runs/reward_model/checkpoints/step_000200 --steps 100
+flowrl run raft --reward-model runs/reward_model/checkpoints/step_000300 --steps 100
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """A reward model: a language model with a scalar head, trained to score the chosen of a pair above the rejected.
 
 flowrl run pairs --pairs pairs.jsonl
-flowrl run reward_model --pairs pairs.jsonl --steps 300
+flowrl run reward_model --pairs pairs.jsonl --steps 300 --run-dir runs/reward_model
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from flowrl.training.schedule import Schedule
 class RewardModel(PreferenceOptions):
     learning = "rewards"  # a new head beside the policy's weights
     policy: str = "tiny"
-    """tiny, smollm2, or the path of a Hugging Face model directory: the initial model, which gets a new head."""
+    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the initial model, which gets a new
+    head."""
     task: Task = Task("arithmetic")
     """The task that `tiny` was warm-started on. Its own pairs are the data if `pairs` is empty."""
     lr: float = 5e-4

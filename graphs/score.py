@@ -1,7 +1,7 @@
 """Rewards of responses that a file has: by functions, servers or a reward model, written beside them.
 
 flowrl run score --task sums.jsonl --task.reward rules.py:short --out scored.jsonl
-flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000200 --out scored.jsonl
+flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000300 --out scored.jsonl
 """
 
 from dataclasses import dataclass, replace

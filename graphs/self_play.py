@@ -2,8 +2,8 @@
 
 A group is one start of the game, played `group_size` times; a seat is compared with the same seat of the others. With
 `--opponent-every N` the policy plays one seat, against its own version of every N steps, whose replies are not
-trained; with 0 against version 0. Held-out games are played against version 0, whose weights are never replaced: the
-score is the share of games that the policy wins.
+trained; with 0 against version 0. On GPUs N is 0 or 1. Held-out games are played against version 0, whose weights are
+never replaced: the score is the share of games that the policy wins.
 
     flowrl run self_play --steps 60
     flowrl run self_play --steps 60 --opponent-every 10

@@ -32,7 +32,7 @@ from flowrl.training.loss.sft_objective import SFT as SFTObjective
 @dataclass(frozen=True)
 class SFT(EvaluationOptions, DatasetOptions):
     policy: str = "tiny"
-    """tiny (with random weights), smollm2, or the path of a Hugging Face model directory."""
+    """tiny (with random weights), smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub."""
     batch: int = 64
     """Conversations of one step."""
     lr: float = 5e-4

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from flowrl.commands.prepare import prepare
 from flowrl.graph.load import load_file
+from flowrl.runtime.driver.options import RunOptions
 
 RECIPES = Path(__file__).parent.parent / "docs" / "clusters"
 
@@ -18,6 +20,41 @@ RECIPES = Path(__file__).parent.parent / "docs" / "clusters"
 def test_the_slurm_script_parses() -> None:
     done = subprocess.run(["bash", "-n", RECIPES / "flowrl.sbatch"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+STUB = """#!/bin/bash
+case $(basename "$0") in
+  scontrol) echo machine-1 ;;
+  srun) [ "${*: -1}" = --ip-address ] && echo 10.0.0.1 ;;
+  flowrl) [ "$1" = run ] && printf '%s\\n' "$@" > "$FOUND" ;;
+esac
+exit 0
+"""
+
+
+def run_of_slurm(tmp_path: Path, *words: str) -> list[str]:
+    """The words that the script runs flowrl with; stubs stand for Slurm, Ray and the waits."""
+    for name in ("scontrol", "srun", "ray", "sleep", "flowrl"):
+        stub = tmp_path / name
+        stub.write_text(STUB)
+        stub.chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "m[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FOUND": str(tmp_path / "found"), **slurm}
+    subprocess.run(["bash", RECIPES / "flowrl.sbatch", *words], env=environment, check=True, timeout=20)
+    return (tmp_path / "found").read_text().split()
+
+
+def test_a_job_of_slurm_runs_with_the_options_that_it_is_given(tmp_path: Path) -> None:
+    """In the directory that they name: a further job with --resume has another id, and has to find the same run."""
+    given = ["grpo", "--steps", "200", "--run-dir", "/shared/a", "--resume"]
+    run, *words = run_of_slurm(tmp_path, *given)
+    (options,) = prepare("run", (RunOptions,), words).own
+    assert (run, str(options.run_dir), options.resume, options.steps) == ("run", "/shared/a", True, 200)
 
 
 def test_the_ray_job_has_what_a_run_needs() -> None:

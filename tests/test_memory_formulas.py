@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from flowrl.graph.footprint import Share
 from flowrl.models import Policy
 from flowrl.models.known_shapes import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
+from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.training.engine import train_memory
 from flowrl.training.engine.train_memory import BUCKET_BYTES, TrainerModel, head_bytes, layer_bytes, scoring_bytes
-from flowrl.training.model import cached_logprobs, logprobs
+from flowrl.training.model import cached_logprobs, logprobs, model_writer
 from flowrl.training.model.model_shape import ModelShape, read_shape
+from flowrl.training.model.tensors import whole_weights
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
+from tests.loading_rank import Highest
 from tests.memory_rank import CASES, settings_of, tensor_size_of
 from tests.memory_rank import TOKENS as PASS_TOKENS
 from tests.ranks import run_ranks
@@ -230,6 +234,45 @@ def test_optimizers_keep_what_is_predicted() -> None:
         optimizer.step()
         state = sum(v.nbytes for s in optimizer.state.values() for k, v in s.items() if k != "step")
         assert state == train_memory.MOMENTS_BYTES[name] * 5050
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "loading", "export"),
+    [
+        ("qwen2.5-0.5b", 2, 2 * 494_032_768, 2 * 494_032_768),
+        ("qwen2.5-0.5b", 3, 4 * 896 * 151_936, 2 * 494_032_768),
+        ("llama-70b", 2, 2 * 70_553_706_496, model_writer.SHARD_BYTES),
+        ("llama-70b", 3, 4 * 8192 * 128_256, model_writer.SHARD_BYTES),
+    ],
+)
+def test_a_rank_needs_host_memory_to_load_and_to_export(name: str, stage: int, loading: int, export: int) -> None:
+    share = Share(2, first=True, gpus=1, device_bytes=80 * GB, in_turns=False, token_budget=1024, longest_sample=512)
+    zero = ZeroSettings(dtype="bfloat16", stage=stage)
+    found = trainer_footprint(Policy(str(SHAPES / f"{name}.json")), share, zero, LoRA(), scalar=False)
+    assert found is not None
+    assert found.num_bytes("loading", place="host") == loading
+    assert found.num_bytes("export", place="host") == export
+
+
+@pytest.mark.slow
+def test_writing_a_model_takes_the_memory_of_one_file(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_config(configuration("Qwen2", hidden_size=512, num_hidden_layers=16))
+    largest, shard_bytes = max(p.nbytes for p in network.parameters()), 16 * MIB
+    held = SimpleNamespace(network=network)
+
+    def write(path: Path) -> None:
+        writer = model_writer.ModelWriter(held, {}, path, shard_bytes=shard_bytes)
+        for entry in whole_weights(network):
+            writer.add([entry.name], [entry.make(*(parameter.detach() for parameter in entry.parameters))])
+        writer.close()
+
+    write(tmp_path / "first")  # what the first one imports
+    with Highest() as highest:
+        write(tmp_path / "second")
+    assert sum(p.nbytes for p in network.parameters()) > 4 * shard_bytes
+    assert highest.most - highest.before <= shard_bytes + largest + 4 * MIB
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.telemetry import sinks
 from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
 from flowrl.runtime.telemetry.metrics import NAMES, Metrics, flat, read, rewind
-from flowrl.runtime.telemetry.sinks import open_sinks
+from flowrl.runtime.telemetry.sinks import Trackio, WandB, open_sinks
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
 from flowrl.runtime.telemetry.tracking import SampleTables, Tracking, markdown
 
@@ -247,6 +248,34 @@ def test_a_run_is_named_by_option_then_by_environment(monkeypatch: pytest.Monkey
         Tracking(samples_every=-1)
 
 
+class Tracker:
+    """Stands for the packages wandb and trackio: it keeps what a run was begun with."""
+
+    Error = RuntimeError
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+
+    def init(self, **given: Any) -> None:
+        self.begun.append(given)
+
+
+@pytest.mark.parametrize("sink", [WandB, Trackio])
+def test_a_new_run_continues_no_other_and_a_resumed_one_continues_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sink: type[WandB | Trackio]
+) -> None:
+    package = Tracker()
+    monkeypatch.setattr(sinks, "_import", lambda *names: package)
+    first, other = tmp_path / "a" / "runs#1", tmp_path / "b" / "runs#1"
+    for run_dir in (first, other, first):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        sink(run_dir, {}, Tracking())
+    own, others, again = ((given.get("id") or given["name"]) for given in package.begun)
+    assert own == again != others
+    assert all(given["name"].startswith("runs#1") for given in package.begun)
+    assert package.begun[0].get("id", "0").isalnum(), "W&B refuses some other characters"
+
+
 @pytest.mark.slow
 def test_wandb_keeps_an_offline_run_in_the_run_directory(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
@@ -254,7 +283,7 @@ def test_wandb_keeps_an_offline_run_in_the_run_directory(tmp_path: Path) -> None
     run_dir.mkdir()
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     subprocess.run([sys.executable, "-c", TRACKED, str(run_dir)], env=environment, check=True, timeout=90)
-    (kept,) = run_dir.glob("wandb/offline-run-*/run-grpo-7.wandb")  # its last block is written when the process ends
+    (kept,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")  # its last block is written when the process ends
     content = kept.read_bytes()
     for expected in (
         b"reward_mean",

@@ -243,6 +243,21 @@ def test_a_source_with_a_curriculum_needs_the_edge_and_the_column() -> None:
         PromptSource(TASK, Policy("tiny"), curriculum=Curriculum(chosen=0.5, by="level")).preflight()
 
 
+def test_a_column_that_questions_of_agents_lack_is_refused_before_a_run() -> None:
+    file = load_file("agent_openai")
+    graph = file.build(file.parse(["--curriculum.chosen", "0.5", "--curriculum.by", "level"]))
+    with pytest.raises(ConfigError, match=r"curriculum\.by is 'level', and no row has this column"):
+        graph.nodes["prompts"].preflight()
+
+
+@pytest.mark.parametrize("name", ["agent_tools", "agent_game", "self_play"])
+def test_rows_of_an_environment_have_no_columns_to_go_by(name: str) -> None:
+    file = load_file(name)
+    graph = file.build(file.parse(["--curriculum.chosen", "0.5", "--curriculum.by", "environment"]))
+    (problem,) = check(graph, CLUSTER).problems
+    assert "curriculum.by is 'environment', but rows of an environment differ by their seed alone" in problem
+
+
 def test_rows_of_a_generated_task_say_how_difficult_they_are() -> None:
     task = Task("reasoning_gym/chain_sum:size=20,max_terms=3")
     rows = load_rows(task).train

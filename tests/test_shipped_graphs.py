@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -112,3 +113,26 @@ def test_a_path_is_never_a_name(empty: Path) -> None:
     with pytest.raises(ConfigError, match=r"graph file mine/grpo.py does not exist \(looked in"):
         load_file("mine/grpo.py")
     assert find_graph("grpo").is_absolute()
+
+
+COMMANDS = [
+    line.strip()
+    for name in shipped_names()
+    for line in (ast.get_docstring(ast.parse(find_graph(name).read_text())) or "").splitlines()
+    if line.strip().startswith("flowrl run ")
+]
+CHECKPOINT = re.compile(r"(\S+)/checkpoints/step_0*(\d+)")
+
+
+@pytest.mark.parametrize(("run_dir", "step"), sorted({one for line in COMMANDS for one in CHECKPOINT.findall(line)}))
+def test_a_checkpoint_that_an_example_names_is_the_last_of_another_one(run_dir: str, step: str) -> None:
+    assert [line for line in COMMANDS if f"--run-dir {run_dir}" in line and f"--steps {step}" in line]
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_graph_says_that_its_policy_may_be_on_the_hub(name: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", name, "--help"])
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    (about,) = re.findall(r"--policy \S+ (.*?) --", shown)
+    assert name == "score" or "OWNER/NAME" in about

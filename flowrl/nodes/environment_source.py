@@ -39,6 +39,15 @@ class EnvironmentSource(RowSource):
         )
         self.environment = environment
 
+    def check(self, facts: Any) -> list[str]:
+        if self.curriculum is None or not self.curriculum.by:
+            return super().check(facts)
+        problem = (
+            f"curriculum.by is {self.curriculum.by!r}, but rows of an environment differ by their seed alone, and each "
+            "has a pass rate of its own; leave it out"
+        )
+        return [*super().check(facts), problem]
+
     def preflight(self) -> None:
         EnvironmentName(self.environment)
 
@@ -48,9 +57,6 @@ class EnvironmentSource(RowSource):
 
     def rows(self) -> Sequence[EnvironmentRow]:
         return self.chosen(self._read.train, self._read.held_out)
-
-    def columns(self, row: EnvironmentRow) -> Mapping[str, Any]:
-        return {"environment": row.name, **row.options}
 
     def group(self, row: EnvironmentRow, epoch: int) -> list[Prompt]:
         return self.members(row.prompt_id, epoch, **prompt_fields(row))

@@ -23,6 +23,8 @@ PACKED_BYTES = 2 * (256 << 20)
 """The two buffers into which vLLM packs weights for a broadcast, at either end."""
 GRAPHS_BYTES = 1 << 30
 """CUDA graphs of vLLM. An assumption, as above."""
+EXPORT_BYTES = 2 << 30
+"""Most bytes of a file of an exported model (`SHARD_BYTES` of model_writer.py, which imports torch)."""
 UTILIZATION = 0.92
 """vLLM's default of gpu_memory_utilization."""
 BATCHED_TOKENS = 8192
@@ -74,11 +76,10 @@ def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
         yield MemoryTerm("away", kept + model.buckets, "host", "away")
     if share.gpus:
         yield MemoryTerm("runtime", RUNTIME_BYTES + (NCCL_BYTES if share.replicas > 1 else 0))
-    whole = model.parameters * model.element
-    if model.stage < 3:
-        yield MemoryTerm("loading", whole, "host", "loading")
+    whole, largest = model.parameters * model.element, model.shape.largest_tensor * model.element
+    yield MemoryTerm("loading", 2 * largest if model.stage == 3 else whole, "host", "loading")
     if share.first:
-        yield MemoryTerm("export", whole, "host", "export")
+        yield MemoryTerm("export", min(whole, max(EXPORT_BYTES, largest)), "host", "export")
         yield from _segments(model, share)
 
 

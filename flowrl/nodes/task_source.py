@@ -44,6 +44,7 @@ class TaskSource(RowSource):
         rows = self.rows()
         if rows and MESSAGES in rows[0].columns:
             raise ConfigError(f"the task {self.task.name!r} has a column {MESSAGES!r}, which agents get; rename it")
+        self._buckets(rows)
 
     def rows(self) -> Sequence[Row]:
         rows = load_rows(self.task, whole=self.part == "all")

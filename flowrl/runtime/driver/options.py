@@ -19,7 +19,7 @@ class RunOptions:
     """Options of `flowrl run`."""
 
     steps: int | None = None
-    """Stop after this version; None: when the data end."""
+    """Stop after this version, with the data repeated as needed; None: after one pass over the data."""
     run_dir: Path | None = None
     """Where the run's records go; None: runs/GRAPH-TIME."""
     resume: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,19 +57,30 @@ class TensorBoard:
             self._texts.close()
 
 
+ID_FILE = "tracking_id"
+"""File of a run directory with the id that the run has elsewhere."""
+
+
+def tracking_id(run_dir: Path) -> str:
+    """The id of this run in W&B and Trackio: made once, so that `--resume` continues this run and no other."""
+    file = run_dir / ID_FILE
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
+
+
 class WandB:
-    """A W&B run whose id is the directory's name; a resumed run continues it. WANDB_MODE=offline keeps it local."""
+    """A W&B run with the id of the run directory; a resumed run continues it. WANDB_MODE=offline keeps it local."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._wandb = _import("wandb", "wandb")
-        own = run_dir.resolve().name
         try:
             self._run = self._wandb.init(
                 project=tracking.named("project", "WANDB_PROJECT") or PROJECT,
                 entity=tracking.named("entity", "WANDB_ENTITY"),
                 group=tracking.named("group", "WANDB_RUN_GROUP"),
-                name=tracking.named("name", "WANDB_NAME") or own,
-                id=own,
+                name=tracking.named("name", "WANDB_NAME") or run_dir.resolve().name,
+                id=tracking_id(run_dir),
                 resume="allow",
                 dir=str(run_dir),
                 config=dict(config),
@@ -89,13 +101,16 @@ class WandB:
 
 
 class Trackio:
-    """A Trackio run, named after the directory unless it is given a name, in Trackio's local database."""
+    """A run in Trackio's local database, named after the directory unless it is given a name.
+
+    Trackio finds the run to continue by its name, so the id is the name's end.
+    """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._trackio = _import("trackio", "trackio")
         self._run = self._trackio.init(  # its module knows the run in the task that has begun it, alone
             project=tracking.named("project", "TRACKIO_PROJECT") or PROJECT,
-            name=tracking.named("name") or run_dir.resolve().name,
+            name=f"{tracking.named('name') or run_dir.resolve().name}-{tracking_id(run_dir)}",
             group=tracking.named("group"),
             resume="allow",
             config=dict(config),

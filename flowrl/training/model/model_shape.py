@@ -117,6 +117,11 @@ class ModelShape:
     def largest_matrix(self) -> int:
         return max(self.vocab * self.hidden, *(inputs * outputs for inputs, outputs in self.linears))
 
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest parameter; in a mixture two matrices of all experts of a layer are one."""
+        return max(self.largest_matrix, 2 * self.hidden * self.feed_forward * self.experts)
+
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA adapters of every linear layer but the output layer."""
         return rank * self.layers * sum(inputs + outputs for inputs, outputs in self.linears)
