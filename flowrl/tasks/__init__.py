@@ -82,7 +82,7 @@ def check_answers(task: Task, rows: Iterable[Row]) -> None:
                 f"{row.place}: the answer is {str(row.answer)[:60]!r}, and check={check} compares with a text; "
                 "name the column that has one with answer=, or give the task a reward function"
             )
-        if row.answer is not None and (check in NEEDED or (check == "math" and not answers[term])):
+        if row.answer is not None and (check in NEEDED or check == "math"):
             answers[term][row.place or term] = str(row.answer)
     for term, check in checks.items():
         if check == "math":

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.code_tests import given_tests
+from flowrl.tasks.written_numbers import NUMBER, decimal_of, number_of, reference_number
 
-MARK = "####"
-NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
 BOX = "\\boxed{"
 BRACES = re.compile(r"\\boxed\{|[{}]")
 # Possessive: of a run of blanks, which each of them could take, none gives anything back.
@@ -26,7 +25,10 @@ ALONE = re.compile(r"\s*\(?\[?([A-Za-z])(?:[\])]|[.:](?!\w)|\s*$)")
 
 def gsm8k(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
     """1 if the response's number equals the reference's; commas, signs of currency and trailing zeros do not count."""
-    return _scores(number_of, responses, answer)
+    return [
+        float((right := reference_number(str(one))) is not None and number_of(said) == right)
+        for said, one in zip(responses, answer, strict=True)
+    ]
 
 
 def boxed(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
@@ -43,25 +45,6 @@ def choice(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence
         float((found := letter_of(said)) is not None and found == right_letter(right))
         for said, right in zip(responses, answer, strict=True)
     ]
-
-
-def _scores(found: Callable[[str], Any], responses: Sequence[str], answer: Sequence[Any]) -> list[float]:
-    return [
-        float((right := found(str(one))) is not None and found(said) == right)
-        for said, one in zip(responses, answer, strict=True)
-    ]
-
-
-def number_of(text: str) -> Decimal | None:
-    """The number after the last ####, else the last number of the text."""
-    numbers = NUMBER.findall(text.rpartition(MARK)[2] if MARK in text else text)
-    marked = MARK in text
-    if not numbers:
-        return None
-    try:
-        return Decimal(numbers[0 if marked else -1].replace(",", ""))
-    except InvalidOperation:
-        return None
 
 
 def box_of(text: str) -> str | None:
@@ -84,9 +67,11 @@ def _boxed_or_all(text: str) -> str:
 
 def plain_of(text: str) -> Decimal | str:
     """A number as such; other text without blanks, dollar signs and \\text{...} around it."""
-    bare = re.sub(r"\s+|\$|\\[,!;]|\\(?=%)", "", text)
-    bare = re.sub(r"^\\(?:text|mathrm|textbf)\{(.*)\}$", r"\1", bare).rstrip(".")
-    return Decimal(bare.replace(",", "")) if NUMBER.fullmatch(bare) else bare
+    text = re.sub(r"\$|\\!|\\(?=%)", "", re.sub(r"\{,\}|,\\!\s*", ",", text))
+    text = re.sub(r"^\\(?:text|mathrm|textbf)\{(.*)\}$", r"\1", re.sub(r"\\[,;]", " ", text).strip()).rstrip(".")
+    digits = re.sub(r"(?<!,)\s+", "", text)  # a blank after a comma parts the numbers of a pair
+    number = decimal_of(digits) if NUMBER.fullmatch(digits) else None
+    return re.sub(r"\s+", "", text) if number is None else number
 
 
 def letter_of(text: str) -> str | None:
@@ -119,7 +104,7 @@ CHECKS: dict[str, str] = {
 }
 """Check -> the reward function that does it."""
 NEEDED: dict[str, tuple[str, Callable[[str], object]]] = {
-    "gsm8k": ("a number", number_of),
+    "gsm8k": ("a number", reference_number),
     "choice": ("a letter, or a number that counts from 0 for A", right_letter),
     "code": ("tests (a list of asserts, code, or inputs and outputs)", given_tests),
 }
