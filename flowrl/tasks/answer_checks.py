@@ -13,7 +13,6 @@ from decimal import Decimal
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.code_tests import given_tests
 from flowrl.tasks.written_numbers import NUMBER, decimal_of, number_of, reference_number
 
 BOX = "\\boxed{"
@@ -106,7 +105,6 @@ CHECKS: dict[str, str] = {
 NEEDED: dict[str, tuple[str, Callable[[str], object]]] = {
     "gsm8k": ("a number", reference_number),
     "choice": ("a letter, or a number that counts from 0 for A", right_letter),
-    "code": ("tests (a list of asserts, code, or inputs and outputs)", given_tests),
 }
 STRUCTURED = ("code",)
 """Checks whose answers may be lists or mappings."""
