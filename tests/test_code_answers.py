@@ -53,6 +53,8 @@ def kind(request: pytest.FixtureRequest) -> Any:
         ("```text\n1\n```\n```python title=a.py\na = 1\n", "a = 1\n"),
         ("```python\r\na = 1\r\n```\r\n", "a = 1\r\n"),
         ('````python\na = "\n```\n"\n````\n', 'a = "\n```\n"\n'),
+        ("```bash\npip install x\n```python\na = 1\n```", "a = 1\n"),
+        ("```markdown\n```python\na = 1\n```\n```\n", "a = 1\n"),
         ("```cpp\nint a;\n```", "```cpp\nint a;\n```"),
         ("", ""),
     ],

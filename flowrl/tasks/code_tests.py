@@ -65,7 +65,7 @@ def program_of(response: str) -> str:
     opened: re.Match[str] | None = None
     program = None
     for fence in FENCE.finditer(response):
-        if opened is None:
+        if opened is None or (_names_python(fence) and not _names_python(opened)):
             opened = fence
         elif len(fence[1]) >= len(opened[1]) and not fence[2].strip():
             program = response[opened.end() : fence.start()] if PYTHON.fullmatch(opened[2]) else program
@@ -73,6 +73,11 @@ def program_of(response: str) -> str:
     if program is None and opened is not None and PYTHON.fullmatch(opened[2]):
         return response[opened.end() :]
     return response if program is None else program
+
+
+def _names_python(fence: re.Match[str]) -> bool:
+    """Whether a program begins here, also where a block of another kind was not closed, or contains it."""
+    return bool(fence[2].strip() and PYTHON.fullmatch(fence[2]))
 
 
 def given_tests(answer: Any, entry_point: str | None = None) -> CodeTests | None:

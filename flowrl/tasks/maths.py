@@ -84,7 +84,8 @@ def _delimited(formula: str) -> str:
         return formula
     calculation, _, result = formula.rpartition("=")
     result = formula if re.search("[A-Za-z]", NAMED.sub(" ", calculation)) else result
-    return "${}$".format(re.sub(r"\\?\$", "", result))
+    plain = re.sub(r"\\?\$", "", result)
+    return f"${plain}$"
 
 
 def check(answers: Mapping[str, str]) -> None:
@@ -99,8 +100,8 @@ def check(answers: Mapping[str, str]) -> None:
     if wrong:
         raise ConfigError(
             f"{wrong[0]}: check=math finds no number or formula in the answer {answers[wrong[0]][:60]!r} "
-            f"({len(wrong)} of {len(answers)} have none); name the column that has one with answer=, or leave "
-            "check=math out"
+            f"({len(wrong)} of {len(answers)} have none); correct or remove such rows, name another column with "
+            "answer=, or leave check=math out"
         )
 
 
