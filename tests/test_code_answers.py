@@ -48,6 +48,14 @@ def kind(request: pytest.FixtureRequest) -> Any:
         ("a = '```'\n", "a = '```'\n"),
         ("```python\na = 1\n```\nor\n```python\nb = 2\n", "a = 1\n"),
         ("```\n```\n", ""),
+        ("```bash\npip install x\n```\nthen\n```python\na = 1\n```", "a = 1\n"),
+        ("```python\na = 1\n```\nprints\n```text\n1\n```\nand\n```text\n2\n```\n", "a = 1\n"),
+        ("```text\n1\n```\n```python title=a.py\na = 1\n", "a = 1\n"),
+        ("```python\r\na = 1\r\n```\r\n", "a = 1\r\n"),
+        ('````python\na = "\n```\n"\n````\n', 'a = "\n```\n"\n'),
+        ("```bash\npip install x\n```python\na = 1\n```", "a = 1\n"),
+        ("```markdown\n```python\na = 1\n```\n```\n", "a = 1\n"),
+        ("```cpp\nint a;\n```", "```cpp\nint a;\n```"),
         ("", ""),
     ],
 )
@@ -55,6 +63,8 @@ def test_the_program_is_the_last_block(response: str, program: str) -> None:
     assert program_of(response) == program
 
 
+CASES = "import unittest\nclass Cases(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
+RUNNER = "if __name__ == '__main__':\n    unittest.main()\n"
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
 
 
@@ -65,6 +75,18 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
         (tuple(ASSERTS), "f", CodeTests(tuple(ASSERTS))),
         (json.dumps(ASSERTS), None, CodeTests(tuple(ASSERTS))),
         (CHECK, "f", CodeTests((f"{CHECK}\ncheck(f)",))),
+        (CHECK, "Solution().f", CodeTests((f"{CHECK}\ncheck(Solution().f)",))),
+        (f"{CHECK}\ncheck(f)\n", None, CodeTests((f"{CHECK}\ncheck(f)\n",))),
+        (CHECK, None, None),
+        (CHECK, "not a name", None),
+        ("def test_f():\n    assert f(1) == 2\n", None, None),
+        (["import math", "x = 1"], "f", None),
+        (
+            ["def right(x):\n    return x", "assert right(f(1))"],
+            None,
+            CodeTests(("def right(x):\n    return x", "assert right(f(1))")),
+        ),
+        ("Evelyn", None, None),
         ("assert f(1) == 2", "f", CodeTests(("assert f(1) == 2",))),
         ({"inputs": ["1", "2"], "outputs": ["2", "3"]}, None, CodeTests(cases=(("1", "2"), ("2", "3")))),
         ({"inputs": ["1"], "outputs": []}, None, None),
@@ -94,6 +116,35 @@ def test_all_tests_have_to_pass_and_their_share_is_known(kind: Any) -> None:
     cases = CodeTests(cases=(("1 2\n", "3\n"), ("2 2", "4  \n\n"), ("1 1", "3")))
     assert run(kind, "print(sum(map(int, input().split())))", cases) == Tried(2 / 3)
     assert run(kind, "n = input()\nn", CodeTests(cases=(("5", "5"),))) == Tried(0.0), "a value is not printed"
+
+
+@pytest.mark.parametrize("runner", ["", RUNNER, "unittest.main()"])
+def test_test_cases_are_run(kind: Any, runner: str) -> None:
+    tests = given_tests(CASES + runner)
+    assert tests is not None
+    assert run(kind, RIGHT, tests) == Tried(1.0)
+    assert run(kind, "def f(x):\n    return 7", tests) == Tried(0.0)
+
+
+READERS = {
+    "the buffer of standard input": "import sys\nprint(int(sys.stdin.buffer.read()) + 1)",
+    "lines of the buffer": "import sys\ninput = sys.stdin.buffer.readline\nprint(int(input()) + 1)",
+    "the descriptor": "print(int(open(0).read()) + 1)",
+    "lines": "import sys\nprint(*(int(line) + 1 for line in sys.stdin))",
+    "an error output": "import sys\nn = int(input())\nprint('n is', n, file=sys.stderr)\nprint(n + 1)",
+    "a warning of the compiler": "n = int(input())\nif n is 1:\n    n = 1\nprint(n + 1)",
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_program_reads_and_prints_as_programs_do(kind: Any, name: str) -> None:
+    assert run(kind, READERS[name], CodeTests(cases=(("41\n", "42\n"),))) == Tried(1.0)
+
+
+def test_outputs_may_be_long(kind: Any) -> None:
+    long = "\u00e4" * (3 << 19)
+    assert run(kind, "print(input())", CodeTests(cases=((long, long),))) == Tried(1.0)
+    assert run(kind, "print(input())", CodeTests(cases=((long, "x"),))) == Tried(0.0)
 
 
 HOSTILE = {
@@ -243,6 +294,15 @@ def test_answers_without_tests_are_refused(tmp_path: Path) -> None:
     task = Task(written(tmp_path / "rows.jsonl", test_list=["assert f(4) =="]))
     with pytest.raises(ConfigError, match=r"rows.jsonl:\d+: the answer is .* check=code needs tests"):
         PromptSource(task, Policy("tiny"), part="all").preflight()
+    for name, text, said in [
+        ("check", CHECK, "needs the function that check.* is called with .12 of 12 have none.; name it in a column"),
+        ("function", "def test_f():\n    assert f(1)\n", "needs tests that run, .* only defines something"),
+    ]:
+        task = Task(written(tmp_path / f"{name}.jsonl", test=text))
+        with pytest.raises(ConfigError, match=rf"{name}.jsonl:\d+: the answer is .*, and check=code {said}"):
+            PromptSource(task, Policy("tiny"), part="all").preflight()
+    task = Task(written(tmp_path / "named.jsonl", test=CHECK, entry_point="f"))
+    PromptSource(task, Policy("tiny"), part="all").preflight()
     plain = Task(written(tmp_path / "plain.jsonl", test_list=ASSERTS).replace("check=code,", ""))
     with pytest.raises(ConfigError, match=r"plain.jsonl:\d+: the answer is .* check=exact compares with a text"):
         PromptSource(plain, Policy("tiny"), part="all").preflight()

@@ -12,10 +12,11 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
 from flowrl.tasks import Task
-from flowrl.tasks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of, number_of
+from flowrl.tasks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
 from flowrl.tasks.code_tests import program_of
 from flowrl.tasks.judge import load_judge
-from flowrl.tasks.reasoning import tagged
+from flowrl.tasks.reasoning import extracted, numbers, tagged
+from flowrl.tasks.written_numbers import number_of
 
 SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
 
@@ -37,6 +38,19 @@ SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2
         ("It is -5", "-5", 1),
         ("It is 5", "-5", 0),
         (".5", "0.5", 1),
+        ("#### Step 3: total\nShe has 18 eggs", SOLUTION, 1),
+        ("#### 13. Total\nShe has 18 eggs", SOLUTION, 1),
+        ("#### **18**\n\n#### Check\n3 + 4 + 9", SOLUTION, 1),
+        ("#### \\boxed{18} of 20", SOLUTION, 1),
+        ("It is -$5", "-5", 1),
+        ("It is -$5", "5", 0),
+        ("It is \u22125", "-5", 1),
+        ("20\u221215", "15", 1),
+        ("1/2", "2", 0),
+        ("36/2 = 18", SOLUTION, 1),
+        ("0.00001", "1e-05", 1),
+        ("5", "1e-05", 0),
+        ("10,000,000,000,000,000", "1e+16", 1),
     ],
 )
 def test_the_last_number_or_the_marked_one(response: str, reference: str, score: float) -> None:
@@ -55,6 +69,11 @@ def test_the_last_number_or_the_marked_one(response: str, reference: str, score:
         ("\\boxed{\\text{Evelyn}}", "Evelyn", 1),
         ("\\boxed{1,000}", "1000", 1),
         ("\\boxed{50\\%}", "50%", 1),
+        ("\\boxed{3, 100}", "3100", 0),
+        ("\\boxed{3,\\;100}", "3, 100", 1),
+        ("\\boxed{10{,}000}", "10000", 1),
+        ("\\boxed{10,\\! 000}", "10000", 1),
+        ("\\boxed{0.00001}", "1e-05", 1),
         ("42", "42", 0),
         ("\\boxed{}", "42", 0),
         ("\\boxed{\\boxed{1} + 2}", "1", 1),
@@ -85,10 +104,43 @@ def test_the_last_box(response: str, reference: str, score: float) -> None:
         ("C", "B", 0),
         ("C", "(C)", 1),
         ("\\boxed{7}", "B", 0),
+        ("The answer is B. Option A is too large.", "B", 1),
+        ("B. Option A is too large.", "B", 1),
+        ("The answer is B. So the option I chose is right.", "B", 1),
+        ("I take option C. So the option I chose is right.", "C", 1),
+        ("The answer is option C, not choice D.", "C", 1),
+        ("The answer is I because the others are too large.", "I", 1),
+        ("**Answer**: B", "B", 1),
+        ("**Final Answer**: (B) Paris", "B", 1),
+        ("**B**", "B", 1),
+        ("\\boxed{\\textbf{(B)}}", "B", 1),
+        ("\\boxed{\\textbf{(B)}\\ 12}", "B", 1),
+        ("\\boxed{B. Paris}", "B", 1),
+        ("\\boxed{f(x)}", "F", 0),
     ],
 )
 def test_the_letter_that_is_chosen(response: str, reference: str, score: float) -> None:
     assert choice([""], [response], answer=[reference]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("The answer is 1,234", "1234"),
+        ("-1,234,567.5 in all", "-1234567.5"),
+        ("12-5", "-5"),
+        ("12 - 5 = 7", "7"),
+        ("It is -7", "-7"),
+        ("7.", "7"),
+        ("1,2,3", "3"),
+        ("1,2345", "2345"),
+        ("3,100,20", "20"),
+        ("0,123 and 12,3456", "3456"),
+        ("none", ""),
+    ],
+)
+def test_the_last_number_of_a_response_is_extracted(response: str, number: str) -> None:
+    assert extracted("reasoning_gym/chain_sum:extract=number", response) == number
 
 
 @pytest.mark.parametrize("check", sorted(CHECKS.keys() - {"code"}))  # its programs are in test_code_answers.py
@@ -128,24 +180,57 @@ def test_each_source_of_a_mixture_has_its_own_check(tmp_path: Path) -> None:
         PromptSource(Task(f"{one} + {other}:check=gsm8k"), Policy("tiny")).preflight()
 
 
+@pytest.mark.parametrize("answer", ["1/2", "#### 1/2", "2 1/2", "#### Evelyn", "5 apples\n#### none"])
+def test_an_answer_whose_number_is_no_plain_one_is_refused(tmp_path: Path, answer: str) -> None:
+    file = rows_of(tmp_path / "rows.jsonl", answer)
+    with pytest.raises(ConfigError, match="check=gsm8k needs a number"):
+        PromptSource(Task(f"{file}:check=gsm8k"), Policy("tiny"), part="all").preflight()
+
+
+def test_letters_in_some_rows_and_numbers_in_others_are_refused(tmp_path: Path) -> None:
+    """ARC has numbers that count from 1 in some rows; an answer 1 would be B."""
+    file = rows_of(tmp_path / "arc.jsonl", "A", "(C)", "1", "D")
+    said = r"arc.jsonl:3: the answer is '1', and that of \S+arc.jsonl:1 is 'A'; .* \(1 of 4 have numbers\)"
+    with pytest.raises(ConfigError, match=said):
+        PromptSource(Task(f"{file}:check=choice"), Policy("tiny"), part="all").preflight()
+    PromptSource(
+        Task(f"{rows_of(tmp_path / 'n.jsonl', '0', '1')}:check=choice"), Policy("tiny"), part="all"
+    ).preflight()
+
+
 LONG = {
     "boxes that are not closed": (box_of, "\\boxed{", None),
     "boxes": (box_of, "\\boxed{1}", "1"),
     "blanks after the word": (letter_of, " ", None),
     "words of an answer": (letter_of, "answer is ", None),
+    "blanks and stars after the word": (letter_of, " *", None),
+    "brackets after the word": (letter_of, "(", None),
     "digits with commas": (number_of, "1,", 1),
+    "blanks after a number": (number_of, " ", 1),
+    "blanks after a mark": (number_of, " ", None),
+    "marks": (number_of, "####", None),
+    "fractions": (number_of, "1 1/", None),
+    "thousands": (numbers, "123,", ["123" * 50_000]),
     "tags that are not closed": (tagged, "<answer>", []),
     "blanks of a fence": (program_of, " ", None),
     "fences that are not closed": (program_of, "```python\n", None),
 }
 
 
+BEGINS = {
+    "blanks after the word": "answer",
+    "blanks and stars after the word": "answer is",
+    "brackets after the word": "answer",
+    "blanks after a number": "1",
+    "blanks after a mark": "####",
+    "blanks of a fence": "```",
+}
+
+
 @pytest.mark.parametrize("name", LONG)
 def test_a_response_that_repeats_itself_is_checked_in_time_proportional_to_its_length(name: str) -> None:
     find, piece, expected = LONG[name]
-    text = {"blanks after the word": "answer", "blanks of a fence": "```"}.get(name, "") + piece * (
-        200_000 // len(piece)
-    )
+    text = BEGINS.get(name, "") + piece * (200_000 // len(piece))
     began = time.process_time()
     found = find(text)
     assert time.process_time() - began < 2.0

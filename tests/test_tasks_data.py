@@ -250,12 +250,54 @@ def test_a_misspelt_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
         ("no number at all", "#### 18", False),
         ("", "#### 18", False),
         ("18 and then 19", "18", False),
+        ("#### Step 3: total\nShe has 18 eggs", "18", True),
+        ("#### 18\nNow 5 more", "18", True),
+        ("\\boxed{3}", "3\\sqrt{13}", False),
+        ("\\boxed{3\\sqrt{13}}", "3\\sqrt{13}", True),
+        ("3\\sqrt{13}", "3\\sqrt{13}", True),
+        ("\\boxed{(3, \\pi/2)}", "\\left( 3, \\frac{\\pi}{2} \\right)", True),
+        ("\\boxed{5}", "6 - 5i", False),
+        ("\\boxed{6-5i}", "6 - 5i", True),
+        ("\\boxed{5}", "(-\\infty, 5)", False),
+        ("\\boxed{[-2, 7]}", "[-2,7]", True),
+        ("\\boxed{p - q}", "p - q", True),
+        ("\\boxed{3}", "3xyz", False),
+        ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}", True),
+        ("12", "\\$12", True),
+        ("12", "12 dollars", True),
+        ("9", "16 - 3 - 4 = 9", True),
+        ("\\boxed{5, 7}", "5 or 7", True),
+        ("\\boxed{10\\,000}", "10{,}000", True),
+        ("0.00001", "1e-05", True),
     ],
 )
 def test_answers_are_compared_as_mathematics(response: str, answer: str, right: bool) -> None:
     from flowrl.tasks.maths import equal
 
     assert equal(response, answer) is right
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["3\\sqrt{13}", "[-2,7]", "p - q", "\\emptyset", "5", "5 apples", "$", "", "Evelyn", "???", "\\left(", "x y"],
+)
+def test_an_answer_is_refused_where_nothing_is_found_in_it(answer: str) -> None:
+    """Most answers are judged without a parse, which has to come to the same."""
+    from flowrl.tasks.maths import _right, check
+
+    if _right(answer):
+        check({"a": answer})
+    else:
+        with pytest.raises(ConfigError, match="no number or formula"):
+            check({"a": answer})
+
+
+def test_every_answer_of_a_check_by_mathematics_is_looked_at(tmp_path: Path) -> None:
+    records = [{"prompt": f"{n}?", "answer": "Evelyn" if n == 19 else f"{n}\\pi"} for n in range(20)]
+    task = Task(f"{jsonl(tmp_path / 'math.jsonl', records)}:check=math")
+    said = r"math.jsonl:20: check=math finds no number or formula in the answer 'Evelyn' \(1 of 20 have none\)"
+    with pytest.raises(ConfigError, match=said):
+        PromptSource(task, Policy("tiny"), part="all").preflight()
 
 
 @pytest.mark.slow

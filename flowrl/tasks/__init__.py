@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import maths
+from flowrl.tasks import code_tests, maths
 from flowrl.tasks.answer_checks import NEEDED, STRUCTURED, check_references
 from flowrl.tasks.arithmetic import demonstrate
 from flowrl.tasks.judge import place_of
@@ -73,7 +73,7 @@ def asked_columns(parts: Sequence[Part], task: Task, row: Row) -> dict[str, Any]
 def check_answers(task: Task, rows: Iterable[Row]) -> None:
     """Raise ConfigError if answers are not what the check of the rows' own source compares with."""
     checks = {term.text: str(Task(term.text).options.get("check", "exact")) for term in task.sources}
-    answers: dict[str, dict[str, str]] = {term: {} for term in checks}
+    answers: dict[str, dict[str, tuple[str, Any]]] = {term: {} for term in checks}
     for row in rows:
         term = row.columns.get(OF_TASK, task.sources[0].text)
         check = checks[term]
@@ -82,12 +82,15 @@ def check_answers(task: Task, rows: Iterable[Row]) -> None:
                 f"{row.place}: the answer is {str(row.answer)[:60]!r}, and check={check} compares with a text; "
                 "name the column that has one with answer=, or give the task a reward function"
             )
-        if row.answer is not None and (check in NEEDED or (check == "math" and not answers[term])):
-            answers[term][row.place or term] = str(row.answer)
+        if row.answer is not None and (check in NEEDED or check in ("math", "code")):
+            answers[term][row.place or term] = (str(row.answer), row.columns.get("entry_point"))
     for term, check in checks.items():
+        texts = {place: text for place, (text, _) in answers[term].items()}
         if check == "math":
-            maths.check(answers[term])
-        check_references(check, answers[term])
+            maths.check(texts)
+        if check == "code":
+            code_tests.check(answers[term])
+        check_references(check, texts)
 
 
 Demonstrator = Callable[[Row, random.Random], str]

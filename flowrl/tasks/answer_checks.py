@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.code_tests import given_tests
+from flowrl.tasks.written_numbers import NUMBER, decimal_of, number_of, reference_number
 
-MARK = "####"
-NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
 BOX = "\\boxed{"
 BRACES = re.compile(r"\\boxed\{|[{}]")
 # Possessive: of a run of blanks, which each of them could take, none gives anything back.
-SAID = re.compile(r"(?i:answer|choice|option)(?i:\s++is)?+\s*+[:=]?+\s*+\**+\s*+[(\[]?+([A-Z])\b(?!['’])")
-ALONE = re.compile(r"\s*\(?\[?([A-Za-z])(?:[\])]|[.:](?!\w)|\s*$)")
+OPENED = r"""(?:\\(?:text|math)\w*+\{|[*\s(\[$"'])*+"""
+LETTER = rf"[*_\s]*+(?P<sign>(?i:is\b)[*\s]*+[:=]?+|[:=])?+{OPENED}(?i:(?:option|choice)\b)?+{OPENED}"
+LETTER += r"(?!I\b(?(sign)(?!)|\s+(?!is\b)[a-z]))(?P<letter>[A-Z])\b(?!['’])"
+"""With "is", a colon or nothing before it. Without them, the I of "the option I chose" is no letter."""
+ANSWERED, OPTED = re.compile(f"(?i:answer){LETTER}"), re.compile(f"(?i:option|choice){LETTER}")
+ALONE = re.compile(r"[\s*]*+[(\[]?+([A-Za-z])(?:[\])]|\**+[.:](?!\w)|[\s*]*+$)")
+AROUND = re.compile(r"\\(?:text|math)\w*+\s*+\{|\\[ ,;!]|[{}$~]")
+"""What LaTeX puts around a letter in a box."""
 
 
 def gsm8k(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
     """1 if the response's number equals the reference's; commas, signs of currency and trailing zeros do not count."""
-    return _scores(number_of, responses, answer)
+    return [
+        float((right := reference_number(str(one))) is not None and number_of(said) == right)
+        for said, one in zip(responses, answer, strict=True)
+    ]
 
 
 def boxed(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
@@ -43,25 +50,6 @@ def choice(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence
         float((found := letter_of(said)) is not None and found == right_letter(right))
         for said, right in zip(responses, answer, strict=True)
     ]
-
-
-def _scores(found: Callable[[str], Any], responses: Sequence[str], answer: Sequence[Any]) -> list[float]:
-    return [
-        float((right := found(str(one))) is not None and found(said) == right)
-        for said, one in zip(responses, answer, strict=True)
-    ]
-
-
-def number_of(text: str) -> Decimal | None:
-    """The number after the last ####, else the last number of the text."""
-    numbers = NUMBER.findall(text.rpartition(MARK)[2] if MARK in text else text)
-    marked = MARK in text
-    if not numbers:
-        return None
-    try:
-        return Decimal(numbers[0 if marked else -1].replace(",", ""))
-    except InvalidOperation:
-        return None
 
 
 def box_of(text: str) -> str | None:
@@ -84,29 +72,42 @@ def _boxed_or_all(text: str) -> str:
 
 def plain_of(text: str) -> Decimal | str:
     """A number as such; other text without blanks, dollar signs and \\text{...} around it."""
-    bare = re.sub(r"\s+|\$|\\[,!;]|\\(?=%)", "", text)
-    bare = re.sub(r"^\\(?:text|mathrm|textbf)\{(.*)\}$", r"\1", bare).rstrip(".")
-    return Decimal(bare.replace(",", "")) if NUMBER.fullmatch(bare) else bare
+    text = re.sub(r"\$|\\!|\\(?=%)", "", re.sub(r"\{,\}|,\\!\s*", ",", text))
+    text = re.sub(r"^\\(?:text|mathrm|textbf)\{(.*)\}$", r"\1", re.sub(r"\\[,;]", " ", text).strip()).rstrip(".")
+    digits = re.sub(r"(?<!,)\s+", "", text)  # a blank after a comma parts the numbers of a pair
+    number = decimal_of(digits) if NUMBER.fullmatch(digits) else None
+    return re.sub(r"\s+", "", text) if number is None else number
 
 
 def letter_of(text: str) -> str | None:
-    """The letter that the response ends up with: in a box, after "answer", or as all that is said."""
+    """The letter that is in the last box; or that follows the last "answer"; or with which the text begins, as `B` or
+    `B. Paris`; or that follows the last "option" or "choice"."""
     box = box_of(text)
     if box is not None:
-        said = re.fullmatch(r"\s*(?:\\text\{)?\(?([A-Za-z])\)?\}?\s*", box)
-        return said.group(1).upper() if said else None
-    if said_last := SAID.findall(text):
-        return str(said_last[-1]).upper()
+        return _letter_alone(AROUND.sub(" ", box))
+    return _last_letter(ANSWERED, text) or _letter_alone(text) or _last_letter(OPTED, text)
+
+
+def _last_letter(pattern: re.Pattern[str], text: str) -> str | None:
+    letters = [found["letter"] for found in pattern.finditer(text)]
+    return letters[-1] if letters else None
+
+
+def _letter_alone(text: str) -> str | None:
     alone = ALONE.match(text)
-    return alone.group(1).upper() if alone else None
+    return alone[1].upper() if alone else None
 
 
 def right_letter(answer: Any) -> str | None:
     """The letter of a reference: itself, or counted from 0 for A."""
-    text = str(answer).strip().strip("().").upper()
+    text = _bare(answer).upper()
     if text.isdecimal() and int(text) < 26:
         return chr(ord("A") + int(text))
     return text if len(text) == 1 and "A" <= text <= "Z" else letter_of(str(answer))
+
+
+def _bare(answer: Any) -> str:
+    return str(answer).strip().strip("().")
 
 
 CHECKS: dict[str, str] = {
@@ -119,9 +120,8 @@ CHECKS: dict[str, str] = {
 }
 """Check -> the reward function that does it."""
 NEEDED: dict[str, tuple[str, Callable[[str], object]]] = {
-    "gsm8k": ("a number", number_of),
+    "gsm8k": ("a number", reference_number),
     "choice": ("a letter, or a number that counts from 0 for A", right_letter),
-    "code": ("tests (a list of asserts, code, or inputs and outputs)", given_tests),
 }
 STRUCTURED = ("code",)
 """Checks whose answers may be lists or mappings."""
@@ -138,4 +138,18 @@ def check_references(check: str, answers: Mapping[str, str]) -> None:
             f"{wrong[0]}: the answer is {answers[wrong[0]][:60]!r}, and check={check} needs {wanted} in every answer "
             f"({len(wrong)} of {len(answers)} have none); name the column that has it with answer=, or choose "
             "another check"
+        )
+    if check == "choice":
+        _refuse_both(answers)
+
+
+def _refuse_both(answers: Mapping[str, str]) -> None:
+    """Raise ConfigError for letters in some rows and numbers in others: those then mostly count from 1, as in ARC."""
+    numbers = [place for place, text in answers.items() if _bare(text).isdecimal()]
+    letters = [place for place, text in answers.items() if not _bare(text).isdecimal()]
+    if numbers and letters:
+        raise ConfigError(
+            f"{numbers[0]}: the answer is {answers[numbers[0]]!r}, and that of {letters[0]} is "
+            f"{answers[letters[0]][:60]!r}; check=choice counts numbers from 0 for A, which is seldom meant where "
+            f"other rows have letters; write letters in all rows ({len(numbers)} of {len(answers)} have numbers)"
         )

@@ -2,8 +2,8 @@
 
 An answer is one of
 - a list of pieces of code, each of which raises if the program is wrong: asserts, as MBPP's `test_list`;
-- a text of such code, as HumanEval's `test`, whose function `check` is then called with the function that the column
-  `entry_point` names;
+- a text of such code; HumanEval's `test`, whose function `check` is then called with the function that the column
+  `entry_point` names; or BigCodeBench's `test`, a `unittest.TestCase`, which is then run;
 - a mapping of `inputs` and `outputs`, lists of the same length: what the program reads, and what it has to print.
 
 Lists and mappings may be written as JSON text. They are run by `flowrl.environments.tools.code_answers`: each piece,
@@ -13,7 +13,6 @@ task, `FILE:check=code,case_s=10,total_s=120`, or columns of a row.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
@@ -22,8 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OPEN_FENCE = re.compile(r"^[ \t]*+```[ \t]*+(?:python3?+|py)?+[ \t]*+\n", re.MULTILINE | re.IGNORECASE)
-CLOSE_FENCE = re.compile(r"^[ \t]*+```[ \t]*+$", re.MULTILINE)
+from flowrl.errors import ConfigError
+from flowrl.tasks.code_pieces import NoTests, completed
+
+FENCE = re.compile(r"^[ \t]*+(```+)([^`\n]*+)(?:\n|\Z)", re.MULTILINE)
+PYTHON = re.compile(r"\s*(?:\{?\.?(?:python[23]?|py[23]?)\b.*)?", re.IGNORECASE)
+"""What is said behind the opening fence of a program: Python, or nothing."""
 CASE_S = 6.0
 """For one test, with the start of an interpreter."""
 TOTAL_S = 60.0
@@ -57,27 +60,54 @@ class CodeTests:
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of Python, also one that is not closed; without a fence the whole response."""
-    program, at = None, 0
-    while (opened := OPEN_FENCE.search(response, at)) and (closed := CLOSE_FENCE.search(response, opened.end())):
-        program, at = response[opened.end() : closed.start()], closed.end()
-    if program is not None:
-        return program
-    return response[opened.end() :] if opened else response
+    """The last fenced block of Python, or without a language; one that is not closed counts if there is no other.
+    Without a fence of that kind it is the whole response."""
+    opened: re.Match[str] | None = None
+    program = None
+    for fence in FENCE.finditer(response):
+        if opened is None or (_names_python(fence) and not _names_python(opened)):
+            opened = fence
+        elif len(fence[1]) >= len(opened[1]) and not fence[2].strip():
+            program = response[opened.end() : fence.start()] if PYTHON.fullmatch(opened[2]) else program
+            opened = None
+    if program is None and opened is not None and PYTHON.fullmatch(opened[2]):
+        return response[opened.end() :]
+    return response if program is None else program
+
+
+def _names_python(fence: re.Match[str]) -> bool:
+    """Whether a program begins here, also where a block of another kind was not closed, or contains it."""
+    return bool(fence[2].strip() and PYTHON.fullmatch(fence[2]))
 
 
 def given_tests(answer: Any, entry_point: str | None = None) -> CodeTests | None:
     """The tests that an answer holds, None if it holds none. `entry_point` is the function that `check` is given."""
+    found = _read(answer, entry_point)
+    return None if isinstance(found, NoTests) else found
+
+
+def check(answers: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ConfigError if a row has no tests. `answers` are the answers and entry points of the rows, by place."""
+    read = ((place, _read(*given)) for place, given in answers.items())
+    wrong = {place: found for place, found in read if isinstance(found, NoTests)}
+    for place, missing in wrong.items():
+        raise ConfigError(
+            f"{place}: the answer is {str(answers[place][0])[:60]!r}, and check=code needs {missing.needed} "
+            f"({len(wrong)} of {len(answers)} have none); {missing.fix}"
+        )
+
+
+def _read(answer: Any, entry_point: Any) -> CodeTests | NoTests:
     found = _structured(answer)
-    if isinstance(found, Mapping):
-        return _cases(found)
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        pieces = tuple(found)
-        return CodeTests(pieces) if pieces and all(map(_is_code, pieces)) else None
-    if not _is_code(found):
-        return None
-    called = f"\ncheck({entry_point})" if entry_point and re.search(r"^def check\(", found, re.MULTILINE) else ""
-    return CodeTests((f"{found}{called}",))
+    pieces = (found,) if isinstance(found, str) else found
+    try:
+        if isinstance(found, Mapping):
+            return _cases(found)
+        if not isinstance(pieces, Sequence) or not pieces or not all(isinstance(one, str) for one in pieces):
+            raise NoTests()
+        return CodeTests(completed(pieces, entry_point))
+    except NoTests as missing:
+        return missing
 
 
 def _structured(answer: Any) -> Any:
@@ -90,21 +120,12 @@ def _structured(answer: Any) -> Any:
         return answer
 
 
-def _cases(answer: Mapping[str, Any]) -> CodeTests | None:
+def _cases(answer: Mapping[str, Any]) -> CodeTests:
     inputs, outputs = answer.get("inputs"), answer.get("outputs")
     if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in (inputs, outputs)):
-        return None
+        raise NoTests()
     assert inputs is not None and outputs is not None
     texts = all(isinstance(one, str) for one in (*inputs, *outputs))
     if not inputs or len(inputs) != len(outputs) or not texts:
-        return None
+        raise NoTests()
     return CodeTests(cases=tuple(zip(inputs, outputs, strict=True)))
-
-
-def _is_code(text: Any) -> bool:
-    if not isinstance(text, str) or not text.strip():
-        return False
-    try:
-        return bool(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False

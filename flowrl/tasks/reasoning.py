@@ -34,8 +34,17 @@ def tagged(text: str) -> list[str]:
     return found
 
 
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of a text, without the commas between thousands. As in evaluation harnesses a hyphen directly before
+    a number is its sign, also in `12-5`."""
+    return [number.replace(",", "") for number in NUMBER.findall(text)]
+
+
 EXTRACTIONS: dict[str, Callable[[str], list[str]]] = {
-    "number": re.compile(r"-?\d+(?:\.\d+)?").findall,
+    "number": numbers,
     "tag": tagged,
 }
 DEFAULT_SIZE = 5120

@@ -37,6 +37,21 @@ from flowrl.tasks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, lim
 T = TypeVar("T")
 MEMORY_BYTES = 512 << 20
 OUTPUT_BYTES = 1 << 20
+"""Of what is printed, besides as much as has to be printed."""
+STREAMS = """
+def _set_streams():
+    import os, sys
+    given = os.memfd_create("input")
+    with open(given, "wb", closefd=False) as file:
+        file.write({given!r}.encode(errors="replace"))
+    os.lseek(given, 0, os.SEEK_SET)
+    os.dup2(given, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
+_set_streams()
+del _set_streams
+"""
+"""Standard input is a file, as programs expect that read its buffer or its descriptor; errors are not output."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +164,9 @@ async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s
 
 async def _prints(kind: SandboxKind, setup: str, program: str, given: str, needed: str) -> bool:
     """Whether the program prints what it has to; blanks at the ends of lines and of the whole do not count."""
-    async with _interpreter(kind) as interpreter:
+    async with _interpreter(kind, output_bytes=len(needed.encode(errors="replace")) + OUTPUT_BYTES) as interpreter:
         try:
-            prepared = await interpreter.run(f"import io, sys\nsys.stdin = io.StringIO({given!r})\n{setup}\npass")
+            prepared = await interpreter.run(f"{STREAMS.format(given=given)}\n{setup}\npass")
             ran = await interpreter.run(f"{program}\npass")
         except SandboxEnded:
             return False
@@ -163,11 +178,11 @@ def _lines(text: str) -> list[str]:
 
 
 @asynccontextmanager
-async def _interpreter(kind: SandboxKind) -> AsyncIterator[SandboxProcess]:
+async def _interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -> AsyncIterator[SandboxProcess]:
     """The sandbox of one program, ended with all that it has started when the context is left."""
     process = None
     try:
-        process = SandboxProcess(SandboxSettings(kind, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES), seed=0)
+        process = SandboxProcess(SandboxSettings(kind, memory_bytes=MEMORY_BYTES, output_bytes=output_bytes), seed=0)
         await process.start()
         yield process
     except SandboxRefused as problem:

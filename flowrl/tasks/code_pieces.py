@@ -1,0 +1,116 @@
+"""Code that tests a program, completed so that running it calls the program.
+
+HumanEval's `test` only defines a function `check`, which is called here with the row's entry point. BigCodeBench's only
+defines a `unittest.TestCase`, whose tests are run here. Code that defines and calls nothing would pass every program.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+INERT = SCOPES | ast.Import | ast.ImportFrom | ast.Pass
+RUN_CASES = """
+import io as _io, unittest as _unittest
+_found = map(_unittest.defaultTestLoader.loadTestsFromTestCase, ({names},))
+_outcome = _unittest.TextTestRunner(_io.StringIO()).run(_unittest.TestSuite(_found))
+assert _outcome.testsRun and _outcome.wasSuccessful()
+"""
+
+
+class NoTests(Exception):
+    """An answer has nothing that can tell a right program. Says what is needed, and the change that mends it."""
+
+    def __init__(
+        self,
+        needed: str = "tests (a list of asserts, code, or inputs and outputs) in every answer",
+        fix: str = "name the column that has it with answer=, or choose another check",
+    ) -> None:
+        super().__init__(needed)
+        self.needed, self.fix = needed, fix
+
+
+def completed(pieces: Sequence[str], entry_point: str | None) -> tuple[str, ...]:
+    """The pieces with the calls that they lack. Raises NoTests."""
+    trees = [_parsed(piece) for piece in pieces]
+    done = [_completed(*both, entry_point) for both in zip(pieces, trees, strict=True)]
+    if done == list(pieces) and not any(map(_runs, (node for tree in trees for node in tree.body))):
+        raise NoTests(
+            "tests that run, where this code only defines something", "add asserts or calls, or make it a TestCase"
+        )
+    return tuple(done)
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise NoTests() from None
+    if not tree.body:
+        raise NoTests()
+    return tree
+
+
+def _completed(text: str, tree: ast.Module, entry_point: str | None) -> str:
+    cases = _case_names(tree.body)
+    if cases:
+        kept = [node for node in tree.body if not _is_runner(node)]
+        text = text if len(kept) == len(tree.body) else ast.unparse(ast.Module(kept, []))
+        text += RUN_CASES.format(names=", ".join(cases))
+    if _defines_check(tree.body) and not any(_is_call(node, "check") for node in tree.body):
+        text += f"\n{_check_call(entry_point)}"
+    return text
+
+
+def _case_names(body: Iterable[ast.stmt]) -> list[str]:
+    """The classes that are a unittest.TestCase, also by way of each other."""
+    found: list[str] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base) for base in node.bases]
+            if any(base.endswith("TestCase") or base in found for base in bases):
+                found.append(node.name)
+    return found
+
+
+def _is_runner(node: ast.stmt) -> bool:
+    """`unittest.main()`, which finds no tests in the interpreter of a sandbox, and the usual `if` around it."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).startswith("__name__ ==")
+    return _is_call(node, "unittest.main") or _is_call(node, "main")
+
+
+def _is_call(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == name
+
+
+def _defines_check(body: Iterable[ast.stmt]) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
+
+
+def _check_call(entry_point: str | None) -> str:
+    if not entry_point:
+        raise NoTests(
+            "the function that check(), which this code defines, is called with", "name it in a column entry_point"
+        )
+    call = f"check({entry_point})"
+    try:
+        ast.parse(call, mode="eval")
+    except (SyntaxError, ValueError):
+        raise NoTests(
+            f"a function to call check() with, where entry_point is {entry_point!r}", "correct that column"
+        ) from None
+    return call
+
+
+def _runs(node: ast.AST) -> bool:
+    """Whether the statement does more than define something."""
+    if isinstance(node, INERT):
+        return False
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
+        return any(isinstance(one, ast.Call) for one in ast.walk(node))
+    if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+        inner = (getattr(node, name, []) for name in ("body", "handlers", "orelse", "finalbody"))
+        return any(_runs(one) for part in inner for one in part)
+    return True

@@ -1,0 +1,42 @@
+"""Numbers as texts write them: with commas, signs of currency, exponents, and GSM8K's mark in front of the last one."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+MARK = "####"
+UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}\b)?"
+SIGN = r"(?:(?<!\d)[-−](?:\\?\$)?)?"
+NUMBER = re.compile(f"{SIGN}{UNSIGNED}")
+FRACTION = rf"(?:[ \t]+\d+)?(?:[ \t]*/[ \t]*{UNSIGNED})+"
+TOKEN = re.compile(f"({SIGN}{UNSIGNED})({FRACTION})?")
+"""A number, and what makes a fraction of it, which is no number here: `1/2`, `2 1/2`."""
+BEFORE = r"(?:[\s*$(]|\\[$(]|\\boxed\{)*+"
+MARKED = re.compile(f"{MARK}{BEFORE}((?>{SIGN}{UNSIGNED}))((?>{FRACTION}))?+(?![.):][ \\t]+\\S)")
+"""The mark with a number directly behind it, which is not that of a numbered heading (`#### 3. Total`)."""
+EXPONENT = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}")
+
+
+def number_of(text: str) -> Decimal | None:
+    """The number directly after the last #### that has one, else the last number of the text."""
+    found = MARKED.findall(text) or TOKEN.findall(text)
+    return decimal_of(found[-1][0]) if found and not found[-1][1] else None
+
+
+def reference_number(text: str) -> Decimal | None:
+    """That of a reference: if it has a mark, a number has to come after it."""
+    return number_of(text) if TOKEN.search(text.rpartition(MARK)[2]) else None
+
+
+def decimal_of(number: str) -> Decimal | None:
+    """The value of what NUMBER matches."""
+    try:
+        return Decimal(re.sub(r"[,$\\]", "", number).replace("−", "-"))
+    except InvalidOperation:
+        return None
+
+
+def in_digits(text: str) -> str:
+    """A number with an exponent, as data files give small and large ones, without it; other text as it is."""
+    return format(Decimal(text), "f") if EXPONENT.fullmatch(text) else text
