@@ -7,14 +7,14 @@ can be reached, `away_s`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Context
 from flowrl.messages import Sample
-from flowrl.tasks import Row, Task, asked_columns, load_rows
+from flowrl.tasks import KnownRows, Row, Task, asked_columns, load_rows
 from flowrl.tasks.away import AWAY_S, Patience
-from flowrl.tasks.indexed_rows import by_id, joined
+from flowrl.tasks.indexed_rows import joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, adapted_text, check_reward, is_sum, needs_rows, open_reward, uses_http
@@ -37,8 +37,8 @@ class RewardFunctions:
         self._processes = processes
         self._away_s = away_s
         self._client: RewardClient | None = None
-        self._rows: Mapping[str, Row] = {}
-        """Prompt id -> row, where the reward gets more of it than its columns."""
+        self._known: KnownRows | None = None
+        """The rows of the task, where the reward gets more of them than their columns."""
 
     def preflight(self) -> str | None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""
@@ -76,7 +76,7 @@ class RewardFunctions:
     def open(self, context: Context) -> None:
         """Load the functions; heavy. The node of `context` waits for the verdicts. Raises ConfigError."""
         check_reward(self._parts, ())
-        self._rows = by_id(load_rows(self._task).train) if needs_rows(self._parts) else {}
+        self._known = KnownRows(self._task) if needs_rows(self._parts) else None
         self._client = open_reward(
             self._parts,
             timeout_s=self._timeout_s,
@@ -87,7 +87,7 @@ class RewardFunctions:
     async def ask(self, sample: Sample) -> Verdicts:
         """The verdict about one sample. Raises BadReward, or ServersAway, which ends the run."""
         assert self._client is not None, "`open` comes first"
-        row = self._rows.get(sample.prompt_id)
+        row = None if self._known is None else self._known.get(sample.prompt_id)
         columns = {**sample.columns, **(asked_columns(self._parts, self._task, row) if row is not None else {})}
         return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
 
