@@ -169,6 +169,22 @@ def test_what_waits_is_asked_together_and_a_bad_sample_fails_alone() -> None:
     assert isinstance(answers[3], BadReward)
 
 
+def test_a_problem_that_is_no_verdict_reaches_all_who_wait() -> None:
+    class Broken(Counting):
+        async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Any) -> Verdicts:
+            raise ConfigError("it no longer loads")
+
+    async def run() -> list[str]:
+        gathered = Gathered(Broken())
+        asks = [asyncio.ensure_future(gathered.ask(["p"], [text], [{}])) for text in ("a", "b")]
+        _, pending = await asyncio.wait(asks, timeout=5.0)
+        await gathered.close()
+        assert not pending
+        return [str(one.exception()) for one in asks]
+
+    assert asyncio.run(run()) == ["it no longer loads"] * 2
+
+
 def test_functions_that_expect_many_get_many() -> None:
     assert Reward(Task(reward=str(OPENRLHF))).concurrency == 64
     assert Reward(Task(reward=f"{TRL}:correct")).concurrency == 64

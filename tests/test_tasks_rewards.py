@@ -75,6 +75,9 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         ("return [float('inf'), 1]", "reward_not_finite", "inf"),
         ("return {'score': [1, 2]}", "reward_malformed", "a mapping of score; it needs the key 'rewards'"),
         ("return {'rewards': [1, 2], 'logs': {'a': [1]}}", "reward_wrong_length", "logs['a']"),
+        ("return {'rewards': [1, 2], 'logs': [1, 2]}", "reward_malformed", "logs = [1, 2]; it needs lists under names"),
+        ("return {'form': [1, 2], 'logs': 'a'}", "reward_malformed", "logs = 'a'; it needs lists under names"),
+        ("return [10**400, 1]", "reward_not_finite", "it needs finite numbers"),
         ("raise KeyError('answer')", "reward_raised", "KeyError: 'answer'"),
     ],
 )
@@ -83,6 +86,18 @@ def test_a_bad_answer_is_named(tmp_path: Path, body: str, reason: str, says: str
         ask(tmp_path, f"def f(prompts, responses):\n    {body}")
     assert error.value.reason == reason
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("logs", ["None", "{}"])
+@pytest.mark.parametrize("head", ["'reward': 1.0", "'form': 1.0"])
+def test_logs_that_are_none_are_absent(tmp_path: Path, head: str, logs: str) -> None:
+    found = ask(tmp_path, f"def f(prompt, response):\n    return {{{head}, 'logs': {logs}}}")
+    assert found.rewards == (1.0, 1.0)
+
+
+def test_logs_of_one_sample_need_names(tmp_path: Path) -> None:
+    with pytest.raises(BadReward, match=r"returned logs = \[1.0\]; it needs numbers under names"):
+        ask(tmp_path, "def f(prompt, response):\n    return {'reward': 1.0, 'logs': [1.0]}")
 
 
 @pytest.mark.parametrize(
@@ -174,3 +189,15 @@ def test_a_worker_that_cannot_load_its_function_says_why(tmp_path: Path) -> None
             await RewardWorker(f"{tmp_path}/gone.py:f", timeout_s=5.0).start()
 
     asyncio.run(scenario())
+
+
+def test_a_child_that_ends_while_it_loads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+
+    async def run() -> None:
+        worker = RewardWorker(f"{tmp_path}/ends.py:f", timeout_s=5.0)
+        with pytest.raises(BadReward, match=r"ends.py:f ended its process \(status 3\) while it was loaded") as error:
+            await worker.ask(["p"], ["r"], [{}])
+        assert error.value.reason == "reward_died"
+
+    asyncio.run(run())

@@ -168,14 +168,17 @@ def _truth(columns: Mapping[str, Any]) -> Any:
 
 
 def openrlhf_answer(answer: Any, number: int) -> Any:
-    """`extra_logs` become our logs; a log of one number holds for all samples."""
+    """`extra_logs` become our logs; a log of one number holds for all samples. `as_verdicts` refuses wrong ones."""
     if not isinstance(answer, Mapping):
         return _flat(answer)
-    logs = {str(name): _flat(values) for name, values in (answer.get("extra_logs") or {}).items()}
-    every = {name: values if isinstance(values, list) else [values] * number for name, values in logs.items()}
     found = {
         name: _flat(values) for name, values in answer.items() if name in ("rewards", "scores") and values is not None
     }
+    extra = answer.get("extra_logs")
+    if not isinstance(extra, Mapping | None):
+        return found | {"logs": extra}
+    logs = {str(name): _flat(values) for name, values in (extra or {}).items()}
+    every = {name: values if isinstance(values, list) else [values] * number for name, values in logs.items()}
     return found | {"logs": {name: values * number if len(values) == 1 else values for name, values in every.items()}}
 
 

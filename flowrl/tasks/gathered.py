@@ -1,7 +1,8 @@
 """Gives a function that expects many samples those that wait: while it works on some, further ones accumulate.
 
 Waits: a question waits for the call that has it. If a call with several samples fails, each of them is asked alone,
-so that a problem with one sample does not affect the others.
+so that a problem with one sample does not affect the others. What is no problem with a sample, such as a function that
+no longer loads, is handed to all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from flowrl.tasks.judge import BadReward, Columns, Verdicts, joined
-from flowrl.tasks.question import Question, one_of
+from flowrl.tasks.question import Question, fail, one_of
 from flowrl.tasks.reward_client import RewardClient
 
 BATCH = 64
@@ -72,8 +73,11 @@ class Gathered:
             if len(questions) > 1:
                 for question in questions:
                     await self._answer([question])
-            elif not questions[0].verdict.done():
-                questions[0].verdict.set_exception(bad)
+            else:
+                fail(questions, bad)
+            return
+        except Exception as problem:  # whatever it is, those who wait have to learn of it
+            fail(questions, problem)
             return
         for index, question in enumerate(questions):
             if not question.verdict.done():

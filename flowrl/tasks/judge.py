@@ -100,23 +100,20 @@ class Judge:
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
         """Call the function in this thread. Raises BadReward."""
-        return self._checked(lambda: self._call(prompts, responses, columns), len(responses))
-
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
-        """Call an `async` function. Raises BadReward."""
-        called = self._call(prompts, responses, columns)
         try:
-            answer = await (asyncio.gather(*called) if self.single else called)
+            answer = self._call(prompts, responses, columns)
         except Exception as problem:  # the boundary to the user's function
             raise _raised(self.place, problem) from problem
         return self._verdicts(answer, len(responses))
 
-    def _checked(self, call: Callable[[], Any], num: int) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        """Call an `async` function. Raises BadReward."""
         try:
-            answer = call()
+            called = self._call(prompts, responses, columns)
+            answer = await (asyncio.gather(*called) if self.single else called)
         except Exception as problem:  # the boundary to the user's function
             raise _raised(self.place, problem) from problem
-        return self._verdicts(answer, num)
+        return self._verdicts(answer, len(responses))
 
     def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Any:
         chosen = [
@@ -131,7 +128,7 @@ class Judge:
 
     def _verdicts(self, answer: Any, num: int) -> Verdicts:
         if self.single:
-            return joined([as_verdicts(self.place, _listed(one), 1) for one in answer])
+            return joined([as_verdicts(self.place, _listed(self.place, one), 1) for one in answer])
         return as_verdicts(self.place, answer, num)
 
 
@@ -143,9 +140,17 @@ def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
     if "rewards" not in answer:
         return _of_heads(place, answer, num)
     rewards = _numbers(place, "rewards", answer["rewards"], num)
-    scores = _numbers(place, "scores", answer["scores"], num) if "scores" in answer else rewards
-    logs = answer.get("logs", {})
+    scores = rewards if answer.get("scores") is None else _numbers(place, "scores", answer["scores"], num)
+    logs = _logs(place, answer, "lists")
     return Verdicts(rewards, scores, {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
+
+
+def _logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, Any]:
+    """The logs of an answer; None is none. Raises BadReward if they have no names."""
+    logs = answer.get("logs")
+    if not isinstance(logs, Mapping | None):
+        raise BadReward("reward_malformed", f"{place} returned logs = {_short(logs)}; it needs {needed} under names")
+    return logs or {}
 
 
 def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
@@ -158,7 +163,7 @@ def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
             "under each name, which are added up",
         )
     heads = {str(name): _numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"}
-    logs = answer.get("logs") or {}
+    logs = _logs(place, answer, "lists")
     logged = {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
     return Verdicts((), (), {**logged, **heads}, dict.fromkeys(heads, 1.0)).summed()
 
@@ -226,18 +231,27 @@ def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
     for value in values:
         if not isinstance(value, numbers.Real):
             raise BadReward("reward_malformed", f"{place} returned {what} with {_short(value)}; it needs numbers")
-        if not math.isfinite(value):
-            raise BadReward("reward_not_finite", f"{place} returned {what} with {value}; it needs finite numbers")
+        if not is_finite(value):
+            told = _short(value)
+            raise BadReward("reward_not_finite", f"{place} returned {what} with {told}; it needs finite numbers")
     return tuple(float(value) for value in values)
 
 
-def _listed(answer: Any) -> Any:
+def is_finite(value: Any) -> bool:
+    """Whether a number fits into a float and is finite."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _listed(place: str, answer: Any) -> Any:
     """One sample's answer in the format for lists."""
     if not isinstance(answer, Mapping):
         return [answer]
     plural = {"reward": "rewards", "score": "scores"}
     listed: dict[str, Any] = {plural.get(k, str(k)): [v] for k, v in answer.items() if k != "logs"}
-    return {**listed, "logs": {k: [v] for k, v in answer.get("logs", {}).items()}}
+    return {**listed, "logs": {k: [v] for k, v in _logs(place, answer, "numbers").items()}}
 
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:
