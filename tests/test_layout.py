@@ -306,8 +306,8 @@ BROAD_EXCEPTS = {
     "testing/graph_run.py: _driven",
     "testing/node_rig.py: NodeRig.__aenter__",
 }
-"""Where any exception is caught: boundaries to foreign code, and places that undo something and raise again, or that hand
-the exception to those who wait."""
+"""Where any exception is caught: boundaries to foreign code, and places that undo something and raise again, or that
+hand the exception to those who wait."""
 
 
 def broad_excepts(path: Path) -> Iterator[tuple[str, int]]:

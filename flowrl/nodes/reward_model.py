@@ -71,7 +71,7 @@ class RewardModel(ScoringNode):
         layout: Layout = "auto",
         label: str = "",
         timeout_s: float = 10.0,
-        concurrency: int = 1,
+        concurrency: int | None = None,
         away_s: float = AWAY_S,
     ) -> None:
         self.model = model

@@ -21,7 +21,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.conventions import OF_TRL, adapted
-from flowrl.tasks.signatures import convention_of
+from flowrl.tasks.signatures import Convention, convention_of
 from flowrl.tasks.user_module import one_line, user_module
 
 Columns = Sequence[Mapping[str, Any]]
@@ -71,6 +71,7 @@ class Judge:
     required: frozenset[str]
     any_of: frozenset[str] = frozenset()
     """Columns of which a row needs one; () if it needs none of them."""
+    convention: Convention = "flowrl"
 
     @property
     def is_async(self) -> bool:
@@ -207,7 +208,9 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
                 f"reward {place} needs {', '.join(unknown)}, which TRL hands over and flowrl does not have; give the "
                 "parameter a default"
             )
-        return Judge(place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of)
+        return Judge(
+            place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of, convention
+        )
     named = [p for p in parameters if p.name not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Judge(
