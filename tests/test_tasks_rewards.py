@@ -56,6 +56,29 @@ def test_columns_go_by_name_to_those_who_want_them(tmp_path: Path) -> None:
     assert ask(tmp_path, everything, columns).rewards == (2.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("head", "rewards"),
+    [
+        ("def f(prompt, response, **columns)", "sorted(columns) == ['level'] and response in ('a', 'bb')"),
+        ("def f(prompt, response, /, **columns)", "sorted(columns) == ['level', 'response'] and response != 'theirs'"),
+    ],
+)
+def test_a_column_with_the_name_of_a_first_parameter_does_not_replace_it(
+    tmp_path: Path, head: str, rewards: str
+) -> None:
+    found = ask(tmp_path, f"{head}: return float({rewards})", {"response": "theirs", "level": 1})
+    assert found.rewards == (1.0, 1.0)
+
+
+def test_lists_and_other_conventions_with_columns_of_our_names(tmp_path: Path) -> None:
+    columns = {"prompts": "x", "responses": "theirs", "prompt": "x", "response": "theirs"}
+    ours = ask(tmp_path, "def f(prompts, responses, **rest): return [float(r != 'theirs') for r in responses]", columns)
+    trl = ask(tmp_path, "def f(completions, responses): return [float(r == 'theirs') for r in responses]", columns)
+    verl = ask(tmp_path, "def f(solution_str, extra_info): return float(extra_info['response'] == 'theirs')", columns)
+    openrlhf = ask(tmp_path, "def f(queries, responses): return [float(r == 'theirs') for r in responses]", columns)
+    assert [one.rewards for one in (ours, trl, verl, openrlhf)] == [(1.0, 1.0)] * 4
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     needy = judge(tmp_path, "def f(prompt, response, answer, level=1): return 1")
     needy.check_columns({"answer": "x"})

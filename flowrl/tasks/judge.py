@@ -4,7 +4,8 @@ A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, respo
 sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
 (`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts; or a mapping of
 names to lists of numbers (numbers), the heads of the reward, which add up to it.
-Columns are passed by name: those that its signature names, or all if it takes `**columns`. Functions with the
+Columns are passed by name: those that its signature names, or all if it takes `**columns`, without one that is called
+as the function's parameter for the prompts or responses. Functions with the
 signatures of OpenRLHF, TRL and verl are called as those call them (`flowrl.tasks.signatures`).
 """
 
@@ -72,6 +73,8 @@ class Judge:
     any_of: frozenset[str] = frozenset()
     """Columns of which a row needs one; () if it needs none of them."""
     convention: Convention = "flowrl"
+    own: frozenset[str] = frozenset()
+    """Names of the parameters that are the prompts and responses: a column of such a name cannot be given to it."""
 
     @property
     def is_async(self) -> bool:
@@ -99,6 +102,10 @@ class Judge:
                 f"{', '.join(columns) or 'none'}; rename the parameter, give it a default, or add the column"
             )
 
+    def hidden(self, columns: Mapping[str, Any]) -> frozenset[str]:
+        """Those of `columns` that it takes and cannot be given."""
+        return self.own & columns.keys() if self.wanted is None else frozenset()
+
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
         """Call the function in this thread. Raises BadReward."""
         try:
@@ -118,7 +125,9 @@ class Judge:
 
     def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Any:
         chosen = [
-            {name: row.get(name) for name in (row if self.wanted is None else self.wanted & set(row))}
+            {name: value for name, value in row.items() if name not in self.own}
+            if self.wanted is None
+            else {name: row.get(name) for name in self.wanted & set(row)}
             for row in columns
         ]
         if self.single:
@@ -219,6 +228,7 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
         single=positional[0] == "prompt",
         wanted=None if takes_all else frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is p.empty),
+        own=frozenset(p.name for p in parameters if p.name in positional[:2] and p.kind is p.POSITIONAL_OR_KEYWORD),
     )
 
 

@@ -52,6 +52,8 @@ class Part:
     """(head of its answer, weight): those that do not weigh 1."""
     loaded: Convention | None = None
     """The convention of the function as `check_reward` has loaded it."""
+    hidden: tuple[str, ...] = ()
+    """Columns of the rows that `check_reward` was shown which the function takes and cannot be given."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -119,13 +121,17 @@ def needs_rows(parts: Iterable[Part]) -> bool:
 
 
 def adapted_text(parts: Iterable[Part]) -> str | None:
-    """A sentence about functions of other conventions; None if there are none."""
-    found = [
-        f"{part.place} is called as {TITLES[part.convention]} calls it"
-        + (f", with up to {BATCH} samples at once" if part.convention in BATCHED else "")
-        for part in parts
-        if part.convention in TITLES
-    ]
+    """Sentences about functions of other conventions, and about columns that a function is not given; None: none."""
+    found = []
+    for part in parts:
+        if part.convention in TITLES:
+            many = f", with up to {BATCH} samples at once" if part.convention in BATCHED else ""
+            found.append(f"{part.place} is called as {TITLES[part.convention]} calls it{many}")
+        if part.hidden:
+            found.append(
+                f"{part.place} is not given the column {', '.join(part.hidden)}: its own parameter has that name; "
+                "rename the column if the function needs it"
+            )
     return "; ".join(found) or None
 
 
@@ -141,10 +147,17 @@ def row_columns(parts: Sequence[Part], task: str, turns: Sequence[Mapping[str, A
 def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> tuple[Part, ...]:
     """Load every function and check that each of `rows` has its columns; the parts as they are called. ConfigError."""
     judges = {part.place: load_judge(part.place) for part in parts if not part.urls}
+    hidden: dict[str, set[str]] = {place: set() for place in judges}
     for row in rows:
-        for judge in judges.values():
+        for place, judge in judges.items():
             judge.check_columns(row.columns, row.place)
-    return tuple(part if part.urls else replace(part, loaded=judges[part.place].convention) for part in parts)
+            hidden[place] |= judge.hidden(row.columns)
+    return tuple(
+        part
+        if part.urls
+        else replace(part, loaded=judges[part.place].convention, hidden=tuple(sorted(hidden[part.place])))
+        for part in parts
+    )
 
 
 def open_reward(
