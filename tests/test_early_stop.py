@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.graph.load import load_file
 from flowrl.messages import Group
 from flowrl.nodes import TokenBatch
 from flowrl.runtime.driver.early_stop import EarlyStop, StopRule
+from flowrl.runtime.driver.launch import Launch
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.testing import VirtualClock, run_graph
 from tests.test_nodes_batch import batches, group
@@ -57,6 +61,31 @@ def test_a_run_ends_by_its_clock_with_a_checkpoint_and_goes_on(tmp_path: Path) -
     assert ran.outcome is not None and ran.outcome.interrupted and 0 < len(ran.steps) < 400
     assert any("--max-hours" in line and "are over" in line for line in ran.view.lines)
     assert ran.audit().ok and (tmp_path / "run" / "checkpoints" / f"step_{ran.steps[-1]:06}").is_dir()
+
+
+def launched(tmp_path: Path, *, hours: float, ago_s: float) -> Launch:
+    """A run of at most `hours`, whose command was given `ago_s` before now."""
+    loaded = load_file(PLAYED)
+    cfg = loaded.config_type()
+    options = RunOptions(steps=1, run_dir=tmp_path / "run", max_hours=hours)
+    return Launch(loaded.path, loaded.build(cfg), cfg, options, started_s=time.monotonic() - ago_s)
+
+
+def test_the_set_up_counts_among_the_hours(tmp_path: Path) -> None:
+    launch, clock, told = launched(tmp_path, hours=1.0, ago_s=3000.0), VirtualClock(), list[float]()
+
+    async def run() -> None:
+        with launch.limit(lambda reason: told.append(clock.now_s)):
+            await asyncio.sleep(1200)
+
+    clock.run(run())
+    assert told == [pytest.approx(600, abs=5)]
+
+
+def test_a_run_whose_hours_are_over_after_the_set_up_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--max-hours 1 were over when the set-up had ended, before the run began"):
+        launched(tmp_path, hours=1.0, ago_s=3601.0).run()
+    assert not (tmp_path / "run" / "ledger.sqlite").exists()
 
 
 def test_a_run_ends_by_a_figure(tmp_path: Path) -> None:
