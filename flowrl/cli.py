@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -165,6 +166,7 @@ def run(args: Sequence[str]) -> int:
     """`flowrl run GRAPH`: status 0 when it ended well and, where there is a ledger, the audit is ok."""
     from flowrl.runtime.driver.options import RunOptions
 
+    started_s = time.monotonic()
     prepared = prepare("run", (RunOptions, RunFileOptions), args)
     options, of_files = prepared.own
     described = (prepared.file.shown, dump(options), dump(prepared.cfg))
@@ -172,7 +174,8 @@ def run(args: Sequence[str]) -> int:
         write_run_file(of_files.save_config, *described)
     from flowrl.runtime.driver.launch import Launch
 
-    launch = Launch(prepared.file.path, prepared.graph, prepared.cfg, options, derived_text(prepared.origins))
+    file, derived = prepared.file.path, derived_text(prepared.origins)
+    launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s)
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(*described))
     result = launch.run()

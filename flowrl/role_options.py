@@ -182,8 +182,6 @@ class TeacherSize(ScoringSize, _Model):
 
     model: str = "tiny_teacher"
     """tiny_teacher (for tiny), a model directory, or OWNER/NAME of the Hub, with the student's vocabulary."""
-    dtype: Dtype | None = "float32"
-    """Type of weights and computation; None: that of the trainer."""
 
 
 def sizes_of(options: object) -> dict[str, Size | CriticTrainerSize]:

@@ -27,8 +27,8 @@ class ScorerOptions(TimedReward, PolicyOptions):
     """What a response's reward is of the scores of its steps."""
 
     reward_concurrency: int | None = None
-    """Processes of each synchronous reward function, and samples of `async` functions and reward servers at a time.
-    None: 1, 4 for check=code, and 64 where samples go to a server or function together."""
+    """Processes of each reward function, calls of each `async` one, and samples that reward servers are asked about at
+    a time. None: 1, 4 for check=code, 64 for servers."""
     reward_away_s: float = AWAY_S
     """Seconds for which reward servers that cannot be reached are tried again; then the run ends. 0: samples fail at
     once."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
+import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.graph.load import load_file
 from flowrl.messages import Group
 from flowrl.nodes import TokenBatch
 from flowrl.runtime.driver.early_stop import EarlyStop, StopRule
+from flowrl.runtime.driver.launch import Launch
 from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.telemetry.metrics import read
 from flowrl.testing import VirtualClock, run_graph
 from tests.test_nodes_batch import batches, group
 from tests.test_runtime_episodes import PLAYED
@@ -37,6 +44,65 @@ def test_a_rule_ends_a_run_once(rule: StopRule, values: list[float], reason: str
     assert told == ([reason] if reason else [])
 
 
+def test_a_value_before_training_ends_nothing_and_is_the_one_to_beat() -> None:
+    told: list[str] = []
+    above, patience = (
+        EarlyStop(StopRule("evaluation/score", **rule), told.append)  # type: ignore[arg-type]
+        for rule in ({"above": 0.5}, {"patience": 2})
+    )
+    for stop in (above, patience):
+        stop.evaluated("before", {"evaluation/score": 0.6})
+        assert told == [] and stop.unseen == ""
+    patience.evaluated("during", {"evaluation/score": 0.5})
+    assert told == []
+    patience.evaluated("during", {"evaluation/score": 0.6})
+    assert told == ["evaluation/score has not improved for 2 values"]
+    above.evaluated("after", {"evaluation/score": 0.7})
+    assert len(told) == 1, "after training there is nothing to end"
+    above.evaluated("during", {"evaluation/score": 0.7})
+    assert told[1:] == ["evaluation/score is 0.7, above 0.5"]
+
+
+def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    lines = [{"step": 1, "r": 0.5}, {"step": 2, "r": 0.4}, {"step": 3, "r": None}]
+    held_out = [("before", 0.9), ("during", 0.5), ("after", 0.1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluations = [{"step": 4, "phase": phase, "evaluation/score": score} for phase, score in held_out]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    for metric in ("r", "evaluation/score"):
+        told: list[str] = []
+        stop = EarlyStop(StopRule(metric, patience=2), told.append)
+        stop.recall(tmp_path)
+        assert told == [] and stop.unseen == ""
+        stop.look({metric: 0.3})
+        assert told == [f"{metric} has not improved for 2 values"]
+
+
+EVALUATED = Path(__file__).parent / "graphs_alive" / "evaluated.py"
+
+
+@pytest.mark.parametrize("above", [-0.5, 0.3])
+def test_a_run_ends_by_an_evaluation_during_training(tmp_path: Path, above: float) -> None:
+    rule = StopRule("evaluation/score", above=above)
+    config = {"every": (2,)}
+    ran = run_graph(EVALUATED, tmp_path / "run", config, clock=VirtualClock(), timeout_s=3600, steps=30, stop=rule)
+    assert ran.outcome is not None and ran.outcome.interrupted
+    ends = 2 if above < 0 else 4
+    assert ends <= len(ran.steps) <= ends + 2
+    rows = [(row["phase"], row["step"], row["evaluation/score"]) for row in read(tmp_path / "run/evaluations.jsonl")]
+    assert rows == [("before", 0, 0.0), *(("during", step, step / 10) for step in range(2, ends + 1, 2))]
+
+
+def test_a_resumed_run_has_no_evaluation_of_what_it_goes_back_before(tmp_path: Path) -> None:
+    run, config = tmp_path / "run", {"every": (2,)}
+    first = run_graph(EVALUATED, run, config, clock=VirtualClock(), timeout_s=3600, steps=5, save_every=3, keep=0)
+    assert first.outcome is not None
+    shutil.rmtree(run / "checkpoints" / "step_000005")
+    run_graph(EVALUATED, run, config, clock=VirtualClock(), timeout_s=3600, steps=7, resume=True)
+    rows = [(row["phase"], row["step"]) for row in read(run / "evaluations.jsonl")]
+    assert rows == [("before", 0), *(("during", step) for step in (2, 4, 6)), ("after", 7)]
+
+
 @pytest.mark.parametrize("wrong", [{"metric": "r"}, {"above": 1.0}, {"metric": "r", "patience": -1}])
 def test_half_a_rule_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"--stop\."):
@@ -57,6 +123,31 @@ def test_a_run_ends_by_its_clock_with_a_checkpoint_and_goes_on(tmp_path: Path) -
     assert ran.outcome is not None and ran.outcome.interrupted and 0 < len(ran.steps) < 400
     assert any("--max-hours" in line and "are over" in line for line in ran.view.lines)
     assert ran.audit().ok and (tmp_path / "run" / "checkpoints" / f"step_{ran.steps[-1]:06}").is_dir()
+
+
+def launched(tmp_path: Path, *, hours: float, ago_s: float) -> Launch:
+    """A run of at most `hours`, whose command was given `ago_s` before now."""
+    loaded = load_file(PLAYED)
+    cfg = loaded.config_type()
+    options = RunOptions(steps=1, run_dir=tmp_path / "run", max_hours=hours)
+    return Launch(loaded.path, loaded.build(cfg), cfg, options, started_s=time.monotonic() - ago_s)
+
+
+def test_the_set_up_counts_among_the_hours(tmp_path: Path) -> None:
+    launch, clock, told = launched(tmp_path, hours=1.0, ago_s=3000.0), VirtualClock(), list[float]()
+
+    async def run() -> None:
+        with launch.limit(lambda reason: told.append(clock.now_s)):
+            await asyncio.sleep(1200)  # under test: what comes in this time of the clock
+
+    clock.run(run())
+    assert told == [pytest.approx(600, abs=5)]
+
+
+def test_a_run_whose_hours_are_over_after_the_set_up_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--max-hours 1 were over when the set-up had ended, before the run began"):
+        launched(tmp_path, hours=1.0, ago_s=3601.0).run()
+    assert not (tmp_path / "run" / "ledger.sqlite").exists()
 
 
 def test_a_run_ends_by_a_figure(tmp_path: Path) -> None:

@@ -294,7 +294,9 @@ BROAD_EXCEPTS = {
     "runtime/ports/items.py: OpenItems.noting_failure",
     "runtime/ports/outbound.py: Outbound._send_on",
     "runtime/ports/requests.py: LiveServe._reply",
-    "tasks/judge.py: Judge._checked",
+    "tasks/gathered.py: Gathered._answer",
+    "tasks/http.py: HttpReward._answer",
+    "tasks/judge.py: Judge.__call__",
     "tasks/judge.py: Judge.ask",
     "tasks/user_module.py: _file_module",
     "tasks/user_module.py: _package_module",
@@ -304,7 +306,8 @@ BROAD_EXCEPTS = {
     "testing/graph_run.py: _driven",
     "testing/node_rig.py: NodeRig.__aenter__",
 }
-"""Where any exception is caught: boundaries to foreign code, and places that undo something and raise again."""
+"""Where any exception is caught: boundaries to foreign code, and places that undo something and raise again, or that
+hand the exception to those who wait."""
 
 
 def broad_excepts(path: Path) -> Iterator[tuple[str, int]]:

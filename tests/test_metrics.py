@@ -19,7 +19,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.runtime.telemetry import sinks
 from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
-from flowrl.runtime.telemetry.metrics import NAMES, Metrics, flat, read, rewind
+from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS, NAMES, Metrics, flat, read, rewind
 from flowrl.runtime.telemetry.sinks import Trackio, WandB, open_sinks
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
 from flowrl.runtime.telemetry.tracking import SampleTables, Tracking, markdown
@@ -182,7 +182,7 @@ def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, statistics, roles={}, sinks=[sink])
     statistics.absorb({"lanes": {LANE: lane(3, 0.5)}}, 0.0)
     line = metrics.line({"step": 4, "loss": 0.5, "kl": None})
-    metrics.evaluation(3, {"evaluation/score": 0.25})
+    metrics.evaluation("during", 3, {"evaluation/score": 0.25})
     metrics.close()
     scalars = {
         "loss": 0.5,
@@ -193,6 +193,25 @@ def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
     }
     assert sink.written == [(4, scalars), (4, {"evaluation/score": 0.25, "evaluation/step": 3})]
     assert sink.closed
+
+
+def test_an_evaluation_is_a_line_of_a_file_of_its_own_and_rewinds(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, Statistics(), roles={})
+    metrics.evaluation("before", 0, {"evaluation/score": 0.25, "evaluation/pass_at_2": float("nan")})
+    metrics.line({"step": 1})
+    metrics.evaluation("during", 1, {"evaluation/score": 0.5})
+    metrics.evaluation("after", 2, {"evaluation/score": 0.75})
+    metrics.close()
+    file = tmp_path / EVALUATIONS
+    lines = [{name: value for name, value in line.items() if name != "time_s"} for line in read(file)]
+    assert lines == [
+        {"step": 0, "phase": "before", "evaluation/score": 0.25, "evaluation/pass_at_2": None},
+        {"step": 1, "phase": "during", "evaluation/score": 0.5},
+        {"step": 2, "phase": "after", "evaluation/score": 0.75},
+    ]
+    assert len(read(tmp_path / METRICS)) == 1
+    rewind(file, 1)
+    assert [line["phase"] for line in read(file)] == ["before", "during"]
 
 
 def test_only_numbers_are_scalars() -> None:
@@ -225,7 +244,7 @@ def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
             tables.add({"step": step, "prompt": "1|1\n<b>", "response": f"r{step}{member}", "state": "trained"})
         metrics.line({"step": step})
     tables.add({"step": 3, "prompt": "p", "response": "held", "state": "held_out", "reward": 0.5})
-    metrics.evaluation(3, {"evaluation/score": 0.5})
+    metrics.evaluation("during", 3, {"evaluation/score": 0.5})
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
@@ -315,7 +334,7 @@ metrics = Metrics(run_dir, Statistics(), roles={}, sinks=sinks, tables=tables)
 for step in (1, 2):
     tables.add({"step": step, "prompt": "1+1=", "response": f"answer {step}", "state": "trained"})
     metrics.line({"step": step, "reward_mean": step / 4})
-metrics.evaluation(2, {"evaluation/score": 0.75})
+metrics.evaluation("during", 2, {"evaluation/score": 0.75})
 metrics.close()
 """
 

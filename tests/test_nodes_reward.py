@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,30 @@ def test_preflight_names_what_cannot_work(tmp_path: Path, head: str, body: str, 
 
 
 @pytest.mark.slow
+def told_of(tmp_path: Path, head: str, returned: str) -> str | None:
+    """What the preflight says of a function where a later row has a column `response`."""
+    place = reward_file(tmp_path, f"return {returned}", head)
+    rows = [{"prompt": "1+1="}, {"prompt": "2+2=", "response": "4"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Reward(Task(f"{tmp_path}/rows.jsonl", reward=place)).preflight()
+
+
+def test_preflight_says_which_column_a_function_is_not_given(tmp_path: Path) -> None:
+    assert told_of(tmp_path, "def f(prompt, response, **columns)", "1.0") == (
+        f"{tmp_path}/reward.py:f is not given the column response: its own parameter has that name; rename the column "
+        "if the function needs it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "returned"), [("def f(prompts, responses, **columns)", "[1.0]"), ("def f(prompt, response)", "1.0")]
+)
+def test_preflight_says_nothing_of_a_column_that_a_function_does_not_take(
+    tmp_path: Path, head: str, returned: str
+) -> None:
+    assert told_of(tmp_path, head, returned) is None
+
+
 def test_preflight_does_not_wait_for_a_function_that_hangs(tmp_path: Path) -> None:
     place = reward_file(tmp_path, "while True: pass", "def f(prompts, responses)")
     with pytest.raises(ConfigError, match=r"took more than 0.5 s"):

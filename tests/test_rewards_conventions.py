@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from flowrl.tasks.gathered import Gathered
 from flowrl.tasks.http import body_of_openrlhf
 from flowrl.tasks.judge import BadReward, Verdicts, load_judge
 from flowrl.tasks.question import Question
-from flowrl.tasks.rewards import parse_reward
+from flowrl.tasks.rewards import open_reward, parse_reward
 from flowrl.tasks.signatures import convention_of, declared, with_function
+from flowrl.testing import run_node, sample
 
 FILES = Path(__file__).parent / "foreign_rewards"
 OPENRLHF, TRL, VERL = (FILES / f"{name}_reward.py" for name in ("openrlhf", "trl", "verl"))
@@ -138,6 +140,68 @@ def test_a_function_of_no_convention_is_told_all_four(tmp_path: Path) -> None:
 # Many at once
 
 
+PACKAGED = "def f(completions, **kwargs):\n    return [float(len(one[0]['content'])) for one in completions]\n"
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with a function of TRL's kind."""
+    package = tmp_path / "judges_of_others"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os\nif os.environ:\n    from .lengths import f\n")
+    (package / "lengths.py").write_text(PACKAGED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("judges_of_others")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from judges_of_others import f\n",
+        "from judges_of_others.lengths import f as g\nf = g\n",
+        "try:\n    from judges_of_others import f\nexcept ImportError:\n    pass\n",
+    ],
+)
+def test_a_function_is_followed_to_its_file(packaged: Path, body: str) -> None:
+    (packaged / "rules.py").write_text(body)
+    assert declared(f"{packaged}/rules.py:f") == "trl"
+    assert declared("judges_of_others:f") == declared("judges_of_others.lengths:f") == "trl"
+    assert declared("judges_of_others:g") is declared("judges_of_none:f") is None
+    assert not [name for name in sys.modules if name.startswith("judges_of_others")]
+
+
+def test_names_that_go_in_a_circle_are_given_up(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text("a = b\nb = a\n")
+    assert declared(f"{tmp_path}/rules.py:a") is None
+
+
+def test_a_packages_function_is_called_as_its_own_program_calls_it(
+    packaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "grpo", "--task.reward", "judges_of_others:f"]) == 0
+    assert "judges_of_others:f is called as TRL calls it, with up to 64 samples" in capsys.readouterr().out
+
+
+MADE = "from functools import partial\nfrom judges_of_others import f as whole\nf = partial(whole, scale=2)\n"
+
+
+@pytest.mark.parametrize("body", [MADE, "from judges_of_others import f\n"])
+def test_a_function_is_called_as_what_it_is_when_it_is_loaded(packaged: Path, body: str) -> None:
+    (packaged / "rules.py").write_text(body)
+    turn = {"role": "user", "content": "2+3="}
+    (packaged / "rows.jsonl").write_text(json.dumps({"prompt": [turn], "answer": "5"}) + "\n")
+    node = Reward(task := Task(f"{packaged}/rows.jsonl", reward=f"{packaged}/rules.py:f"))
+    assert node.preflight() == f"{packaged}/rules.py:f is called as TRL calls it, with up to 64 samples at once"
+    assert node.concurrency == 64
+    rows = load_rows(task, whole=True)
+    (row,) = (*rows.train, *rows.held_out)
+    given = [sample(n, response_text="four", prompt_id=row.prompt_id, columns={}) for n in range(2)]
+    record = run_node(Reward(task), {"rollouts": given}, preflight=False)
+    assert [one.reward for one in record.sent("scored")] == [4.0, 4.0]
+
+
 class Counting:
     """A client that notes the sizes of its calls; a response "bad" fails its whole call."""
 
@@ -157,7 +221,7 @@ class Counting:
 def test_what_waits_is_asked_together_and_a_bad_sample_fails_alone() -> None:
     async def run() -> tuple[Counting, list[Any]]:
         client = Counting()
-        gathered = Gathered(client, batch=4)
+        gathered = Gathered([client], batch=4)
         asks = (gathered.ask(["p"], [text], [{}]) for text in ("a", "bb", "ccc", "bad", "eeeee"))
         answers = await asyncio.gather(*asks, return_exceptions=True)
         await gathered.close()
@@ -169,11 +233,78 @@ def test_what_waits_is_asked_together_and_a_bad_sample_fails_alone() -> None:
     assert isinstance(answers[3], BadReward)
 
 
+class Slow(Counting):
+    """A client that answers once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.told = asyncio.Event(), asyncio.Event()
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Any) -> Verdicts:
+        self.asked.set()
+        verdicts = await super().ask(prompts, responses, columns)
+        await self.told.wait()
+        return verdicts
+
+
+def test_several_clients_share_what_waits_and_work_at_the_same_time() -> None:
+    async def run() -> tuple[list[list[int]], list[Verdicts]]:
+        clients = [Slow(), Slow(), Slow()]
+        gathered = Gathered(clients, batch=4)
+        asks = [asyncio.ensure_future(gathered.ask(["p"], ["r" * n], [{}])) for n in range(1, 9)]
+        for client in clients:
+            await client.asked.wait()
+        sizes = [list(client.sizes) for client in clients]
+        for client in clients:
+            client.told.set()
+        answers = await asyncio.gather(*asks)
+        later = await gathered.ask(["p"], ["r"], [{}])
+        await gathered.close()
+        return sizes, [*answers, later]
+
+    sizes, answers = asyncio.run(run())
+    assert sorted(sizes) == [[2], [3], [3]]
+    assert [one.rewards[0] for one in answers] == [*map(float, range(1, 9)), 1.0]
+
+
+PROCESS = "import os\ndef f(completions, **kwargs):\n    return [float(os.getpid())] * len(completions)\n"
+
+
+def test_a_function_that_expects_many_has_as_many_processes_as_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "pids.py").write_text(PROCESS)
+
+    async def run() -> set[float]:
+        reward = open_reward(parse_reward(f"{tmp_path}/pids.py:f"), timeout_s=5.0, concurrency=2)
+        try:
+            answers = await asyncio.gather(*(reward.ask(["p"], ["r"], [{}]) for _ in range(4)))
+            return {one.rewards[0] for one in answers}
+        finally:
+            await reward.close()
+
+    assert len(asyncio.run(run())) == 2
+
+
+def test_a_problem_that_is_no_verdict_reaches_all_who_wait() -> None:
+    class Broken(Counting):
+        async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Any) -> Verdicts:
+            raise ConfigError("it no longer loads")
+
+    async def run() -> list[str]:
+        gathered = Gathered([Broken()])
+        asks = [asyncio.ensure_future(gathered.ask(["p"], [text], [{}])) for text in ("a", "b")]
+        _, pending = await asyncio.wait(asks, timeout=5.0)
+        await gathered.close()
+        assert not pending
+        return [str(one.exception()) for one in asks]
+
+    assert asyncio.run(run()) == ["it no longer loads"] * 2
+
+
 def test_functions_that_expect_many_get_many() -> None:
     assert Reward(Task(reward=str(OPENRLHF))).concurrency == 64
     assert Reward(Task(reward=f"{TRL}:correct")).concurrency == 64
     assert Reward(Task(reward=str(VERL))).concurrency == 1
-    assert Reward(Task(reward=f"{TRL}:correct"), concurrency=3).concurrency == 3
+    assert Reward(Task(reward=f"{TRL}:correct"), concurrency=3).concurrency == 192
 
 
 # Servers

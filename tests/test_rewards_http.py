@@ -18,7 +18,7 @@ from flowrl.errors import ConfigError
 from flowrl.models.scorer import ONE_LABEL
 from flowrl.nodes import Reward
 from flowrl.nodes.serve import AskModel, ServeOptions, _client
-from flowrl.tasks import Task, reward_parts
+from flowrl.tasks import Task, http, reward_parts
 from flowrl.tasks.away import Patience
 from flowrl.tasks.http import HttpReward
 from flowrl.tasks.judge import BadReward, Verdicts
@@ -158,10 +158,36 @@ def test_passing_faults_are_met_by_another_try(faults: tuple[Any, ...]) -> None:
         (lambda body: [], "reward_wrong_length"),
         (lambda body: [float("nan")] * len(body["responses"]), "reward_not_finite"),
         (lambda body: [float("inf")] * len(body["responses"]), "reward_not_finite"),
+        (lambda body: [10**400] * len(body["responses"]), "reward_not_finite"),
+        (lambda body: {"rewards": [1.0] * len(body["responses"]), "logs": [1.0]}, "reward_malformed"),
+        (lambda body: {"rewards": [1.0] * len(body["responses"]), "extra_logs": [1.0]}, "reward_malformed"),
     ],
 )
 def test_a_fault_that_stays_has_a_name(answer: Any, reason: str) -> None:
     assert run(Server(answer)) == [reason, reason]
+
+
+@pytest.mark.parametrize("absent", ["scores", "logs", "extra_logs", "heads"])
+def test_what_a_server_answers_as_null_is_absent(absent: str) -> None:
+    answers = Server(lambda body: {"rewards": lengths(body), absent: None})
+    assert run(answers) == [1.0, 2.0]
+
+
+def test_a_problem_that_nobody_foresaw_reaches_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Verdicts:
+        raise RuntimeError("a defect")
+
+    async def scenario() -> list[Any]:
+        async with served(server := Server()):
+            reward = HttpReward([server.url], timeout_s=5.0)
+            asks = [asyncio.ensure_future(reward.ask(["p"], [text], [{}])) for text in ("a", "b")]
+            _, pending = await asyncio.wait(asks, timeout=5.0)
+            await reward.close()
+            assert not pending
+            return [str(one.exception()) for one in asks]
+
+    monkeypatch.setattr(http, "as_verdicts", broken)
+    assert asyncio.run(scenario()) == ["a defect", "a defect"]
 
 
 def test_a_client_error_is_not_tried_again() -> None:

@@ -17,7 +17,7 @@ from flowrl.commands.prepare import Prepared, prepare
 from flowrl.graph.shipped import shipped_names
 from flowrl.models import Policy
 from flowrl.models.model_size import ModelSize, model_size
-from flowrl.models.size_defaults import size_defaults
+from flowrl.models.size_defaults import BY_SIZE, size_defaults
 from flowrl.models.size_table import TABLE, row_for
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +105,23 @@ def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -
     learnt = {"sft": 1e-5, "dpo": 5e-7, "kto": 5e-7, "reward_model": 1e-5, "process_reward_model": 1e-5}
     if hasattr(prepared.cfg, "lr"):
         assert prepared.cfg.lr == learnt.get(graph, 1e-6)
+
+
+def test_the_table_names_options_that_some_graph_has(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "m", 8_000_000_000)
+    prepared = [checked(graph, "--policy", model, "--task", "train.jsonl") for graph in shipped_names()]
+    assert {*BY_SIZE} == {name for one in prepared for name in one.origins}
+    found = [size_defaults(type(one.cfg), {"policy": str(model)}) for one in prepared]
+    assert {*BY_SIZE} == {name for one in found for name in one.values}
+
+
+def test_a_teacher_has_the_type_of_the_trainer(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "m", 8_000_000_000)
+    types = []
+    for given in ((), ("--policy", model), ("--policy", model, "--teacher.dtype", "float32")):
+        cfg = checked("distill", *given).cfg
+        types.append((cfg.dtype, cfg.scoring(cfg.teacher)["dtype"]))
+    assert types == [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 
 
 @dataclass(frozen=True)

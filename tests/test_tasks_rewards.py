@@ -56,6 +56,29 @@ def test_columns_go_by_name_to_those_who_want_them(tmp_path: Path) -> None:
     assert ask(tmp_path, everything, columns).rewards == (2.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("head", "rewards"),
+    [
+        ("def f(prompt, response, **columns)", "sorted(columns) == ['level'] and response in ('a', 'bb')"),
+        ("def f(prompt, response, /, **columns)", "sorted(columns) == ['level', 'response'] and response != 'theirs'"),
+    ],
+)
+def test_a_column_with_the_name_of_a_first_parameter_does_not_replace_it(
+    tmp_path: Path, head: str, rewards: str
+) -> None:
+    found = ask(tmp_path, f"{head}: return float({rewards})", {"response": "theirs", "level": 1})
+    assert found.rewards == (1.0, 1.0)
+
+
+def test_lists_and_other_conventions_with_columns_of_our_names(tmp_path: Path) -> None:
+    columns = {"prompts": "x", "responses": "theirs", "prompt": "x", "response": "theirs"}
+    ours = ask(tmp_path, "def f(prompts, responses, **rest): return [float(r != 'theirs') for r in responses]", columns)
+    trl = ask(tmp_path, "def f(completions, responses): return [float(r == 'theirs') for r in responses]", columns)
+    verl = ask(tmp_path, "def f(solution_str, extra_info): return float(extra_info['response'] == 'theirs')", columns)
+    openrlhf = ask(tmp_path, "def f(queries, responses): return [float(r == 'theirs') for r in responses]", columns)
+    assert [one.rewards for one in (ours, trl, verl, openrlhf)] == [(1.0, 1.0)] * 4
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     needy = judge(tmp_path, "def f(prompt, response, answer, level=1): return 1")
     needy.check_columns({"answer": "x"})
@@ -75,6 +98,9 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         ("return [float('inf'), 1]", "reward_not_finite", "inf"),
         ("return {'score': [1, 2]}", "reward_malformed", "a mapping of score; it needs the key 'rewards'"),
         ("return {'rewards': [1, 2], 'logs': {'a': [1]}}", "reward_wrong_length", "logs['a']"),
+        ("return {'rewards': [1, 2], 'logs': [1, 2]}", "reward_malformed", "logs = [1, 2]; it needs lists under names"),
+        ("return {'form': [1, 2], 'logs': 'a'}", "reward_malformed", "logs = 'a'; it needs lists under names"),
+        ("return [10**400, 1]", "reward_not_finite", "it needs finite numbers"),
         ("raise KeyError('answer')", "reward_raised", "KeyError: 'answer'"),
     ],
 )
@@ -83,6 +109,18 @@ def test_a_bad_answer_is_named(tmp_path: Path, body: str, reason: str, says: str
         ask(tmp_path, f"def f(prompts, responses):\n    {body}")
     assert error.value.reason == reason
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("logs", ["None", "{}"])
+@pytest.mark.parametrize("head", ["'reward': 1.0", "'form': 1.0"])
+def test_logs_that_are_none_are_absent(tmp_path: Path, head: str, logs: str) -> None:
+    found = ask(tmp_path, f"def f(prompt, response):\n    return {{{head}, 'logs': {logs}}}")
+    assert found.rewards == (1.0, 1.0)
+
+
+def test_logs_of_one_sample_need_names(tmp_path: Path) -> None:
+    with pytest.raises(BadReward, match=r"returned logs = \[1.0\]; it needs numbers under names"):
+        ask(tmp_path, "def f(prompt, response):\n    return {'reward': 1.0, 'logs': [1.0]}")
 
 
 @pytest.mark.parametrize(
@@ -174,3 +212,15 @@ def test_a_worker_that_cannot_load_its_function_says_why(tmp_path: Path) -> None
             await RewardWorker(f"{tmp_path}/gone.py:f", timeout_s=5.0).start()
 
     asyncio.run(scenario())
+
+
+def test_a_child_that_ends_while_it_loads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+
+    async def run() -> None:
+        worker = RewardWorker(f"{tmp_path}/ends.py:f", timeout_s=5.0)
+        with pytest.raises(BadReward, match=r"ends.py:f ended its process \(status 3\) while it was loaded") as error:
+            await worker.ask(["p"], ["r"], [{}])
+        assert error.value.reason == "reward_died"
+
+    asyncio.run(run())

@@ -32,6 +32,11 @@ def record(step: int, **values: Any) -> Mapping[str, Any]:
     } | values
 
 
+def answered(right: float) -> dict[str, float]:
+    """The figures of an evaluation."""
+    return {"exact_match": right, "score": right, "num_answers": 512}
+
+
 def busy_board() -> Board:
     board = Board(
         "grpo",
@@ -41,7 +46,7 @@ def busy_board() -> Board:
         capacities={EDGE: 2},
         elapsed_s=63.4,
         progress={"driver": "training"},
-        evaluations={"": [("before", 0, 0.25, 512), ("during", 5, 0.5, 512)]},
+        evaluations={"": [("before", 0, answered(0.25)), ("during", 5, answered(0.5))]},
         nodes=[NodeNow("generator", 2, 0.4), NodeNow("trainer", 1, 0.97)],
         edges=[EdgeNow(EDGE, "generator", "trainer", 4, 2, 0.6)],
         generated_per_s=1234.5,
@@ -113,7 +118,7 @@ def test_a_long_run_keeps_few_lines_and_shows_all_of_its_rewards() -> None:
         for step in range(1, 20_001):
             board.add(record(step, reward_mean=step / 20_000) | figures)
             if not step % 10:
-                board.evaluated("", ("during", step, step / 20_000, 64))
+                board.evaluated("", ("during", step, answered(step / 20_000)))
             if step in (10_000, 20_000):
                 kept.append(tracemalloc.get_traced_memory()[0])
     finally:
@@ -163,8 +168,9 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     assert isinstance(view, PlainView)
     view.progress("generator/0", "loading [the] model")
     view.progress("generator/0", "loading [the] model")
-    view.evaluation("before", 0, 0.25, 512)
-    view.evaluation("before", 0, 0.5, 64, "sums.jsonl")
+    view.evaluation("before", 0, {"exact_match": 0.25, "score": 0.2501, "num_answers": 512})
+    several = {"score": 0.5, "mean_at_4": 0.0, "pass_at_2": 0.1, "pass_at_4": 0.2}
+    view.evaluation("before", 0, {"exact_match": 0.0, "num_answers": 64, **several}, "sums.jsonl")
     view.statistics(report(0.9), str)
     view.step(record(1))
     view.warning("something")
@@ -173,7 +179,8 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     assert lines == [
         "generator/0: loading [the] model",
         "held-out 0.250 before training (512 answers)",
-        "held-out 0.500 before training (64 answers, sums.jsonl)",
+        "held-out 0.000 before training"
+        " (64 answers, sums.jsonl, score 0.500, mean@4 0.000, pass@2 0.100, pass@4 0.200)",
         "step 1/40  reward_mean 0.26  loss -0.5  staleness_max 1  tokens_trained 3000"
         "  bottleneck trainer (works 90% of the time)",
         "warning: something",
@@ -214,8 +221,8 @@ def test_in_a_terminal_the_board_is_drawn_in_place(monkeypatch: pytest.MonkeyPat
     assert "starting Ray" in out.getvalue()
     view.step(record(1))
     view.statistics(report(0.9), lambda: "all 4 tickets are out")
-    view.evaluation("during", 1, 0.5, 64)
-    view.evaluation("during", 1, 0.75, 64, "sums.jsonl")
+    view.evaluation("during", 1, {"exact_match": 0.5, "score": 0.625, "num_answers": 64})
+    view.evaluation("during", 1, {"exact_match": 0.75, "num_answers": 64}, "sums.jsonl")
     view.warning("careful")
     view.close()
     last = out.getvalue().rpartition("╭")[2]
@@ -223,6 +230,7 @@ def test_in_a_terminal_the_board_is_drawn_in_place(monkeypatch: pytest.MonkeyPat
         "1 of 40",
         "all 4 tickets are out",
         "0.500 at step 1",
+        "64 answers, score 0.625",
         "64 answers, sums.jsonl",
         "careful",
         "90% busy",

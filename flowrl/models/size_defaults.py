@@ -32,7 +32,6 @@ BY_SIZE = (
     "lr",
     "critic_lr",
     "dtype",
-    "teacher_dtype",
     "max_tokens",
     "max_prompt_tokens",
     "max_length",
@@ -82,7 +81,6 @@ def _values(
     yield "critic_lr", float(f"{CRITIC_FACTOR * row.lr(learning):.3g}")
     if str(given.get("zero.stage", "")) != "0":
         yield "dtype", "bfloat16"
-        yield "teacher_dtype", "bfloat16"
     most = 3 * (context or sys.maxsize) // 8
     response, prompt = min(row.response, most), min(row.prompt, most)
     if "limits" in fields:

@@ -188,11 +188,10 @@ class Evaluation(Node):
         )
 
     async def _task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
-        parts = self.parts[one.name]
         chat = Chat(tokenizer, one.task.system_prompt)
         found = await self.blocking(load_rows, one.task, whole=one.whole)
         rows, num_long = await self.blocking(self._asked, one, one.chosen(found), chat)
-        await self.blocking(check_reward, parts, ())
+        parts = await self.blocking(check_reward, self.parts[one.name], ())
         if num_long:
             self.context.metric("evaluation_prompts_too_long", num_long)
             left_out = self.limit.too_long == "drop"

@@ -40,7 +40,7 @@ class Comparisons:
 
     def preflight(self, task: Task) -> None:
         """Load the function, and compare two answers to the first row. Raises ConfigError."""
-        wrong = [part.place for part in self.parts if not part.urls and part.convention not in (None, "pairwise")]
+        wrong = [part.place for part in check_reward(self.parts, ()) if not part.urls and part.convention != "pairwise"]
         if wrong:
             raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
         rows = load_rows(task, whole=True)

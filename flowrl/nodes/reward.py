@@ -23,7 +23,7 @@ from flowrl.nodes.shaping import Shaping
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.judge import BadReward, Verdicts
-from flowrl.tasks.rewards import HTTP_CONCURRENCY, adapted_text, gathers, names_model, uses_http, usual_processes
+from flowrl.tasks.rewards import adapted_text, names_model, samples_at_once
 
 FAILURES_IN_A_ROW = 256
 
@@ -34,8 +34,9 @@ class Reward(Node):
     `function` is a function defined at the top of a file, or a reward as text (`flowrl.tasks.rewards`):
     `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
     `flowrl.tasks.judge` for a function's signature. Synchronous functions run in `concurrency` worker
-    processes, which are killed after `timeout_s`; of `async` functions and HTTP requests `concurrency` run
-    at a time. None means 1, or 64 if a reward is requested over HTTP. Servers that cannot be reached are waited for
+    processes, which are killed after `timeout_s`; of `async` functions `concurrency` calls run at a time. Both get one
+    sample a call, or up to 64 that wait if they expect many. Servers are asked about `concurrency` samples at a time.
+    None means 1, 4 for check=code, or 64 for servers. Servers that cannot be reached are waited for
     `away_s`, all of them at once; then the run ends.
     """
 
@@ -55,9 +56,7 @@ class Reward(Node):
         self.task = task
         self.parts = reward_parts(task, function)
         self.timeout_s = timeout_s
-        together = uses_http(self.parts) or gathers(self.parts)
-        processes = usual_processes(self.parts)
-        self.concurrency = (HTTP_CONCURRENCY if together else processes) if concurrency is None else concurrency
+        self._processes = concurrency
         self.away_s = away_s
         self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
         self.shaping = shaping or Shaping()
@@ -65,6 +64,11 @@ class Reward(Node):
 
     def facts(self) -> Facts:
         return Facts(drops=True, concurrency=self.concurrency)
+
+    @property
+    def concurrency(self) -> int:
+        """Samples that are asked about at a time."""
+        return samples_at_once(self._functions.parts, self._processes)
 
     def check(self, facts: Any) -> list[str]:
         problems = self.shaping.problems()
@@ -76,8 +80,8 @@ class Reward(Node):
             problems.append(f"its reward {self.task.reward!r} names a reward model; a RewardModel node scores with one")
         if self.timeout_s <= 0:
             problems.append(f"timeout_s is {self.timeout_s}; it has to be above 0")
-        if self.concurrency < 1:
-            problems.append(f"concurrency is {self.concurrency}; it needs at least 1")
+        if self._processes is not None and self._processes < 1:
+            problems.append(f"concurrency is {self._processes}; it needs at least 1")
         if self.away_s < 0:
             problems.append(f"away_s is {self.away_s}; it needs at least 0")
         return problems

@@ -7,14 +7,14 @@ can be reached, `away_s`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Context
 from flowrl.messages import Sample
-from flowrl.tasks import Row, Task, asked_columns, load_rows
+from flowrl.tasks import KnownRows, Row, Task, asked_columns, load_rows
 from flowrl.tasks.away import AWAY_S, Patience
-from flowrl.tasks.indexed_rows import by_id, joined
+from flowrl.tasks.indexed_rows import joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, adapted_text, check_reward, is_sum, needs_rows, open_reward, uses_http
@@ -32,30 +32,31 @@ class RewardFunctions:
         self, task: Task, parts: Sequence[Part], *, timeout_s: float, processes: int | None, away_s: float = AWAY_S
     ) -> None:
         self._task = task
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
+        """Those of the reward; once they are loaded they say how their functions are called."""
         self._timeout_s = timeout_s
         self._processes = processes
         self._away_s = away_s
         self._client: RewardClient | None = None
-        self._rows: Mapping[str, Row] = {}
-        """Prompt id -> row, where the reward gets more of it than its columns."""
+        self._known: KnownRows | None = None
+        """The rows of the task, where the reward gets more of them than their columns."""
 
     def preflight(self) -> str | None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""
         found = load_rows(self._task, whole=True)
         rows = joined(found.train, found.held_out)
-        check_reward(self._parts, rows)
+        self.parts = check_reward(self.parts, rows)
         asyncio.run(self._trial(rows[0]))
-        return adapted_text(self._parts)
+        return adapted_text(self.parts)
 
     async def _trial(self, row: Row) -> None:
-        client = open_reward(self._parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
-        columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
+        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
+        columns = {**row.columns, **asked_columns(self.parts, self._task, row)}
         try:
             verdicts = await client.ask([row.prompt], [row.answer or ""], [columns])
             self._check_weights(verdicts)
         except BadReward as bad:
-            remedy = "start the server, or fix its answer" if uses_http(self._parts) else FIX_FUNCTION
+            remedy = "start the server, or fix its answer" if uses_http(self.parts) else FIX_FUNCTION
             raise ConfigError(f"the trial reward failed: {bad}; {remedy}") from bad
         finally:
             await client.close()
@@ -63,8 +64,8 @@ class RewardFunctions:
     def _check_weights(self, verdicts: Verdicts) -> None:
         """Raise ConfigError for a weight of what is no head of the reward."""
         heads = set(verdicts.heads)
-        if is_sum(self._parts):  # its heads are the parts, and PART/HEAD of those that have heads
-            places = [f"{part.name}/" for part in self._parts]
+        if is_sum(self.parts):  # its heads are the parts, and PART/HEAD of those that have heads
+            places = [f"{part.name}/" for part in self.parts]
             heads = {name.removeprefix(place) for place in places for name in heads if name.startswith(place)}
         if strange := [name for name in self._task.head_weights if name not in heads]:
             raise ConfigError(
@@ -75,10 +76,10 @@ class RewardFunctions:
 
     def open(self, context: Context) -> None:
         """Load the functions; heavy. The node of `context` waits for the verdicts. Raises ConfigError."""
-        check_reward(self._parts, ())
-        self._rows = by_id(load_rows(self._task).train) if needs_rows(self._parts) else {}
+        self.parts = check_reward(self.parts, ())
+        self._known = KnownRows(self._task) if needs_rows(self.parts) else None
         self._client = open_reward(
-            self._parts,
+            self.parts,
             timeout_s=self._timeout_s,
             concurrency=self._processes,
             patience=Patience(self._away_s, context.outside, context.progress),
@@ -87,8 +88,8 @@ class RewardFunctions:
     async def ask(self, sample: Sample) -> Verdicts:
         """The verdict about one sample. Raises BadReward, or ServersAway, which ends the run."""
         assert self._client is not None, "`open` comes first"
-        row = self._rows.get(sample.prompt_id)
-        columns = {**sample.columns, **(asked_columns(self._parts, self._task, row) if row is not None else {})}
+        row = None if self._known is None else self._known.get(sample.prompt_id)
+        columns = {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}
         return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
 
     async def close(self) -> None:

@@ -27,9 +27,8 @@ from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
-from flowrl.tasks import Row, Task, load_demonstrations, load_rows
+from flowrl.tasks import KnownRows, Row, Task
 from flowrl.tasks.away import AWAY_S
-from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.tasks.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
 from flowrl.training.layouts import Decision, refused
@@ -72,7 +71,7 @@ class RewardModel(ScoringNode):
         layout: Layout = "auto",
         label: str = "",
         timeout_s: float = 10.0,
-        concurrency: int = 1,
+        concurrency: int | None = None,
         away_s: float = AWAY_S,
     ) -> None:
         self.model = model
@@ -158,11 +157,9 @@ class RewardModel(ScoringNode):
             system_prompt=self.task.system_prompt,
             token_budget=self.token_budget,
         )
-        found = (load_demonstrations(self.task, whole=True), load_rows(self.task, whole=True))
-        demonstrations, rows = (joined(one.train, one.held_out) for one in found)
-        self._rows = by_id(demonstrations), by_id(rows)
+        self._known = KnownRows(self.task)
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
-        some = [list(row.turns) for row in rows[:TRIED_ROWS] if not uses_tools(row.turns, ())]
+        some = [list(row.turns) for row in self._known.rows[:TRIED_ROWS] if not uses_tools(row.turns, ())]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
@@ -207,8 +204,12 @@ class RewardModel(ScoringNode):
 
     def row_of(self, sample: Sample) -> Row:
         """The row of the sample's prompt."""
-        demonstrations, rows = self._rows
-        return demonstrations.get(sample.prompt_id) or rows[sample.prompt_id]
+        row = self._known.get(sample.prompt_id)
+        if row is None:
+            raise ConfigError(
+                f"task {self.task.name!r} has no row for the prompt {sample.prompt_text[:60]!r} of a sample"
+            )
+        return row
 
     def scored_sample(
         self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None

@@ -15,6 +15,7 @@ from flowrl.tasks.arithmetic import demonstrate
 from flowrl.tasks.judge import place_of
 from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
 from flowrl.tasks.row_loading import (
+    KnownRows,
     load_demonstrations,
     load_preferences,
     load_rows,
@@ -28,6 +29,7 @@ from flowrl.tasks.task import Task
 
 __all__ = [
     "Demonstrator",
+    "KnownRows",
     "Row",
     "Rows",
     "Task",

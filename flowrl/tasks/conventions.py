@@ -60,7 +60,7 @@ Call = Callable[..., Any]
 
 
 def _of_openrlhf(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
-    def call(prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]) -> Any:
+    def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
         queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         given = {"queries": queries, "prompts": list(prompts), "labels": _labels(columns, len(prompts))}
         others = {name: values for name, values in columns.items() if name not in (*given, ROW)}
@@ -72,7 +72,7 @@ def _of_openrlhf(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
 
 
 def _of_trl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
-    def call(prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]) -> Any:
+    def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
         rows = columns.pop(ROW, None) or [None] * len(prompts)
         asked = list(zip(prompts, responses, rows, strict=True))
         given = {
@@ -85,7 +85,7 @@ def _of_trl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
 
 
 def _of_comparison(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
-    def call(prompts: Sequence[str], responses: Sequence[str], **columns: Sequence[Any]) -> Any:
+    def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
         seconds = columns.pop(SECOND)
         given = {"prompts": list(prompts), "firsts": list(responses), "seconds": list(seconds)}
         return _then(function(**_chosen(columns | given, keep, takes_all)), _flat)
@@ -94,7 +94,7 @@ def _of_comparison(function: Call, keep: frozenset[str], takes_all: bool) -> Cal
 
 
 def _of_verl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
-    def call(prompt: str, response: str, **columns: Any) -> Any:
+    def call(prompt: str, response: str, /, **columns: Any) -> Any:
         row = columns.pop(ROW, None) or {}
         given = {
             "data_source": columns.get("data_source", row.get("task", "")),
@@ -168,14 +168,17 @@ def _truth(columns: Mapping[str, Any]) -> Any:
 
 
 def openrlhf_answer(answer: Any, number: int) -> Any:
-    """`extra_logs` become our logs; a log of one number holds for all samples."""
+    """`extra_logs` become our logs; a log of one number holds for all samples. `as_verdicts` refuses wrong ones."""
     if not isinstance(answer, Mapping):
         return _flat(answer)
-    logs = {str(name): _flat(values) for name, values in (answer.get("extra_logs") or {}).items()}
-    every = {name: values if isinstance(values, list) else [values] * number for name, values in logs.items()}
     found = {
         name: _flat(values) for name, values in answer.items() if name in ("rewards", "scores") and values is not None
     }
+    extra = answer.get("extra_logs")
+    if not isinstance(extra, Mapping | None):
+        return found | {"logs": extra}
+    logs = {str(name): _flat(values) for name, values in (extra or {}).items()}
+    every = {name: values if isinstance(values, list) else [values] * number for name, values in logs.items()}
     return found | {"logs": {name: values * number if len(values) == 1 else values for name, values in every.items()}}
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.tasks.away import BACKOFF_S, PATIENT, Outage, Patience, ServersAway, pause_s, retry_after_s
 from flowrl.tasks.conventions import label_of, openrlhf_answer
-from flowrl.tasks.judge import BadReward, Columns, Verdicts, as_verdicts, joined
-from flowrl.tasks.question import Question, one_of
+from flowrl.tasks.judge import BadReward, Columns, Verdicts, as_verdicts, is_finite, joined
+from flowrl.tasks.question import Question, fail, one_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -149,6 +148,9 @@ class HttpReward:
             for question in questions:
                 if not question.verdict.done():
                     question.verdict.set_exception(_same(bad))
+            return
+        except Exception as defect:  # whatever it is, those who wait have to learn of it
+            fail(questions, defect)
             return
         for index, question in enumerate(questions):
             if not question.verdict.done():
@@ -290,7 +292,7 @@ def _with_heads(url: str, verdicts: Verdicts, answer: Any) -> Verdicts:
     if not heads:
         return verdicts
     known = isinstance(heads, Mapping) and all(name in verdicts.logs for name in heads)
-    if not known or not all(isinstance(weight, int | float) and math.isfinite(weight) for weight in heads.values()):
+    if not known or not all(isinstance(weight, int | float) and is_finite(weight) for weight in heads.values()):
         raise BadReward(
             "reward_malformed",
             f"{url} answered heads = {_short(str(heads))}; it needs a weight under names of its logs",

@@ -4,7 +4,8 @@ A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, respo
 sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
 (`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts; or a mapping of
 names to lists of numbers (numbers), the heads of the reward, which add up to it.
-Columns are passed by name: those that its signature names, or all if it takes `**columns`. Functions with the
+Columns are passed by name: those that its signature names, or all if it takes `**columns`, without one that is called
+as the function's parameter for the prompts or responses. Functions with the
 signatures of OpenRLHF, TRL and verl are called as those call them (`flowrl.tasks.signatures`).
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.conventions import OF_TRL, adapted
-from flowrl.tasks.signatures import convention_of
+from flowrl.tasks.signatures import Convention, convention_of
 from flowrl.tasks.user_module import one_line, user_module
 
 Columns = Sequence[Mapping[str, Any]]
@@ -71,6 +72,9 @@ class Judge:
     required: frozenset[str]
     any_of: frozenset[str] = frozenset()
     """Columns of which a row needs one; () if it needs none of them."""
+    convention: Convention = "flowrl"
+    own: frozenset[str] = frozenset()
+    """Names of the parameters that are the prompts and responses: a column of such a name cannot be given to it."""
 
     @property
     def is_async(self) -> bool:
@@ -98,29 +102,32 @@ class Judge:
                 f"{', '.join(columns) or 'none'}; rename the parameter, give it a default, or add the column"
             )
 
+    def hidden(self, columns: Mapping[str, Any]) -> frozenset[str]:
+        """Those of `columns` that it takes and cannot be given."""
+        return self.own & columns.keys() if self.wanted is None else frozenset()
+
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
         """Call the function in this thread. Raises BadReward."""
-        return self._checked(lambda: self._call(prompts, responses, columns), len(responses))
+        try:
+            answer = self._call(prompts, responses, columns)
+        except Exception as problem:  # the boundary to the user's function
+            raise _raised(self.place, problem) from problem
+        return self._verdicts(answer, len(responses))
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
         """Call an `async` function. Raises BadReward."""
-        called = self._call(prompts, responses, columns)
         try:
+            called = self._call(prompts, responses, columns)
             answer = await (asyncio.gather(*called) if self.single else called)
         except Exception as problem:  # the boundary to the user's function
             raise _raised(self.place, problem) from problem
         return self._verdicts(answer, len(responses))
 
-    def _checked(self, call: Callable[[], Any], num: int) -> Verdicts:
-        try:
-            answer = call()
-        except Exception as problem:  # the boundary to the user's function
-            raise _raised(self.place, problem) from problem
-        return self._verdicts(answer, num)
-
     def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Any:
         chosen = [
-            {name: row.get(name) for name in (row if self.wanted is None else self.wanted & set(row))}
+            {name: value for name, value in row.items() if name not in self.own}
+            if self.wanted is None
+            else {name: row.get(name) for name in self.wanted & set(row)}
             for row in columns
         ]
         if self.single:
@@ -131,7 +138,7 @@ class Judge:
 
     def _verdicts(self, answer: Any, num: int) -> Verdicts:
         if self.single:
-            return joined([as_verdicts(self.place, _listed(one), 1) for one in answer])
+            return joined([as_verdicts(self.place, _listed(self.place, one), 1) for one in answer])
         return as_verdicts(self.place, answer, num)
 
 
@@ -143,9 +150,17 @@ def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
     if "rewards" not in answer:
         return _of_heads(place, answer, num)
     rewards = _numbers(place, "rewards", answer["rewards"], num)
-    scores = _numbers(place, "scores", answer["scores"], num) if "scores" in answer else rewards
-    logs = answer.get("logs", {})
+    scores = rewards if answer.get("scores") is None else _numbers(place, "scores", answer["scores"], num)
+    logs = _logs(place, answer, "lists")
     return Verdicts(rewards, scores, {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
+
+
+def _logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, Any]:
+    """The logs of an answer; None is none. Raises BadReward if they have no names."""
+    logs = answer.get("logs")
+    if not isinstance(logs, Mapping | None):
+        raise BadReward("reward_malformed", f"{place} returned logs = {_short(logs)}; it needs {needed} under names")
+    return logs or {}
 
 
 def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
@@ -158,7 +173,7 @@ def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
             "under each name, which are added up",
         )
     heads = {str(name): _numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"}
-    logs = answer.get("logs") or {}
+    logs = _logs(place, answer, "lists")
     logged = {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
     return Verdicts((), (), {**logged, **heads}, dict.fromkeys(heads, 1.0)).summed()
 
@@ -202,7 +217,9 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
                 f"reward {place} needs {', '.join(unknown)}, which TRL hands over and flowrl does not have; give the "
                 "parameter a default"
             )
-        return Judge(place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of)
+        return Judge(
+            place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of, convention
+        )
     named = [p for p in parameters if p.name not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Judge(
@@ -211,6 +228,7 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
         single=positional[0] == "prompt",
         wanted=None if takes_all else frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is p.empty),
+        own=frozenset(p.name for p in parameters if p.name in positional[:2] and p.kind is p.POSITIONAL_OR_KEYWORD),
     )
 
 
@@ -226,18 +244,27 @@ def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
     for value in values:
         if not isinstance(value, numbers.Real):
             raise BadReward("reward_malformed", f"{place} returned {what} with {_short(value)}; it needs numbers")
-        if not math.isfinite(value):
-            raise BadReward("reward_not_finite", f"{place} returned {what} with {value}; it needs finite numbers")
+        if not is_finite(value):
+            told = _short(value)
+            raise BadReward("reward_not_finite", f"{place} returned {what} with {told}; it needs finite numbers")
     return tuple(float(value) for value in values)
 
 
-def _listed(answer: Any) -> Any:
+def is_finite(value: Any) -> bool:
+    """Whether a number fits into a float and is finite."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _listed(place: str, answer: Any) -> Any:
     """One sample's answer in the format for lists."""
     if not isinstance(answer, Mapping):
         return [answer]
     plural = {"reward": "rewards", "score": "scores"}
     listed: dict[str, Any] = {plural.get(k, str(k)): [v] for k, v in answer.items() if k != "logs"}
-    return {**listed, "logs": {k: [v] for k, v in answer.get("logs", {}).items()}}
+    return {**listed, "logs": {k: [v] for k, v in _logs(place, answer, "numbers").items()}}
 
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:

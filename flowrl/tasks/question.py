@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,3 +24,10 @@ def one_of(verdicts: Verdicts, index: int) -> Verdicts:
     """The verdict about one of several samples."""
     logs = {name: (values[index],) for name, values in verdicts.logs.items()}
     return Verdicts((verdicts.rewards[index],), (verdicts.scores[index],), logs, verdicts.heads)
+
+
+def fail(questions: Iterable[Question], problem: Exception) -> None:
+    """Hand `problem` to those of `questions` that still wait."""
+    for question in questions:
+        if not question.verdict.done():
+            question.verdict.set_exception(problem)

@@ -50,6 +50,10 @@ class Part:
     name: str = ""
     heads: tuple[tuple[str, float], ...] = ()
     """(head of its answer, weight): those that do not weigh 1."""
+    loaded: Convention | None = None
+    """The convention of the function as `check_reward` has loaded it."""
+    hidden: tuple[str, ...] = ()
+    """Columns of the rows that `check_reward` was shown which the function takes and cannot be given."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -64,8 +68,8 @@ class Part:
 
     @property
     def convention(self) -> Convention | None:
-        """The convention of a function in a file, without importing it; None if it is unknown, or no function."""
-        return None if self.urls else declared(self.place)
+        """The convention of a function; None if it is no function, or if no file says it before it is loaded."""
+        return None if self.urls else self.loaded or declared(self.place)
 
 
 def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
@@ -102,19 +106,32 @@ def usual_processes(parts: Iterable[Part]) -> int:
     return PROGRAMS if any(part.place == CHECKS["code"] for part in parts) else 1
 
 
+def samples_at_once(parts: Sequence[Part], concurrency: int | None) -> int:
+    """How many samples a node asks about at a time; `concurrency` as that of `open_reward`."""
+    if gathers(parts):
+        return BATCH * (usual_processes(parts) if concurrency is None else concurrency)
+    if concurrency is not None:
+        return concurrency
+    return HTTP_CONCURRENCY if uses_http(parts) else usual_processes(parts)
+
+
 def needs_rows(parts: Iterable[Part]) -> bool:
     """Whether one of the parts needs more of a row than its columns."""
     return any(part.urls or part.convention in ("trl", "verl") for part in parts)
 
 
 def adapted_text(parts: Iterable[Part]) -> str | None:
-    """A sentence about functions of other conventions; None if there are none."""
-    found = [
-        f"{part.place} is called as {TITLES[part.convention]} calls it"
-        + (f", with up to {BATCH} samples at once" if part.convention in BATCHED else "")
-        for part in parts
-        if part.convention in TITLES
-    ]
+    """Sentences about functions of other conventions, and about columns that a function is not given; None: none."""
+    found = []
+    for part in parts:
+        if part.convention in TITLES:
+            many = f", with up to {BATCH} samples at once" if part.convention in BATCHED else ""
+            found.append(f"{part.place} is called as {TITLES[part.convention]} calls it{many}")
+        if part.hidden:
+            found.append(
+                f"{part.place} is not given the column {', '.join(part.hidden)}: its own parameter has that name; "
+                "rename the column if the function needs it"
+            )
     return "; ".join(found) or None
 
 
@@ -127,12 +144,20 @@ def row_columns(parts: Sequence[Part], task: str, turns: Sequence[Mapping[str, A
     return found
 
 
-def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> None:
-    """Load every function and check that each of `rows` has its columns. Raises ConfigError."""
-    judges = [load_judge(part.place) for part in parts if not part.urls]
+def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> tuple[Part, ...]:
+    """Load every function and check that each of `rows` has its columns; the parts as they are called. ConfigError."""
+    judges = {part.place: load_judge(part.place) for part in parts if not part.urls}
+    hidden: dict[str, set[str]] = {place: set() for place in judges}
     for row in rows:
-        for judge in judges:
+        for place, judge in judges.items():
             judge.check_columns(row.columns, row.place)
+            hidden[place] |= judge.hidden(row.columns)
+    return tuple(
+        part
+        if part.urls
+        else replace(part, loaded=judges[part.place].convention, hidden=tuple(sorted(hidden[part.place])))
+        for part in parts
+    )
 
 
 def open_reward(
@@ -145,8 +170,9 @@ def open_reward(
 ) -> RewardClient:
     """A client for the weighted sum, with `concurrency` worker processes for each synchronous function; None: as usual.
 
-    Functions that expect many samples at once have one, which gets the samples that wait. Servers get as many samples
-    at a time as `concurrency`, at least two requests each; those that cannot be reached are waited for with `patience`.
+    As many calls of an `async` function run at a time. Functions that expect many samples at once get those that wait,
+    in as many calls. Servers get as many samples at a time, at least two requests each; those that cannot be reached
+    are waited for with `patience`.
     """
     opened = []
     for part in parts:
@@ -265,9 +291,8 @@ def _open_http(
 
 def _open(part: Part, timeout_s: float, concurrency: int) -> RewardClient:
     judge = load_judge(part.place)
-    if part.convention in BATCHED:
-        return Gathered(route_of(judge, timeout_s))
-    return Pool([route_of(judge, timeout_s) for _ in range(concurrency)])
+    clients = [route_of(judge, timeout_s) for _ in range(concurrency)]
+    return Gathered(clients) if judge.convention in BATCHED else Pool(clients)
 
 
 def _named(term: Term) -> Term:

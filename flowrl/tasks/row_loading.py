@@ -22,7 +22,7 @@ from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.files import Keys, files_of, read_records
 from flowrl.tasks.formats import FORMATS, Record, is_file_task, require_there
 from flowrl.tasks.hub_rows import hub_dataset
-from flowrl.tasks.indexed_rows import StoredRows
+from flowrl.tasks.indexed_rows import StoredRows, by_id, joined
 from flowrl.tasks.input_template import asked_of_source
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.row_index import rows_of, scan_source
@@ -65,6 +65,23 @@ def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
     if task.generated:
         return load_rows(task, whole=whole)
     return _loaded(task, RowKind(Keys, files.of_record, _generated, every=True), whole)
+
+
+class KnownRows:
+    """Every row of a task by the prompt id of its samples: both parts, and each response of a prompt that has several.
+
+    Loads the rows, which may be slow. Raises ConfigError.
+    """
+
+    def __init__(self, task: Task) -> None:
+        demonstrations, rows = load_demonstrations(task, whole=True), load_rows(task, whole=True)
+        self.rows = joined(rows.train, rows.held_out)
+        self._demonstrations = by_id(joined(demonstrations.train, demonstrations.held_out))
+        self._by_id = by_id(self.rows)
+
+    def get(self, prompt_id: str) -> Row | None:
+        """The row of a sample; None if its prompt is no row of the task."""
+        return self._demonstrations.get(prompt_id) or self._by_id.get(prompt_id)
 
 
 @functools.lru_cache(maxsize=4)

@@ -6,18 +6,19 @@
     pairwise  (prompts, firsts, seconds, **columns): how likely the first response is the better one
     verl      (data_source, solution_str, ground_truth, extra_info=None) for one sample
 
-`declared` reads the parameters of a function in a file without importing it, so that a graph can be checked at once.
+`declared` reads the parameters of a function without importing it, so that a graph can be checked at once. Where no
+file says them, `flowrl.tasks.judge` knows them once the function is loaded.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.declared_parameters import declared_in, parameters
 
 Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
 TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
@@ -45,16 +46,16 @@ def convention_of(names: Sequence[str]) -> Convention | None:
 
 
 def declared(place: str) -> Convention | None:
-    """The convention of `file.py:function`; None if the file does not say, or if it is no file."""
-    where, _, name = place.rpartition(":")
-    return convention_of(_functions(where).get(name, ())) if where.endswith(".py") else None
+    """The convention of `file.py:function` or `package.module:function`; None if no file says it."""
+    return convention_of(parameters(place) or ())
 
 
 def with_function(place: str) -> str:
     """`file.py` with the name of its reward function; other places are unchanged. Raises ConfigError if unclear."""
     if not place.endswith(".py"):
         return place
-    found = [name for name, names in _functions(place).items() if convention_of(names) is not None]
+    functions = declared_in(Path(place).expanduser()).functions
+    found = [name for name, names in functions.items() if name[0] != "_" and convention_of(names) is not None]
     usual = [name for name in USUAL if name in found] or found
     if not Path(place).expanduser().is_file():
         raise ConfigError(f"the reward's file {place} does not exist (looked for {Path(place).expanduser().resolve()})")
@@ -68,25 +69,6 @@ def with_function(place: str) -> str:
     return f"{place}:{usual[0]}"
 
 
-def _functions(where: str) -> dict[str, tuple[str, ...]]:
-    """Function at the top of a file -> its parameters; {} if the file cannot be read or parsed."""
-    path = Path(where).expanduser()
-    try:
-        return _parsed(path.resolve(), path.stat().st_mtime_ns)
-    except OSError:
-        return {}
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(path: Path, changed_ns: int) -> dict[str, tuple[str, ...]]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # importing it will tell what is wrong
-        return {}
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {node.name: _names(node.args) for node in found if not node.name.startswith("_")}
-
-
 def _syntax_error(path: Path) -> SyntaxError | None:
     """What is wrong with a file that Python cannot read."""
     try:
@@ -96,7 +78,3 @@ def _syntax_error(path: Path) -> SyntaxError | None:
     except ValueError as error:  # a null byte
         return SyntaxError(str(error))
     return None
-
-
-def _names(arguments: ast.arguments) -> tuple[str, ...]:
-    return tuple(one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))

@@ -33,7 +33,7 @@ class RewardWorker:
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the child and load the function there. Raises ConfigError if it does not load."""
+        """Start the child and load the function there. Raises ConfigError if it does not load, BadReward if it ends."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -43,7 +43,12 @@ class RewardWorker:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        answer = await self._receive()
+        try:
+            answer = await self._receive()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._died()
+            said = f"{self.place} ended its process (status {code}) while it was loaded"
+            raise BadReward("reward_died", said) from None
         if "error" in answer:
             await self.close()
             raise ConfigError(answer["error"])

@@ -112,8 +112,10 @@ class KeptView:
     def warning(self, text: str) -> None:
         self.lines.append(f"warning: {text}")
 
-    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
-        self.lines.append(f"evaluation {phase} at {step}: {score} of {count} {task}")
+    def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
+        self.lines.append(
+            f"evaluation {phase} at {step}: {figures['exact_match']} of {figures['num_answers']:.0f} {task}"
+        )
 
     def sample(self, row: Mapping[str, Any]) -> None:
         self.sample_ids.append(row["sample_id"])

@@ -36,7 +36,7 @@ from flowrl.runtime.ledger.ledger_file import LEDGER
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.samples.rollout_files import rewind_rollouts
 from flowrl.runtime.telemetry.kept_episodes import rewind_kept
-from flowrl.runtime.telemetry.metrics import METRICS
+from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS
 from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
 
 DAMAGED = ".damaged"
@@ -183,7 +183,9 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
     ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that the lines must follow
-    rewind_metrics(run_dir / METRICS, version)
+    for records in (METRICS, EVALUATIONS):
+        if (run_dir / records).exists():
+            rewind_metrics(run_dir / records, version)
     last_s = ledger_file.last_commit_s(directory / LEDGER)
     rewind_kept(run_dir, last_s)
     rewind_rollouts(run_dir, last_s)

@@ -114,6 +114,8 @@ class Driver:
             job.run_dir, self.accounting, in_flight=in_flight, warn=self.view.warning, shown=self._show_sample
         )
         self._early_stop = EarlyStop(job.options.stop, self.stop_early)
+        if job.resume_from is not None:
+            self._early_stop.recall(job.run_dir)
         self.metrics = Metrics(
             job.run_dir,
             self.statistics,
@@ -121,6 +123,7 @@ class Driver:
             sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
             tables=self._tables,
             watch=self._early_stop.look,
+            watch_evaluation=self._early_stop.evaluated,
             limits=job.options.alarms,
             book=self.accounting.line,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from flowrl.errors import ConfigError
+from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS, flat, read
 
 
 @dataclass(frozen=True)
@@ -15,13 +17,14 @@ class StopRule:
     """When a run ends before its last step, as by an interrupt: with a checkpoint, after what is in flight."""
 
     metric: str = ""
-    """A number of metrics.jsonl, or of evaluations such as evaluation/score; empty: the run does not end early."""
+    """A number of metrics.jsonl, or of evaluations during training such as evaluation/score; empty: the run does not
+    end early."""
     above: float | None = None
     """End when it is above this."""
     below: float | None = None
     """End when it is below this."""
     patience: int = 0
-    """End when it has not improved for so many of its values; 0: never."""
+    """End when it has not improved for so many of its values; a value from before training is one to beat. 0: never."""
     best: Literal["highest", "lowest"] = "highest"
     """Which value is an improvement."""
     for_values: int = 1
@@ -39,7 +42,10 @@ class StopRule:
 
 
 class EarlyStop:
-    """Looks at every line of metrics and every evaluation; calls `stop` once, with the reason."""
+    """Looks at every line of metrics and every evaluation; calls `stop` once, with the reason.
+
+    An evaluation before training gives a value to beat and ends nothing, and one after it has nothing to end.
+    """
 
     def __init__(self, rule: StopRule, stop: Callable[[str], None]) -> None:
         self._rule = rule
@@ -57,22 +63,48 @@ class EarlyStop:
 
     def look(self, values: Mapping[str, object]) -> None:
         """Take the value of the metric, if it is among `values`."""
-        value = values.get(self._rule.metric)
-        self._seen |= value is not None
-        if self._stopped or not isinstance(value, int | float) or not math.isfinite(value):
-            return
-        if reason := self._reason(float(value)):
+        value = self._value(values)
+        if value is not None and (reason := self._reason(value)) and not self._stopped:
             self._stopped = True
             self._stop(reason)
 
+    def evaluated(self, phase: str, values: Mapping[str, object]) -> None:
+        """Take the value of the metric of an evaluation before, during or after training."""
+        if phase == "during":
+            self.look(values)
+        elif phase == "before" and (value := self._value(values)) is not None:
+            self._best = self._signed(value)
+
+    def recall(self, run_dir: Path) -> None:
+        """Take what the records of a resumed run have, without ending it: its values are counted on from there."""
+        if not self._rule.metric:
+            return
+        stopped, self._stopped = self._stopped, True
+        for line in read(run_dir / METRICS):
+            self.look(flat(line))
+        for line in read(run_dir / EVALUATIONS):
+            self.evaluated(line["phase"], line)
+        self._stopped = stopped
+
+    def _value(self, values: Mapping[str, object]) -> float | None:
+        """The value of the metric, if `values` has one that is a finite number."""
+        value = values.get(self._rule.metric)
+        self._seen |= value is not None
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+    def _signed(self, value: float) -> float:
+        """The value, so that a higher one is better."""
+        return value if self._rule.best == "highest" else -value
+
     def _reason(self, value: float) -> str:
+        """Why the run ends with this value, "" if it goes on."""
         rule = self._rule
         beyond = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
         self._beyond = self._beyond + 1 if beyond else 0
         if self._beyond >= rule.for_values:
             side = f"above {rule.above:g}" if rule.above is not None and value > rule.above else f"below {rule.below:g}"
             return f"{rule.metric} is {value:.4g}, {side}"
-        signed = value if rule.best == "highest" else -value
+        signed = self._signed(value)
         self._since_best = 0 if signed > self._best else self._since_best + 1
         self._best = max(self._best, signed)
         if rule.patience and self._since_best >= rule.patience:

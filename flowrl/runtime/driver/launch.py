@@ -7,6 +7,7 @@ node's preflight (models, tokenizer, task, reward, one trial reward).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ class Launch:
     options: RunOptions
     derived: str = ""
     """What to say of options that nobody has given."""
+    started_s: float = field(default_factory=time.monotonic)
+    """When the command was given; --max-hours counts from here."""
 
     def run(self) -> Result:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
@@ -109,6 +112,7 @@ class Launch:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
             pins.use(directory.hub_commits())
         findings = preflight(self.graph, self.graph_file)
+        self._check_hours()
         require_logins(self.options.track)
         view = self._open_view(plan, directory.path)
         for name, text in findings.items():
@@ -176,6 +180,32 @@ class Launch:
                 "--keep-best needs held-out scores, but the graph evaluates nothing; add an Evaluation node (in the "
                 "graphs of flowrl: --evaluate N), or leave --keep-best out"
             )
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that --max-hours leaves."""
+        hours = self.options.max_hours
+        return math.inf if hours is None else 3600 * hours - (time.monotonic() - self.started_s)
+
+    def _check_hours(self) -> None:
+        if self._left_s <= 0:
+            raise ConfigError(
+                f"--max-hours {self.options.max_hours:g} were over when the set-up had ended, before the run began; "
+                "give it more"
+            )
+
+    @contextmanager
+    def limit(self, stop: Callable[[str], None]) -> Iterator[None]:
+        """Inside, `stop` is called with a reason when the hours of the run are over."""
+        if self.options.max_hours is None:
+            yield
+            return
+        reason = f"--max-hours {self.options.max_hours:g} are over; a checkpoint follows the current batch"
+        timer = asyncio.get_running_loop().call_later(max(0.0, self._left_s), stop, reason)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _check_stop(self) -> None:
         metric = self.options.stop.metric
@@ -260,7 +290,7 @@ class PreparedRun:
             driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
-            with _signals(driver, view), _limit(driver, self.launch.options.max_hours):
+            with _signals(driver, view), self.launch.limit(driver.stop_early):
                 return await driver.run()
         finally:
             await endpoint.close()
@@ -357,20 +387,6 @@ class _signals:
         task = asyncio.get_running_loop().create_task(report())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
-
-
-@contextmanager
-def _limit(driver: Driver, hours: float | None) -> Iterator[None]:
-    """Inside, the run ends in order after so many hours."""
-    if hours is None:
-        yield
-        return
-    reason = f"--max-hours {hours:g} are over; a checkpoint follows the current batch"
-    timer = asyncio.get_running_loop().call_later(3600 * hours, driver.stop_early, reason)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:

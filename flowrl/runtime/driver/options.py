@@ -51,7 +51,7 @@ class RunOptions:
     tracking: Tracking = field(default_factory=Tracking)
     """Names and samples in the sinks of --track."""
     max_hours: float | None = None
-    """End the run after so many hours, with a checkpoint; --resume goes on with it."""
+    """End the run so many hours after the command was given, with a checkpoint; --resume goes on with it."""
     stop: StopRule = field(default_factory=StopRule)
     """When a figure of the metrics ends the run early."""
     alarms: AlarmThresholds = field(default_factory=AlarmThresholds)

@@ -159,11 +159,10 @@ class Phases:
         figures: dict[str, float] = {}
         for name, answer in zip(names, answers, strict=True):
             for task in shown_sets(answer):
-                score, count = answer[f"{task}exact_match"], int(answer[f"{task}num_answers"])
-                self._view.evaluation(phase, version, score, count, task.removesuffix("/"))
+                self._view.evaluation(phase, version, of_set(answer, task), task.removesuffix("/"))
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
-        self._run.metrics.evaluation(version, {f"evaluation/{key}": value for key, value in figures.items()})
+        self._run.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
         if phase == "during":
             self._view.progress("driver", "training")
         return figures
@@ -173,6 +172,12 @@ def shown_sets(figures: Mapping[str, float]) -> list[str]:
     """The prefixes of an evaluation's sets. Plain figures after those of a named set repeat them, and are not shown."""
     found = [key.removesuffix("exact_match") for key in figures if key.endswith("exact_match")]
     return [task for task in found if task or found[0] == ""]
+
+
+def of_set(figures: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The figures of the set whose names begin with `prefix`, without it."""
+    found = {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
+    return {name: value for name, value in found.items() if "/" not in name}
 
 
 def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:

@@ -30,8 +30,8 @@ RECENT = 10
 LAST_EVALUATIONS = 3
 """Shown besides the first."""
 
-Evaluated = tuple[str, int, float, int]
-"""(phase, step, mean score, number of answers)"""
+Evaluated = tuple[str, int, Mapping[str, float]]
+"""(phase, step, figures of one set)"""
 
 
 @dataclass
@@ -161,9 +161,12 @@ def _reward(board: Board) -> Text:
 
 
 def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
-    """The first score and the last ones."""
-    scores = [f"{score:.3f} {phase if phase != 'during' else f'at step {step}'}" for phase, step, score, _ in rows]
-    return Text(" → ".join(scores)).append(f"   {rows[-1][3]} answers{f', {task}' if task else ''}", style="dim")
+    """The share of right answers, the first one and the last ones, and the other figures of the last."""
+    shares = [
+        f"{figures['exact_match']:.3f} {phase if phase != 'during' else f'at step {step}'}"
+        for phase, step, figures in rows
+    ]
+    return Text(" → ".join(shares)).append(f"   {_other_figures(rows[-1][2], task)}", style="dim")
 
 
 def _tokens(board: Board) -> Text:
@@ -252,10 +255,23 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
 
 
-def evaluation_text(phase: str, step: int, score: float, count: int, task: str) -> str:
-    """Formats a result as "0.412 at step 30 (512 answers)"."""
+def evaluation_text(phase: str, step: int, figures: Mapping[str, float], task: str) -> str:
+    """Formats a result as "0.412 at step 30 (512 answers, sums.jsonl, score 0.532, pass@4 0.611)".
+
+    The first number is the share of right answers.
+    """
     where = f"at step {step}" if phase == "during" else f"{phase} training"
-    return f"{score:.3f} {where} ({count} answers{f', {task}' if task else ''})"
+    return f"{figures['exact_match']:.3f} {where} ({_other_figures(figures, task)})"
+
+
+def _other_figures(figures: Mapping[str, float], task: str) -> str:
+    """What a result says besides the share of right answers: the mean score only where it is another number."""
+    told = [f"{figures['num_answers']:.0f} answers", *([task] if task else [])]
+    right = figures["exact_match"]
+    if f"{(score := figures.get('score', right)):.3f}" != f"{right:.3f}":
+        told.append(f"score {score:.3f}")
+    several = {name: value for name, value in figures.items() if name.startswith(("mean_at_", "pass_at_"))}
+    return ", ".join([*told, *(f"{name.replace('_at_', '@')} {value:.3f}" for name, value in several.items())])
 
 
 def clock(seconds: float) -> str:

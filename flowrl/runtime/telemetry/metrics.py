@@ -1,4 +1,6 @@
-"""`metrics.jsonl`: one line per batch; on request the same record goes to TensorBoard, W&B or Trackio.
+"""`metrics.jsonl`: one line per batch, and `evaluations.jsonl`: one per evaluation of held-out prompts.
+
+On request the same records go to TensorBoard, W&B or Trackio.
 
 The counters of all nodes since the previous line are added to the trainer's record, which takes precedence. A name in
 NAMES that nobody reported is null.
@@ -23,6 +25,7 @@ from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.tracking import SampleTables, Tracking
 
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 NAMES = (
     "step",
     "optimizer_steps",
@@ -59,7 +62,7 @@ class Metrics:
     A graph may call its generator "actor": `generator_busy_s` is still the busy time of that node. `time_s` counts
     from the start of the run; in a resumed run it continues from the last line of the file. `book` gets the step and
     the hash of each written line, for the ledger. `tables` has samples for the sinks.
-    `watch` gets the numbers of each line and each evaluation.
+    `watch` gets the numbers of each line, `watch_evaluation` the phase and the numbers of each evaluation.
     """
 
     def __init__(
@@ -73,23 +76,25 @@ class Metrics:
         book: Callable[[int, str], None] | None = None,
         tables: SampleTables | None = None,
         watch: Callable[[Mapping[str, float]], None] = lambda values: None,
+        watch_evaluation: Callable[[str, Mapping[str, float]], None] = lambda phase, values: None,
     ) -> None:
         self._statistics = statistics
         self._roles = dict(roles)
         self._sinks = tuple(sinks)
         self._book = book
         self._tables = tables or SampleTables(Tracking())
-        self._watch = watch
+        self._watch, self._watch_evaluation = watch, watch_evaluation
         self._step = 0
         before = read(run_dir / METRICS)
         self._alarms = Alarms(limits or AlarmThresholds(), before)
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
         self._file = (run_dir / METRICS).open("a")
+        self._evaluations = run_dir / EVALUATIONS
 
     def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Complete, write and return the record of a finished batch."""
         full: dict[str, Any] = dict.fromkeys(NAMES)
-        full["time_s"] = round(time.monotonic() - self._start_s, 3)
+        full["time_s"] = self._time_s
         for name, value in self._statistics.since_line().items():
             full[self._public(name)] = value
         full.update({name: value for name, value in record.items() if value is not None})
@@ -111,13 +116,22 @@ class Metrics:
             self._table("samples", self._step, self._tables.of_step(self._step))
         return full
 
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the results of an evaluation to the sinks; the ledger has every single answer.
+    @property
+    def _time_s(self) -> float:
+        """Seconds from the start of the run."""
+        return round(time.monotonic() - self._start_s, 3)
 
-        An evaluation during training ends some steps later, and W&B does not accept earlier steps. So the results are
-        written at the newest step, and `evaluation/step` gives the step that was evaluated.
+    def evaluation(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+        """Write the results of an evaluation of version `step`; the ledger has every single answer.
+
+        `phase` is before, during or after training. An evaluation during training ends some steps later, and W&B does
+        not accept earlier steps. So the sinks get the results at the newest step, and `evaluation/step` gives the step
+        that was evaluated.
         """
-        self._watch(values)
+        self._watch_evaluation(phase, values)
+        record = _finite({"step": step, "phase": phase, "time_s": self._time_s, **values})
+        with self._evaluations.open("a") as file:
+            file.write(json.dumps(record) + "\n")
         for sink in self._sinks:
             sink.write(max(step, self._step), {**values, "evaluation/step": step})
         self._table("held_out_samples", max(step, self._step), self._tables.of_evaluation())

@@ -35,8 +35,8 @@ class View(Protocol):
         Each of hundreds of hosts reports every second, so figures are read only when they are shown.
         """
 
-    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
-        """Show a finished evaluation of `count` answers; `task` is given for all tasks but the first."""
+    def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
+        """Show the figures of a finished evaluation; `task` is given for all tasks but the first."""
 
     def sample(self, row: Mapping[str, Any]) -> None:
         """Show a sample that is kept; the newest one is enough."""
@@ -71,8 +71,8 @@ class LiveView:
         self._figures = statistics, admission
         self._redraw()
 
-    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
-        self._board.evaluated(task, (phase, step, score, count))
+    def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
+        self._board.evaluated(task, (phase, step, figures))
         self._redraw()
 
     def sample(self, row: Mapping[str, Any]) -> None:
@@ -149,8 +149,8 @@ class PlainView:
         node, why = bottleneck(self._statistics.nodes(), self._statistics.edges())
         return f"  bottleneck {node} ({why})" if node else ""
 
-    def evaluation(self, phase: str, step: int, score: float, count: int, task: str = "") -> None:
-        self._print(f"held-out {evaluation_text(phase, step, score, count, task)}")
+    def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
+        self._print(f"held-out {evaluation_text(phase, step, figures, task)}")
 
     def sample(self, row: Mapping[str, Any]) -> None:
         """Print nothing: `flowrl samples` shows them."""
