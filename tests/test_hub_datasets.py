@@ -160,6 +160,14 @@ def test_without_a_card_the_names_say_which_split(names: list[str], config: str,
     assert chosen_files("a/b", names, "# only text", config=config, split=split) == found
 
 
+def test_folders_that_are_configurations_are_not_read_as_one() -> None:
+    names = ["en/train.jsonl", "de/train.jsonl", "de/test.jsonl"]
+    with pytest.raises(ConfigError, match="a/b has the configurations de, en; choose one with the option config"):
+        chosen_files("a/b", names, "", config="", split="train")
+    assert chosen_files("a/b", names, "", config="", split="test") == ["de/test.jsonl"]
+    assert chosen_files("a/b", ["train/a.csv", "training/b.csv"], "", config="", split="train") != []
+
+
 def test_files_of_other_formats_are_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"has no file of rows .* a/b@refs/convert/parquet"):
         chosen_files("a/b", ["a.arrow", "load.py"], "", config="", split="train")

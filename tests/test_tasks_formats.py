@@ -17,6 +17,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, conversation, load_preferences, load_rows
+from flowrl.tasks.formats import files_at
 
 Records = list[dict[str, Any]]
 COUNT = 20
@@ -259,6 +260,32 @@ def test_a_directory_may_hold_tables_and_descriptions(tmp_path: Path) -> None:
     write(tmp_path, "train.csv", table([plain(n) for n in range(COUNT)]))
     write(tmp_path, "dataset_infos.json", b'{"default": {}}')
     assert used(load_rows(Task(str(tmp_path)))) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "found"),
+    [
+        (["data/train/0.jsonl", "data/test/0.jsonl"], "train", ["data/train/0.jsonl"]),
+        (["data/train/0.jsonl", "data/test/0.jsonl"], "test", ["data/test/0.jsonl"]),
+        (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "train", ["gsm8k_train.jsonl"]),
+        (["train_sft.jsonl", "train_gen.jsonl"], "train_sft", ["train_sft.jsonl"]),
+        (["dev.jsonl", "train.jsonl"], "validation", ["dev.jsonl"]),
+        (["a.jsonl", "b.jsonl"], "train", ["a.jsonl", "b.jsonl"]),
+        (["rows.jsonl", "test.jsonl"], "train", None),
+        (["a.jsonl", "b.jsonl"], "test", None),
+    ],
+)
+def test_a_directory_is_read_by_the_split_in_its_names(
+    tmp_path: Path, names: list[str], split: str, found: list[str] | None
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if found is None:
+        with pytest.raises(ConfigError, match=rf"has no file of the split '{split}', .* set the option split"):
+            files_at(tmp_path, split)
+    else:
+        assert files_at(tmp_path, split) == [tmp_path / name for name in found]
 
 
 # Shapes
