@@ -91,8 +91,57 @@ def test_of_scored_completions_the_best_is_taken(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", scored)
     rows = load_rows(Task(str(path)))
     assert {row.answer for row in (*rows.train, *rows.held_out)} == {f"{n}/0.9" for n in range(20)}
-    with pytest.raises(ConfigError, match="has no rows at all"):
+    with pytest.raises(ConfigError, match="has no rows at all, 60 have a score below min_score=1; add rows"):
         load_rows(Task(f"{path}:min_score=1"))
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_rows_below_min_score_are_counted_and_said(tmp_path: Path, where: str) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{**record, "quality": int(record["answer"]) % 4} for record in RECORDS])
+    task = Task(f"{path}:score=quality,min_score=1,rows={where}")
+    assert load_rows(task).low_scores == 10
+    record = run_node(PromptSource(task, Policy("tiny")), name="prompts", num_groups=0)
+    assert record.metrics == {"rows_below_min_score": 10}
+    assert record.progress[-1].endswith("10 with a score below min_score left out")
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:1: no column 'qualty', which score= names; there are prompt, ans"
+    ):
+        load_rows(Task(f"{path}:score=qualty"))
+
+
+NAMED = {"prompt": "p", "messages": CONVERSATION, "answer": "own", "completion": "c", "final": "f", "none": None}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "options", "prompt", "answer"),
+    [
+        ("", "", "p", "own"),
+        ("", ":messages=messages", "c", "d"),
+        ("", ":messages=messages,answer=final", "c", "f"),
+        ("", ":answer=final", "p", "f"),
+        ("", ":answer=none", "p", None),
+        ("answer", ":answer=completion", "p", "c"),
+        ("prompt", ":answer=answer", "c", "own"),
+        ("", ":answer=anser", "", "no column 'anser', which answer= names; did you mean answer=answer?"),
+        ("answer", ":answer=gold", "", "no column 'gold', which answer= names; there are prompt, messages"),
+        ("prompt", ":prompt=question", "", "no column 'question'; set prompt= to one of messages"),
+        ("", ":messages=mesages", "", "no column 'mesages'; did you mean messages=messages?"),
+    ],
+)
+def test_what_an_option_names_is_taken_and_nothing_else(
+    tmp_path: Path, left_out: str, options: str, prompt: str, answer: str | None
+) -> None:
+    record = {key: value for key, value in NAMED.items() if key != left_out}
+    task = Task(f"{jsonl(tmp_path / 'rows.jsonl', [record])}{options}")
+    if not prompt:
+        with pytest.raises(ConfigError) as refused:
+            load_rows(task, whole=True)
+        assert str(answer) in str(refused.value)
+        return
+    found = load_rows(task, whole=True)
+    (row,) = (*found.train, *found.held_out)
+    assert (row.prompt, row.answer) == (prompt, answer)
+    assert not {"prompt", "messages"} & set(row.columns)
 
 
 MALFORMED = {
@@ -105,6 +154,10 @@ MALFORMED = {
     '{"prompt": [{"role": "assistant", "content": "x"}]}': "ends with the assistant's turn",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "the column 'messages' holds only an answer",
     '{"messages": []}': "the column 'messages' is '[]'",
+    '{"conversations": [{"from": ["human"], "value": "x"}]}': "the column 'conversations' is \"[{'from': ['human']",
+    '{"instruction": "x", "output": "y", "history": 5}': "the history is '5'; it needs a list of rounds",
+    '{"instruction": "x", "output": "y", "history": "User: hi"}': "the history is 'User: hi'; it needs a list of",
+    '{"instruction": "x", "output": "y", "history": [["a", null]]}': "the history is \"[['a', None]]\"; it needs",
     r'{"prompt": "smile \ud83d please"}': r"the prompt holds text with '\ud83d' at 6, half of a surrogate pair",
     r'{"prompt": "x", "answer": "\ud83d"}': r"the column 'answer' holds text with '\ud83d' at 0",
     r'{"prompt": "x", "note": {"a": ["\udc00"]}}': r"the column 'note' holds text with '\udc00' at 0",
@@ -136,6 +189,9 @@ def test_a_score_that_is_none_is_malformed_where_scores_are_asked_for(tmp_path: 
     assert len(everything(load_rows(Task(str(path))))) == 40, "a column that happens to have this name"
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: the score is 'good'; it needs a finite number"):
         load_rows(Task(f"{path}:min_score=0.5"))
+    jsonl(path, [{**RECORDS[0], "level": 10**309}])
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the score is 1000000"):
+        load_rows(Task(f"{path}:score=level"))
 
 
 def test_rows_of_parquet_are_named_by_number(tmp_path: Path) -> None:

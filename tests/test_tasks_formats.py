@@ -320,6 +320,13 @@ def test_rounds_before_the_last_are_kept(tmp_path: Path) -> None:
     assert (answer, columns) == ("3", {"source": "s"})
 
 
+@pytest.mark.parametrize(("history", "turns"), [("[]", 2), ("", 2), ('[["x", "y"]]', 4), (None, 2)])
+def test_a_history_may_be_written_as_json(tmp_path: Path, history: str | None, turns: int) -> None:
+    asked, answer, columns = one(tmp_path, {**alpaca(2), "history": history})
+    assert len(asked) == turns and asked[-1]["content"] == "Add 2."
+    assert (answer, columns) == ("3", {})
+
+
 def test_a_column_that_is_named_is_not_replaced_by_another_shape(tmp_path: Path) -> None:
     task = write(tmp_path, "one.jsonl", lines([alpaca(1), alpaca(2)]))
     assert "no column 'question'" in message(Task(f"{task.name}:prompt=question"))

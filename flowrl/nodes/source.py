@@ -90,9 +90,11 @@ class PromptSource(RowSource):
         unused = len(found.train) + len(found.held_out) - len(self._rows)
         others = [f"{unused} held out or not asked for"] if unused else []
         others += [f"{found.repeated} with the prompt of another row left out"] if found.repeated else []
+        others += [f"{found.low_scores} with a score below min_score left out"] if found.low_scores else []
         self.context.progress(", ".join([f"{len(self._rows)} {self.row_noun}", *others]))
-        if found.repeated:
-            self.context.metric("rows_repeated", found.repeated)
+        for name, number in (("rows_repeated", found.repeated), ("rows_below_min_score", found.low_scores)):
+            if number:
+                self.context.metric(name, number)
         self.say_skipped(found)
 
     def say_skipped(self, found: Rows) -> None:

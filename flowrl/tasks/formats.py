@@ -327,7 +327,8 @@ def _first_pattern(path: Path) -> int:
 def _files(path: Path, split: str) -> list[Path]:
     """The files of a downloaded dataset: those whose names begin with the split, or else say it as on the Hub.
 
-    All of them where no name says a split. A .json or .txt file counts only where there is no other: datasets describe themselves in such files.
+    All of them where no name says a split. A .json or .txt file counts only where there is no other: datasets describe
+    themselves in such files.
     """
     known = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file))
     if saved := [file.parent for file in known if file.name in SAVED]:

@@ -19,17 +19,26 @@ class NothingInIt(Malformed):
     """A record holds nothing to use; it is left out and counted, whatever becomes of malformed ones."""
 
 
+class LowScore(ConfigError):
+    """A record's score is below that of the rows that are wanted; it is left out and counted."""
+
+
 @dataclass
 class Reading:
     """How to handle malformed records: stop at the first, or skip them and keep their errors."""
 
     malformed: str = "stop"
     skipped: list[str] = field(default_factory=list)
+    low_scores: int = 0
+    """Number of records that were left out for their score."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, None if it raised for a malformed record that is skipped."""
+        """Return the result of `make`, None if it raised for a record that is left out."""
         try:
             return make()
+        except LowScore:
+            self.low_scores += 1
+            return None
         except Malformed as problem:
             if self.malformed == "stop" and not isinstance(problem, NothingInIt):
                 raise
@@ -42,7 +51,7 @@ class Reading:
         def named() -> T:
             try:
                 return make()
-            except Malformed:
+            except (Malformed, LowScore):
                 raise
             except ConfigError as problem:
                 raise Malformed(f"{place}: {problem}") from None

@@ -138,6 +138,8 @@ class OneSource:
         if not number:
             skipped = self.reading.skipped
             said = f", {len(skipped)} are skipped: {skipped[0]}" if skipped else ""
+            low = self.reading.low_scores
+            said += f", {low} have a score below min_score={self.keys.min_score:g}" if low else ""
             raise ConfigError(f"task {self.task.name!r} has no rows at all{said}; add rows, or name other data")
 
 
@@ -149,7 +151,12 @@ def _loaded(task: Task, kind: RowKind, whole: bool) -> Rows:
     found = _indexed(task, kind, sources, on_disk) if any(on_disk) else _held(task, kind, sources)
     if not found.train and not whole:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
-    return dataclasses.replace(found, skipped=tuple(text for source in sources for text in source.reading.skipped))
+    readings = [source.reading for source in sources]
+    return dataclasses.replace(
+        found,
+        skipped=tuple(text for reading in readings for text in reading.skipped),
+        low_scores=sum(reading.low_scores for reading in readings),
+    )
 
 
 def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
