@@ -190,7 +190,7 @@ def test_times_that_cannot_be_are_refused(tmp_path: Path, options: str, said: st
 
 def test_a_call_has_the_time_that_its_programs_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    code_s, of_mixture = OWN_LIMITS[CHECKS["code"]], OWN_LIMITS["flowrl.tasks.mixture:score"]
+    code_s, of_mixture = OWN_LIMITS[CHECKS["code"]], OWN_LIMITS["flowrl.tasks.mixture:score_with_code"]
     assert OWN_LIMITS[WITHOUT_NAMESPACES] is code_s
     assert [code_s([{}] * n) for n in (1, 2, 3)] == [65.0, 65.0, 125.0]
     assert code_s([{"total_s": 7}, {"total_s": 3}]) == 12.0

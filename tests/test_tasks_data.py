@@ -17,7 +17,11 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource, Reward
 from flowrl.tasks import Rows, Task, load_preferences, load_rows
+from flowrl.tasks import mixture as mixture_module
+from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.judge import Judge, load_judge
 from flowrl.tasks.mixture import mixed_order, score
+from flowrl.tasks.rewards import PROGRAMS, parse_reward, usual_processes
 from flowrl.tasks.rows import OF_TASK
 from flowrl.testing import run_node
 
@@ -273,6 +277,31 @@ def test_every_row_of_a_mixture_is_judged_by_its_own_verifier(mixture: Task) -> 
     assert mixture.own_verifier == "flowrl.tasks.mixture:score"
     assert {row.columns[OF_TASK] for row in load_rows(mixture).train} == set(sources)
     Reward(mixture).preflight()
+
+
+def test_a_mixture_with_a_source_without_answers_is_refused(tmp_path: Path) -> None:
+    notes = jsonl(tmp_path / "notes.jsonl", [{"prompt": f"note {n}", "level": 1} for n in range(20)])
+    task = Task(f"0.5*arithmetic:max_value=3 + 0.5*{notes}")
+    with pytest.raises(ConfigError, match=r"notes.jsonl:\d+: the row has no answer to compare responses with"):
+        Reward(task).preflight()
+
+
+def test_a_mixture_runs_programs_as_its_source_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = jsonl(tmp_path / "code.jsonl", [{"prompt": f"write {n}", "answer": "assert f()"} for n in range(20)])
+    task = Task(f"0.5*arithmetic:max_value=3 + 0.5*{code}:check=code")
+    assert usual_processes(parse_reward(task.verifier)) == PROGRAMS
+    assert usual_processes(parse_reward(Task(f"arithmetic + {code}").verifier)) == 1
+    first, second = (term.text for term in task.sources)
+    ran = Judge("", lambda *_, **columns: {"rewards": [1], "logs": {"tests_passed": [0.5]}}, False, None, frozenset())
+    monkeypatch.setattr(mixture_module, "_judge_of", {first: load_judge(CHECKS["exact"]), second: ran}.__getitem__)
+    columns = [{"of_task": first, "answer": "2"}, {"of_task": second, "answer": ""}]
+    found = load_judge(task.own_verifier)(["", ""], ["2", "x"], columns)
+    assert (found.rewards, found.logs) == ((1.0, 1.0), {"tests_passed": (0.0, 0.5)})
+
+
+def test_a_column_called_as_that_of_mixtures_is_one_of_many(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{**record, "of_task": "a.jsonl"} for record in RECORDS])
+    PromptSource(Task(str(path)), Policy("tiny")).preflight()
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ a row's own source, named by its column `of_task`, judges the row.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.indexed_rows import picked, sources
-from flowrl.tasks.judge import load_judge
-from flowrl.tasks.rows import Row
+from flowrl.tasks.judge import Judge, load_judge
+from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 
 ROUNDING = 1e-9  # `size * weight` may be slightly above or below an integer, which it would be but for rounding
@@ -84,16 +85,36 @@ def _of_each_source(rows: Sequence[Row], task: Task) -> dict[str, list[int]]:
 
 def score(
     prompts: Sequence[str], responses: Sequence[str], *, of_task: Sequence[str], **columns: Sequence[Any]
-) -> dict[str, list[float]]:
-    """Score each response with the verifier of its source."""
+) -> dict[str, Any]:
+    """Score each response with the verifier of its source; what that logs is 0 for responses to other sources."""
     rewards, scores = [0.0] * len(responses), [0.0] * len(responses)
+    logs: dict[str, list[float]] = {}
     for name in dict.fromkeys(of_task):
         mine = [index for index, of in enumerate(of_task) if of == name]
-        verdicts = load_judge(Task(name).own_verifier)(
+        verdicts = _judge_of(name)(
             [prompts[index] for index in mine],
             [responses[index] for index in mine],
             [{column: values[index] for column, values in columns.items()} for index in mine],
         )
         for index, reward, raw in zip(mine, verdicts.rewards, verdicts.scores, strict=True):
             rewards[index], scores[index] = reward, raw
-    return {"rewards": rewards, "scores": scores}
+        for figure, values in verdicts.logs.items():
+            of_all = logs.setdefault(figure, [0.0] * len(responses))
+            for index, value in zip(mine, values, strict=True):
+                of_all[index] = value
+    return {"rewards": rewards, "scores": scores, "logs": logs}
+
+
+@functools.cache
+def _judge_of(source: str) -> Judge:
+    return load_judge(Task(source).own_verifier)
+
+
+def _check_columns(columns: Mapping[str, Any], place: str) -> None:
+    """Raise ConfigError if a row lacks a column that the verifier of its source needs."""
+    _judge_of(columns[OF_TASK]).check_columns(columns, place)
+
+
+score.check_columns = _check_columns  # type: ignore[attr-defined]
+score_with_code = score
+"""The same for a mixture with check=code, whose programs may run for longer, and several at a time."""
