@@ -18,9 +18,11 @@ from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.directory import context_length
-from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
+from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, pairwise
+from flowrl.nodes.pairwise import Comparisons
 from flowrl.nodes.response_writer import Written
 from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.testing import run_node, scored
 from tests.word_policy import make_policy
 
@@ -103,6 +105,27 @@ def test_a_file_that_has_everything_is_told(task: Task, tmp_path: Path) -> None:
     source = RemainingPrompts(task, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
     with pytest.raises(ConfigError, match="has all 10 prompts already"):
         source.preflight()
+
+
+def test_no_row_on_disk_is_read_to_find_those_that_are_left(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, on_disk = tmp_path / "out.jsonl", Task(f"{task.name}:rows=disk")
+    run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)})
+    source = RemainingPrompts(on_disk, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
+    source._rows, source._seed = source.rows(), 3
+    monkeypatch.setattr(IndexedRows, "__getitem__", None)
+    assert len(source._order(0)) == 6
+    monkeypatch.undo()
+    read: list[int] = []
+
+    async def no_trial(*args: object) -> None: ...
+
+    monkeypatch.setattr(Comparisons, "_trial", no_trial)
+    monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.found(index))
+    monkeypatch.setattr(pairwise, "check_reward", lambda parts, rows: ())
+    Comparisons("rules.py:longer").preflight(on_disk)
+    assert read == [0], "one row to try the reward on"
 
 
 def test_a_mixture_goes_on_with_what_its_epoch_lacks(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, conversation, load_preferences, load_rows
 from flowrl.tasks.formats import files_at
+from flowrl.tasks.row_loading import all_rows
 
 Records = list[dict[str, Any]]
 COUNT = 20
@@ -302,10 +303,10 @@ def test_a_row_brings_its_own_system_message(tmp_path: Path) -> None:
     system = {"role": "system", "content": "row's"}
     asked, answer, _ = one(tmp_path, {**sharegpt(3), "system": "row's"})
     assert (asked, answer) == ([system, {"role": "user", "content": "q 3"}], "a 3")
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     asked, _, columns = one(tmp_path, {**plain(3), "system": "row's", "level": 2})
     assert asked[0] == system and columns == {"level": 2}
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     asked, _, _ = one(tmp_path, {**plain(3), "system": ""})
     assert asked[0] == {"role": "system", "content": "the task's"}
 
@@ -314,7 +315,7 @@ def test_rounds_before_the_last_are_kept(tmp_path: Path) -> None:
     told = [("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")]
     asked, answer, _ = one(tmp_path, {"conversations": [{"from": who, "value": text} for who, text in told]})
     assert [turn["content"] for turn in asked[1:]] == ["a", "b", "c"] and answer == "d"
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     asked, answer, columns = one(tmp_path, {**alpaca(2), "history": [["x", "y"]], "source": "s"})
     assert [(t["role"], t["content"]) for t in asked[1:]] == [("user", "x"), ("assistant", "y"), ("user", "Add 2.")]
     assert (answer, columns) == ("3", {"source": "s"})
