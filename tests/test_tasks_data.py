@@ -108,7 +108,7 @@ def test_rows_below_min_score_are_counted_and_said(tmp_path: Path, where: str) -
     assert record.metrics == {"rows_below_min_score": 10}
     assert record.progress[-1].endswith("10 with a score below min_score left out")
     with pytest.raises(
-        ConfigError, match=r"rows.jsonl:1: no column 'qualty', which score= names; there are prompt, ans"
+        ConfigError, match=r"rows.jsonl:1: no column 'qualty', which score= names; did you mean score=quality"
     ):
         load_rows(Task(f"{path}:score=qualty"))
 
@@ -127,7 +127,7 @@ NAMED = {"prompt": "p", "messages": CONVERSATION, "answer": "own", "completion":
         ("answer", ":answer=completion", "p", "c"),
         ("prompt", ":answer=answer", "c", "own"),
         ("", ":answer=anser", "", "no column 'anser', which answer= names; did you mean answer=answer?"),
-        ("answer", ":answer=gold", "", "no column 'gold', which answer= names; there are prompt, messages"),
+        ("answer", ":answer=gold", "", "no column 'gold', which answer= names; set answer= to one of prompt, messages"),
         ("prompt", ":prompt=question", "", "no column 'question'; set prompt= to one of messages"),
         ("", ":messages=mesages", "", "no column 'mesages'; did you mean messages=messages?"),
     ],

@@ -21,7 +21,7 @@ from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.code_tests import CASE_S, TOTAL_S, is_time
 from flowrl.tasks.formats import Record, files_at, records
 from flowrl.tasks.hub_rows import hub_files, hub_records
-from flowrl.tasks.malformed import LowScore, Malformed, Reading
+from flowrl.tasks.malformed import LowScore, Malformed, Reading, missing_column
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import ALPACA, ROLES, Turns, alpaca, is_alpaca, is_turn, messages, of_sharegpt, with_system
 from flowrl.tasks.tool_shapes import definitions, text_of
@@ -205,7 +205,7 @@ def tools_of(place: str, record: Record, keys: Keys) -> Turns:
     if keys.tools == "none":
         return ()
     if keys.tools not in record and keys.tools != "tools":
-        raise Malformed(f"{place}: no column {keys.tools!r}, which tools= names; there are {', '.join(record)}")
+        raise missing_column(place, record, keys.tools, "tools")
     return definitions(place, record.get(keys.tools), keys.tools)
 
 
@@ -294,9 +294,7 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
 
 def _answer(place: str, record: Record, keys: Keys) -> Reply:
     if keys.answer and keys.answer not in record:
-        close = difflib.get_close_matches(keys.answer, record, 1)
-        hint = f"did you mean answer={close[0]}?" if close else f"there are {', '.join(record)}"
-        raise Malformed(f"{place}: no column {keys.answer!r}, which answer= names; {hint}")
+        raise missing_column(place, record, keys.answer, "answer")
     value = record[keys.answer] if keys.answer else record.get("answer", record.get("completion"))
     if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
         return plain_reply(place, messages(place, value, "answer"), "answer")
@@ -313,7 +311,7 @@ def _text(place: str, text: str, what: str) -> str:
 
 def _score(place: str, record: Record, keys: Keys) -> float:
     if keys.score not in record and keys.score not in ("score", NO_SCORE):
-        raise Malformed(f"{place}: no column {keys.score!r}, which score= names; there are {', '.join(record)}")
+        raise missing_column(place, record, keys.score, "score")
     value = _number(record.get(keys.score, 0.0))
     if isinstance(value, bool | int | float) and -sys.float_info.max <= value <= sys.float_info.max:
         return float(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
 
@@ -13,6 +14,13 @@ T = TypeVar("T")
 
 class Malformed(ConfigError):
     """A record cannot be used. The error text starts with the record's place."""
+
+
+def missing_column(place: str, record: Mapping[str, Any], column: str, option: str) -> Malformed:
+    """The error of a record without the column that an option of the task names."""
+    close = difflib.get_close_matches(column, record, 1)
+    hint = f"did you mean {option}={close[0]}?" if close else f"set {option}= to one of {', '.join(record) or 'none'}"
+    return Malformed(f"{place}: no column {column!r}, which {option}= names; {hint}")
 
 
 class NothingInIt(Malformed):

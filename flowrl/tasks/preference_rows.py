@@ -16,7 +16,7 @@ from typing import Any, Literal
 from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.files import Keys, conversation, plain, plain_reply, tools_of
 from flowrl.tasks.formats import Record
-from flowrl.tasks.malformed import Malformed
+from flowrl.tasks.malformed import Malformed, missing_column
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import Turns
 from flowrl.tasks.tool_shapes import text_of
@@ -88,7 +88,7 @@ def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) ->
     if keys.prompt_column in record:
         return conversation(place, record[keys.prompt_column], "prompt")
     if keys.prompt:
-        raise Malformed(f"{place}: no column {keys.prompt!r}, which prompt= names; there are {', '.join(record)}")
+        raise missing_column(place, record, keys.prompt, "prompt")
     for column in columns:
         if column not in record:
             raise _lacks(place, record, column, column)
@@ -153,9 +153,10 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
 def _others(place: str, record: Record, keys: Keys, tools: Turns) -> dict[str, Any]:
     """The other columns, which rewards may need. Raises Malformed where an answer is named that is not there."""
     if keys.answer and keys.answer not in record:
-        raise Malformed(f"{place}: no column {keys.answer!r}, which answer= names; there are {', '.join(record)}")
+        raise missing_column(place, record, keys.answer, "answer")
     used = (keys.prompt_column, keys.chosen, keys.rejected, keys.completion, keys.label, keys.answer_column, "answer")
     columns = {key: plain(value) for key, value in record.items() if key not in used}
-    if (answer := plain(record.get(keys.answer_column))) is not None:
-        columns["answer"] = answer if isinstance(answer, tuple | Mapping) else str(answer)
+    if (answer := record.get(keys.answer_column)) is not None:
+        is_text = not isinstance(answer, list | Mapping)
+        columns["answer"] = str(answer) if is_text else json.dumps(answer, ensure_ascii=False, default=str)
     return columns | ({"tools": tools} if tools else {})
