@@ -25,6 +25,7 @@ from flowrl.errors import FlowrlError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PreferenceDataset, Preferences, PromptSource, Reward, Texts, TextSource
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
+from flowrl.tasks.row_loading import all_demonstrations, all_rows, all_texts
 
 PAGE = ROOT / "docs" / "data-shapes.md"
 BEGIN, END = "<!-- shapes: begin -->", "<!-- shapes: end -->"
@@ -76,8 +77,8 @@ def _tried(shape: Shape, source: str, home: Path) -> Cell:
 
 def _used(shape: Shape, name: str) -> int:
     """The number of rows of a task that a run would use. Raises what stops it before its start."""
-    for load in (load_rows, load_demonstrations, load_preferences, load_texts):
-        load.cache_clear()
+    for read in (all_rows, all_demonstrations, all_texts, load_preferences):
+        read.cache_clear()
     task, policy = Task(name), Policy(shape.policy)
     if shape.use == "prompts":
         PromptSource(task, policy, part="all").preflight()

@@ -23,7 +23,7 @@ class PromptOptions(OnlineOptions):
     too_long: TooLong = "drop"
     """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
     num_prompts: int | None = None
-    """Train on the first so many prompts of the task; None: all."""
+    """Train on the first so many prompts of the task, in a mixture by weight; None: all."""
     overlong_filter: bool = False
     """Keep responses that were cut off at `max_tokens` out of the loss. They still count in their group's baseline."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts, row_loading
+from flowrl.tasks import Rows, Task, load_preferences, row_loading
 from flowrl.tasks.indexed_rows import (
     IndexedRows,
     asked_ids,
@@ -29,7 +29,7 @@ def rows_in(where: str) -> Iterator[None]:
     """Rows of tasks that leave it open are in `memory` or on `disk`; what was loaded before is forgotten."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(row_loading, "AUTO_BYTES", WHERE[where])
-        for load in (load_rows, load_demonstrations, load_preferences, load_texts):
+        for load in (row_loading.all_rows, row_loading.all_demonstrations, row_loading.all_texts, load_preferences):
             load.cache_clear()
         yield
 

@@ -18,9 +18,11 @@ from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.directory import context_length
-from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
+from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, pairwise
+from flowrl.nodes.pairwise import Comparisons
 from flowrl.nodes.response_writer import Written
 from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.testing import run_node, scored
 from tests.word_policy import make_policy
 
@@ -84,7 +86,7 @@ def test_a_second_run_goes_on_behind_the_last_whole_group(task: Task, tmp_path: 
     out.write_bytes(whole[:-cut])
     assert len(Written.read(out, 2).prompt_ids) == 3
     source = RemainingPrompts(task, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
-    assert len(source.rows()) == 10 - 3
+    assert len(run_node(source, name="prompts").groups("prompts")) == 10 - 3
     run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)[6:]})
     assert out.read_bytes() == whole
 
@@ -103,6 +105,51 @@ def test_a_file_that_has_everything_is_told(task: Task, tmp_path: Path) -> None:
     source = RemainingPrompts(task, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
     with pytest.raises(ConfigError, match="has all 10 prompts already"):
         source.preflight()
+
+
+def test_no_row_on_disk_is_read_to_find_those_that_are_left(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, on_disk = tmp_path / "out.jsonl", Task(f"{task.name}:rows=disk")
+    run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)})
+    source = RemainingPrompts(on_disk, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
+    source._rows, source._seed = source.rows(), 3
+    monkeypatch.setattr(IndexedRows, "__getitem__", None)
+    assert len(source._order(0)) == 6
+    monkeypatch.undo()
+    read: list[int] = []
+
+    async def no_trial(*args: object) -> None: ...
+
+    monkeypatch.setattr(Comparisons, "_trial", no_trial)
+    monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.found(index))
+    monkeypatch.setattr(pairwise, "check_reward", lambda parts, rows: ())
+    Comparisons("rules.py:longer").preflight(on_disk)
+    assert read == [0], "one row to try the reward on"
+
+
+def test_a_mixture_goes_on_with_what_its_epoch_lacks(tmp_path: Path) -> None:
+    for name, number in (("a", 40), ("b", 8)):
+        lines = [json.dumps({"prompt": f"{n}+{name}=", "answer": "1"}) for n in range(number)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    task, out = Task(f"0.5*{tmp_path}/a.jsonl + 0.5*{tmp_path}/b.jsonl"), tmp_path / "out.jsonl"
+
+    def asked() -> list[str]:
+        source = RemainingPrompts(task, Policy("tiny"), part="all", epochs=1, out=str(out), per_group=1)
+        return [group[0].prompt_id for group in run_node(source, name="prompts").groups("prompts")]
+
+    def write(*ids: str) -> None:
+        run_node(
+            ResponseWriter(str(out), task, size=1), {"samples": [scored(0, 1.0, group=p, prompt_id=p) for p in ids]}
+        )
+
+    ids = asked()
+    assert len(ids) == 16, "eight of each"
+    write(*ids[:5], *ids[6:])
+    assert asked() == [ids[5]]
+    write(ids[5])
+    with pytest.raises(ConfigError, match="has all prompts of an epoch already, which is a part of the mixture"):
+        asked()
 
 
 def test_responses_of_a_file_become_samples(task: Task) -> None:

@@ -216,6 +216,11 @@ def test_the_times_are_options_of_the_task_and_columns_of_a_row(tmp_path: Path) 
     assert (given["case_s"], given["total_s"]) == (10, 300)
     own = load_rows(Task(written(path, test_list=ASSERTS, case_s=2.5) + ",case_s=10")).train[0].columns
     assert own["case_s"] == 2.5
+    null = load_rows(Task(written(tmp_path / "null.jsonl", test_list=ASSERTS, case_s=None) + ",case_s=10")).train[0]
+    cell = load_rows(Task(written(tmp_path / "cell.jsonl", test_list=ASSERTS, case_s="10"))).train[0]
+    assert null.columns["case_s"] == cell.columns["case_s"] == 10
+    with pytest.raises(ConfigError, match="the column 'case_s' is 'soon'; it needs a number of seconds above 0"):
+        load_rows(Task(written(tmp_path / "text.jsonl", test_list=ASSERTS, case_s="soon")))
     assert limits() == limits("soon", None) == limits(True, -1) == (6.0, 60.0)
     assert limits(2, 0.5) == (2.0, 0.5)
 
@@ -236,7 +241,7 @@ def test_times_that_cannot_be_are_refused(tmp_path: Path, options: str, said: st
 
 def test_a_call_has_the_time_that_its_programs_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    code_s, of_mixture = OWN_LIMITS[CHECKS["code"]], OWN_LIMITS["flowrl.tasks.mixture:score"]
+    code_s, of_mixture = OWN_LIMITS[CHECKS["code"]], OWN_LIMITS["flowrl.tasks.mixture:score_with_code"]
     assert OWN_LIMITS[WITHOUT_NAMESPACES] is code_s
     assert [code_s([{}] * n) for n in (1, 2, 3)] == [65.0, 65.0, 125.0]
     assert code_s([{"total_s": 7}, {"total_s": 3}]) == 12.0

@@ -13,6 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.hub import pins
 from flowrl.tasks import Task, load_demonstrations, load_preferences, load_rows
 from flowrl.tasks.dataset_card import chosen_files, whole
+from flowrl.tasks.row_loading import all_rows
 from tests.hub_server import Hub, Repo, serving
 
 CARD = """---
@@ -54,10 +55,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     pins.forget()
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     yield tmp_path / "hub"
     pins.forget()
-    load_rows.cache_clear()
+    all_rows.cache_clear()
 
 
 @pytest.fixture
@@ -106,14 +107,14 @@ def test_a_dataset_is_one_of_a_mixture_and_has_preferences_and_demonstrations(hu
 def test_without_the_network_the_cache_answers(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(TRAIN)
     pins.forget()
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     before = len(hub.asked)
     assert len(asked(TRAIN)) == 40 and len(hub.asked) == before
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, and only some of its files are in the cache"):
         asked("acme/gsm:config=main,split=test,prompt=question")
     next(home.glob("datasets--*/snapshots/*/main/train-00001*")).unlink()
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     with pytest.raises(ConfigError, match="only some of its files are in the cache"):
         asked(TRAIN)
     with pytest.raises(ConfigError, match="it is not in the cache"):
@@ -158,6 +159,14 @@ NAMES = ["data/train-00000-of-00001.parquet", "data/validation-00000-of-00001.pa
 )
 def test_without_a_card_the_names_say_which_split(names: list[str], config: str, split: str, found: list[str]) -> None:
     assert chosen_files("a/b", names, "# only text", config=config, split=split) == found
+
+
+def test_folders_that_are_configurations_are_not_read_as_one() -> None:
+    names = ["en/train.jsonl", "de/train.jsonl", "de/test.jsonl"]
+    with pytest.raises(ConfigError, match="a/b has the configurations de, en; choose one with the option config"):
+        chosen_files("a/b", names, "", config="", split="train")
+    assert chosen_files("a/b", names, "", config="", split="test") == ["de/test.jsonl"]
+    assert chosen_files("a/b", ["train/a.csv", "training/b.csv"], "", config="", split="train") != []
 
 
 def test_files_of_other_formats_are_refused_with_the_remedy() -> None:

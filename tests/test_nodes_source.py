@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.node import Saved
 from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.nodes import PromptSource
+from flowrl.nodes import PromptSource, TaskSource
 from flowrl.nodes.row_source import epoch_order, sampling_seed
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import NodeRecord, run_node
@@ -168,3 +170,51 @@ def test_a_cursor_is_good_for_the_same_prompts_in_the_same_order(tmp_path: Path)
 def test_a_cursor_at_the_begin_of_an_epoch_is_good_for_any_prompts(tmp_path: Path) -> None:
     saved = Saved(tmp_path, 1, 0, {0: PromptSource(TASK, Policy("tiny")).state()})
     assert PromptSource(Task("arithmetic:max_value=4"), Policy("tiny")).check_resume(saved) == []
+
+
+# Mixtures
+
+
+def mixed(tmp_path: Path, a: int, b: int, weights: tuple[float, float], first: str = "b") -> Task:
+    for name, number, prefix in (("a", a, "a"), ("b", b, first)):
+        lines = [json.dumps({"prompt": f"{prefix}{n}", "answer": str(n)}) for n in range(number)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return Task(f"{weights[0]}*{tmp_path}/a.jsonl + {weights[1]}*{tmp_path}/b.jsonl")
+
+
+@pytest.mark.parametrize(("most", "a", "b"), [(20, 15, 5), (2, 1, 1), (10, 8, 2)])
+def test_the_first_prompts_of_a_mixture_are_those_of_each_source_by_its_weight(
+    tmp_path: Path, most: int, a: int, b: int
+) -> None:
+    source = PromptSource(mixed(tmp_path, 60, 60, (0.75, 0.25)), Policy("tiny"), num_prompts=most)
+    source.preflight()
+    asked = Counter(row.columns["of_task"][-7] for row in source.rows())
+    assert (asked["a"], asked["b"]) == (a, b)
+
+
+def test_a_mixture_of_fewer_prompts_than_sources_is_refused(tmp_path: Path) -> None:
+    source = PromptSource(mixed(tmp_path, 60, 60, (0.75, 0.25)), Policy("tiny"), num_prompts=1)
+    with pytest.raises(ConfigError, match=r"num_prompts is 1, and task .* has 2 sources"):
+        source.preflight()
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_mixture_with_a_source_without_rows_is_refused(tmp_path: Path, where: str) -> None:
+    task = mixed(tmp_path, 40, 40, (0.5, 0.5), first="a")
+    task = Task(" + ".join(f"{term.weight}*{term.text}:rows={where}" for term in task.sources))
+    for source in (PromptSource(task, Policy("tiny")), TaskSource(task)):
+        with pytest.raises(
+            ConfigError, match=rf"has no row of \S+b.jsonl:rows={where} to ask: they are all held out, or"
+        ):
+            source.preflight()
+
+
+def test_a_share_below_one_row_is_asked_in_some_epochs(tmp_path: Path) -> None:
+    source = PromptSource(mixed(tmp_path, 60, 60, (0.99, 0.01)), Policy("tiny"), epochs=4)
+    of_b = [group[0].epoch for group in groups(source) if group[0].columns["of_task"].endswith("b.jsonl")]
+    assert 0 in of_b and len(of_b) == 3, "4 epochs of 0.54 rows of b beside 53 of a, rounded up"
+
+
+def test_an_epoch_without_rows_ends_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptSource, "_order", lambda self, epoch: [])
+    assert groups(PromptSource(TASK, Policy("tiny")), steps=5, tickets=3) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource, Reward
 from flowrl.tasks import Rows, Task, load_preferences, load_rows
+from flowrl.tasks import mixture as mixture_module
+from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.judge import Judge, load_judge
 from flowrl.tasks.mixture import mixed_order, score
+from flowrl.tasks.rewards import PROGRAMS, parse_reward, usual_processes
 from flowrl.tasks.rows import OF_TASK
 from flowrl.testing import run_node
 
@@ -90,8 +95,57 @@ def test_of_scored_completions_the_best_is_taken(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", scored)
     rows = load_rows(Task(str(path)))
     assert {row.answer for row in (*rows.train, *rows.held_out)} == {f"{n}/0.9" for n in range(20)}
-    with pytest.raises(ConfigError, match="has no rows at all"):
+    with pytest.raises(ConfigError, match="has no rows at all, 60 have a score below min_score=1; add rows"):
         load_rows(Task(f"{path}:min_score=1"))
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_rows_below_min_score_are_counted_and_said(tmp_path: Path, where: str) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{**record, "quality": int(record["answer"]) % 4} for record in RECORDS])
+    task = Task(f"{path}:score=quality,min_score=1,rows={where}")
+    assert load_rows(task).low_scores == 10
+    record = run_node(PromptSource(task, Policy("tiny")), name="prompts", num_groups=0)
+    assert record.metrics == {"rows_below_min_score": 10}
+    assert record.progress[-1].endswith("10 with a score below min_score left out")
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:1: no column 'qualty', which score= names; did you mean score=quality"
+    ):
+        load_rows(Task(f"{path}:score=qualty"))
+
+
+NAMED = {"prompt": "p", "messages": CONVERSATION, "answer": "own", "completion": "c", "final": "f", "none": None}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "options", "prompt", "answer"),
+    [
+        ("", "", "p", "own"),
+        ("", ":messages=messages", "c", "d"),
+        ("", ":messages=messages,answer=final", "c", "f"),
+        ("", ":answer=final", "p", "f"),
+        ("", ":answer=none", "p", None),
+        ("answer", ":answer=completion", "p", "c"),
+        ("prompt", ":answer=answer", "c", "own"),
+        ("", ":answer=anser", "", "no column 'anser', which answer= names; did you mean answer=answer?"),
+        ("answer", ":answer=gold", "", "no column 'gold', which answer= names; set answer= to one of prompt, messages"),
+        ("prompt", ":prompt=question", "", "no column 'question'; set prompt= to one of messages"),
+        ("", ":messages=mesages", "", "no column 'mesages'; did you mean messages=messages?"),
+    ],
+)
+def test_what_an_option_names_is_taken_and_nothing_else(
+    tmp_path: Path, left_out: str, options: str, prompt: str, answer: str | None
+) -> None:
+    record = {key: value for key, value in NAMED.items() if key != left_out}
+    task = Task(f"{jsonl(tmp_path / 'rows.jsonl', [record])}{options}")
+    if not prompt:
+        with pytest.raises(ConfigError) as refused:
+            load_rows(task, whole=True)
+        assert str(answer) in str(refused.value)
+        return
+    found = load_rows(task, whole=True)
+    (row,) = (*found.train, *found.held_out)
+    assert (row.prompt, row.answer) == (prompt, answer)
+    assert not {"prompt", "messages"} & set(row.columns)
 
 
 MALFORMED = {
@@ -104,6 +158,10 @@ MALFORMED = {
     '{"prompt": [{"role": "assistant", "content": "x"}]}': "ends with the assistant's turn",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "the column 'messages' holds only an answer",
     '{"messages": []}': "the column 'messages' is '[]'",
+    '{"conversations": [{"from": ["human"], "value": "x"}]}': "the column 'conversations' is \"[{'from': ['human']",
+    '{"instruction": "x", "output": "y", "history": 5}': "the history is '5'; it needs a list of rounds",
+    '{"instruction": "x", "output": "y", "history": "User: hi"}': "the history is 'User: hi'; it needs a list of",
+    '{"instruction": "x", "output": "y", "history": [["a", null]]}': "the history is \"[['a', None]]\"; it needs",
     r'{"prompt": "smile \ud83d please"}': r"the prompt holds text with '\ud83d' at 6, half of a surrogate pair",
     r'{"prompt": "x", "answer": "\ud83d"}': r"the column 'answer' holds text with '\ud83d' at 0",
     r'{"prompt": "x", "note": {"a": ["\udc00"]}}': r"the column 'note' holds text with '\udc00' at 0",
@@ -135,6 +193,9 @@ def test_a_score_that_is_none_is_malformed_where_scores_are_asked_for(tmp_path: 
     assert len(everything(load_rows(Task(str(path))))) == 40, "a column that happens to have this name"
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: the score is 'good'; it needs a finite number"):
         load_rows(Task(f"{path}:min_score=0.5"))
+    jsonl(path, [{**RECORDS[0], "level": 10**309}])
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the score is 1000000"):
+        load_rows(Task(f"{path}:score=level"))
 
 
 def test_rows_of_parquet_are_named_by_number(tmp_path: Path) -> None:
@@ -195,9 +256,11 @@ def test_an_epoch_of_a_mixture_has_its_shares_and_no_row_twice(mixture: Task) ->
     rows = load_rows(mixture).train
     whole = sum(row.prompt.startswith("b") for row in rows)
     epochs = [mixed_order(rows, mixture, 3, epoch) for epoch in range(4)]
-    for order in epochs:
+    of_a = 0
+    for number, order in enumerate(epochs, start=1):
         of = Counter(rows[index].prompt[0] for index in order)
-        assert (of["b"], of["a"]) == (whole, int(whole / 0.3 * 0.7 + 1e-9))
+        of_a += of["a"]
+        assert of["b"] == whole and of_a == math.ceil(number * whole / 0.3 * 0.7 - 1e-9)
         assert len(order) == len(set(order))
     assert epochs[0] == mixed_order(rows, mixture, 3, 0)
     assert len({tuple(order) for order in epochs}) == 4
@@ -214,6 +277,31 @@ def test_every_row_of_a_mixture_is_judged_by_its_own_verifier(mixture: Task) -> 
     assert mixture.own_verifier == "flowrl.tasks.mixture:score"
     assert {row.columns[OF_TASK] for row in load_rows(mixture).train} == set(sources)
     Reward(mixture).preflight()
+
+
+def test_a_mixture_with_a_source_without_answers_is_refused(tmp_path: Path) -> None:
+    notes = jsonl(tmp_path / "notes.jsonl", [{"prompt": f"note {n}", "level": 1} for n in range(20)])
+    task = Task(f"0.5*arithmetic:max_value=3 + 0.5*{notes}")
+    with pytest.raises(ConfigError, match=r"notes.jsonl:\d+: the row has no answer to compare responses with"):
+        Reward(task).preflight()
+
+
+def test_a_mixture_runs_programs_as_its_source_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = jsonl(tmp_path / "code.jsonl", [{"prompt": f"write {n}", "answer": "assert f()"} for n in range(20)])
+    task = Task(f"0.5*arithmetic:max_value=3 + 0.5*{code}:check=code")
+    assert usual_processes(parse_reward(task.verifier)) == PROGRAMS
+    assert usual_processes(parse_reward(Task(f"arithmetic + {code}").verifier)) == 1
+    first, second = (term.text for term in task.sources)
+    ran = Judge("", lambda *_, **columns: {"rewards": [1], "logs": {"tests_passed": [0.5]}}, False, None, frozenset())
+    monkeypatch.setattr(mixture_module, "_judge_of", {first: load_judge(CHECKS["exact"]), second: ran}.__getitem__)
+    columns = [{"of_task": first, "answer": "2"}, {"of_task": second, "answer": ""}]
+    found = load_judge(task.own_verifier)(["", ""], ["2", "x"], columns)
+    assert (found.rewards, found.logs) == ((1.0, 1.0), {"tests_passed": (0.0, 0.5)})
+
+
+def test_a_column_called_as_that_of_mixtures_is_one_of_many(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{**record, "of_task": "a.jsonl"} for record in RECORDS])
+    PromptSource(Task(str(path)), Policy("tiny")).preflight()
 
 
 @pytest.mark.parametrize(

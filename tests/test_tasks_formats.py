@@ -17,6 +17,8 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, conversation, load_preferences, load_rows
+from flowrl.tasks.formats import files_at
+from flowrl.tasks.row_loading import all_rows
 
 Records = list[dict[str, Any]]
 COUNT = 20
@@ -261,6 +263,32 @@ def test_a_directory_may_hold_tables_and_descriptions(tmp_path: Path) -> None:
     assert used(load_rows(Task(str(tmp_path)))) == COUNT
 
 
+@pytest.mark.parametrize(
+    ("names", "split", "found"),
+    [
+        (["data/train/0.jsonl", "data/test/0.jsonl"], "train", ["data/train/0.jsonl"]),
+        (["data/train/0.jsonl", "data/test/0.jsonl"], "test", ["data/test/0.jsonl"]),
+        (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "train", ["gsm8k_train.jsonl"]),
+        (["train_sft.jsonl", "train_gen.jsonl"], "train_sft", ["train_sft.jsonl"]),
+        (["dev.jsonl", "train.jsonl"], "validation", ["dev.jsonl"]),
+        (["a.jsonl", "b.jsonl"], "train", ["a.jsonl", "b.jsonl"]),
+        (["rows.jsonl", "test.jsonl"], "train", None),
+        (["a.jsonl", "b.jsonl"], "test", None),
+    ],
+)
+def test_a_directory_is_read_by_the_split_in_its_names(
+    tmp_path: Path, names: list[str], split: str, found: list[str] | None
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if found is None:
+        with pytest.raises(ConfigError, match=rf"has no file of the split '{split}', .* set the option split"):
+            files_at(tmp_path, split)
+    else:
+        assert files_at(tmp_path, split) == [tmp_path / name for name in found]
+
+
 # Shapes
 
 
@@ -275,10 +303,10 @@ def test_a_row_brings_its_own_system_message(tmp_path: Path) -> None:
     system = {"role": "system", "content": "row's"}
     asked, answer, _ = one(tmp_path, {**sharegpt(3), "system": "row's"})
     assert (asked, answer) == ([system, {"role": "user", "content": "q 3"}], "a 3")
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     asked, _, columns = one(tmp_path, {**plain(3), "system": "row's", "level": 2})
     assert asked[0] == system and columns == {"level": 2}
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     asked, _, _ = one(tmp_path, {**plain(3), "system": ""})
     assert asked[0] == {"role": "system", "content": "the task's"}
 
@@ -287,10 +315,17 @@ def test_rounds_before_the_last_are_kept(tmp_path: Path) -> None:
     told = [("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")]
     asked, answer, _ = one(tmp_path, {"conversations": [{"from": who, "value": text} for who, text in told]})
     assert [turn["content"] for turn in asked[1:]] == ["a", "b", "c"] and answer == "d"
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     asked, answer, columns = one(tmp_path, {**alpaca(2), "history": [["x", "y"]], "source": "s"})
     assert [(t["role"], t["content"]) for t in asked[1:]] == [("user", "x"), ("assistant", "y"), ("user", "Add 2.")]
     assert (answer, columns) == ("3", {"source": "s"})
+
+
+@pytest.mark.parametrize(("history", "turns"), [("[]", 2), ("", 2), ('[["x", "y"]]', 4), (None, 2)])
+def test_a_history_may_be_written_as_json(tmp_path: Path, history: str | None, turns: int) -> None:
+    asked, answer, columns = one(tmp_path, {**alpaca(2), "history": history})
+    assert len(asked) == turns and asked[-1]["content"] == "Add 2."
+    assert (answer, columns) == ("3", {})
 
 
 def test_a_column_that_is_named_is_not_replaced_by_another_shape(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from flowrl.tasks import (
 from flowrl.tasks.files import Keys, of_record
 from flowrl.tasks.indexed_rows import IndexedRows, by_id, prompt_ids
 from flowrl.tasks.malformed import Reading
+from flowrl.tasks.row_loading import all_rows
 from flowrl.testing import run_node
 from tests.row_compare import both, require_same
 
@@ -194,7 +195,7 @@ def test_files_of_all_sources_are_within_what_a_process_may_open(
     list(load_rows(Task(f"{tmp_path}/*/*.jsonl:rows=disk")).train)
     assert len(kept) == most, "with the files of other tasks"
     del found
-    load_rows.cache_clear()
+    all_rows.cache_clear()
     assert not kept
 
 

@@ -38,8 +38,10 @@ from flowrl.tasks import (
     row_loading,
     row_stores,
 )
+from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.tasks.preference_rows import Kind
+from flowrl.tasks.row_loading import all_rows
 from flowrl.tasks.spooled import num_bytes
 from flowrl.testing import run_node
 from tests.row_compare import both, require_same, rows_in
@@ -124,8 +126,27 @@ def sources(path: Path) -> str:
 def test_mixtures_are_the_same(load: Callable[..., Rows], options: dict[str, str], held: str, tmp_path: Path) -> None:
     memory, disk = both(sources(tmp_path) + held, load, **options)
     require_same(memory, disk)
-    assert len(disk.skipped) == 1 and (disk.repeated > 0) is not bool(options)
+    assert len(disk.skipped) == 1 and disk.repeated > 0
     assert any(row.columns["of_task"].startswith(f"{tmp_path}/b.jsonl.gz") for row in disk.train)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_every_answer_of_a_file_is_learnt_beside_what_is_generated(tmp_path: Path, where: str) -> None:
+    chat = tmp_path / "chat.jsonl"
+    lines(chat, [{"prompt": f"q{n % 10}", "answer": f"{n}"} for n in range(30)])
+    task = Task(f"0.5*{chat}:rows={where} + 0.5*arithmetic:max_value=3")
+    found = load_demonstrations(task, whole=True)
+    of_file = [row.answer for row in (*found.train, *found.held_out) if row.prompt.startswith("q")]
+    assert sorted(map(int, of_file)) == [*range(30)]
+    assert len(found.train) + len(found.held_out) - 30 == len([*Arithmetic(max_value=3).rows()])
+    asked = load_rows(task, whole=True)
+    assert asked.repeated == 20, "those that repeat a prompt of their own source are counted"
+
+
+def test_rows_are_held_once_for_both_ways_to_ask_for_them(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", [{"prompt": f"q{n}", "answer": "1", "text": "t"} for n in range(20)])
+    for load in (load_rows, load_demonstrations, load_texts):
+        assert load(Task(f"{tmp_path}/a.jsonl")) is load(Task(f"{tmp_path}/a.jsonl"), whole=True)
 
 
 @pytest.mark.usefixtures("cache")
@@ -156,7 +177,7 @@ def test_sources_of_a_mixture_are_large_in_sum(tmp_path: Path, monkeypatch: pyte
         (("memory", "disk"), sum(sizes), IndexedRows),
     ):
         monkeypatch.setattr(row_loading, "AUTO_BYTES", most)
-        load_rows.cache_clear()
+        all_rows.cache_clear()
         assert isinstance(load_rows(Task(name.format(*where))).train, expected)
 
 

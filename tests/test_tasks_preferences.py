@@ -76,6 +76,25 @@ def test_labelled_completions_under_other_names(tmp_path: Path) -> None:
     assert {(row.prompt, row.columns["label"]) for row in rows} == {(f"{n}+1=", bool(n % 2)) for n in range(20)}
 
 
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_rows_have_their_place_and_the_answer_that_is_there(tmp_path: Path, kind: Kind, where: str) -> None:
+    answers: list[Any] = [None, 4, ["a"]]
+    records = [{"prompt": f"{n}?", "chosen": "y", "rejected": "n", "answer": one} for n, one in enumerate(answers)]
+    rows = everything(written(tmp_path, many(FORMS["text"]) + records, f":rows={where}"), kind)
+    found = {row.prompt: (row.place, row.columns.get("answer")) for row in rows if row.prompt.endswith("?")}
+    file = tmp_path / "rows.jsonl"
+    assert found == {"0?": (f"{file}:22", None), "1?": (f"{file}:23", "4"), "2?": (f"{file}:24", '["a"]')}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [(":prompt=question", "'question', which prompt="), (":answer=a", "'a', w")]
+)
+def test_columns_that_are_named_have_to_be_there(tmp_path: Path, options: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rows.jsonl:1: no column {says}"):
+        everything(written(tmp_path, many(FORMS["implied"]), options), "pairs")
+
+
 BAD: dict[str, tuple[Kind, dict[str, Any], str]] = {
     "missing": ("pairs", {"prompt": "1", "chosen": "2"}, r"rows\.jsonl:1: the column 'rejected' is missing"),
     "empty": ("pairs", {"prompt": "1", "chosen": "", "rejected": "3"}, r":1: the column 'chosen' is ''; it needs text"),

@@ -33,6 +33,7 @@ def test_a_question_is_asked_as_the_task_says(tmp_path: Path) -> None:
     asked = prompts(Task(file, template="Read {context}. {prompt}? Box it: \\boxed{} {answer}"))
     assert asked[0] == "Read c. q0? Box it: \\boxed{} {answer}", "other braces stay, and no answer is told"
     assert prompts(Task(file, template="Q: {}\nA:"))[0] == "Q: q0\nA:"
+    assert prompts(Task(file, template="Read {context}. {}? \\boxed{}"))[0] == "Read c. q0? \\boxed{}"
     assert load_demonstrations(Task(file, template="Q: {}"), whole=True).train[0].prompt.startswith("Q: q")
     likewise = EvaluationSet.parse(file, like=Task("arithmetic", template="Q: {}"), samples=1)
     assert prompts(likewise.task)[0] == "Q: q0"

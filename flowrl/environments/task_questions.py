@@ -36,17 +36,19 @@ class TaskQuestions:
 
     rows: Rows
     sets: Mapping[str, AskedSet] = field(default_factory=dict)
+    places: Mapping[int, int] = field(default_factory=dict)
+    """Seed of each of the environment's rows -> which one of its part it is."""
 
     def row(self, environment_row: EnvironmentRow) -> Row:
         """The question of an environment's row: the one it names, else a held-out one for a held-out row.
 
-        Members of a group have one row, and so one question.
+        Rows of a part ask the questions of that part in turn. Members of a group have one row, and so one question.
         """
         if SET in environment_row.options:
             return self.sets[environment_row.options[SET]].by_id[environment_row.options[QUESTION]]
         held_out = environment_row.held_out and (self.rows.held_out or not self.sets)
         rows = self.rows.held_out if held_out else self.rows.train
-        return rows[environment_row.seed % len(rows)]
+        return rows[self.places.get(environment_row.seed, environment_row.seed) % len(rows)]
 
     @property
     def all(self) -> Iterator[Row]:
@@ -99,7 +101,7 @@ def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
             f"the task of environment {name.text!r} has {len(rows.train)} rows, none of them held out, so held-out "
             "episodes would have nothing to ask; add rows"
         )
-    questions = TaskQuestions(rows, sets)
+    questions = TaskQuestions(rows, sets, _places(name))
     for row in questions.all:
         if any(turn["role"] == "assistant" for turn in row.turns):
             raise ConfigError(
@@ -107,6 +109,12 @@ def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
                 "environment cannot speak for it; use rows that ask in messages of the system and the user"
             )
     return questions
+
+
+def _places(name: EnvironmentName) -> Mapping[int, int]:
+    """Seed -> which row of its part it is. Seeds alone would pass over the questions of the other part's rows."""
+    found = environment_rows(name.text)
+    return {row.seed: place for part in (found.train, found.held_out) for place, row in enumerate(part)}
 
 
 def _asked_set(name: EnvironmentName, text: str, task: Task) -> tuple[str, AskedSet]:

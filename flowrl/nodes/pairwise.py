@@ -17,6 +17,7 @@ from flowrl.graph.node import Context
 from flowrl.messages import Sample
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.away import AWAY_S, Patience
+from flowrl.tasks.indexed_rows import joined
 from flowrl.tasks.judge import BadReward
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, check_reward, open_reward, parse_reward
@@ -44,7 +45,7 @@ class Comparisons:
         if wrong:
             raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
         rows = load_rows(task, whole=True)
-        row = (*rows.train, *rows.held_out)[0]
+        row = joined(rows.train, rows.held_out)[0]
         check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])
         asyncio.run(self._trial(row.prompt, row.answer or "", dict(row.columns)))
 

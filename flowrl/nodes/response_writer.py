@@ -22,8 +22,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.source import PromptSource
-from flowrl.tasks import Row, Task, load_demonstrations, load_rows
-from flowrl.tasks.indexed_rows import by_id, joined
+from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks.indexed_rows import by_id, joined, prompt_ids
 
 TELL_EVERY_S = 5.0
 OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response_tokens", "truncated")
@@ -80,14 +80,24 @@ class RemainingPrompts(PromptSource):
     def read(self) -> Any:
         return load_demonstrations(self.task, whole=self.part == "all") if self.given else super().read()
 
-    def rows(self) -> tuple[Row, ...]:
-        done = Written.read(Path(self.out).expanduser(), self.per_group).prompt_ids
-        return tuple(row for row in super().rows() if row.prompt_id not in done)
-
     def preflight(self) -> None:
-        if not self.rows():
-            raise ConfigError(f"{self.out} has all {len(super().rows())} {self.row_noun} already; name another file")
+        rows, done = self.rows(), self._done()
+        if all(prompt_id in done for prompt_id in prompt_ids(rows)):
+            raise ConfigError(f"{self.out} has all {len(rows)} {self.row_noun} already; name another file")
         super().preflight()
+
+    def _done(self) -> frozenset[str]:
+        return Written.read(Path(self.out).expanduser(), self.per_group).prompt_ids
+
+    def _order(self, epoch: int) -> list[int]:
+        """The rows of the epoch that are not done. Of a mixture that are not all others: an epoch has its shares."""
+        names, done = [*prompt_ids(self._rows)], self._done()
+        if not (order := [index for index in super()._order(epoch) if names[index] not in done]):
+            raise ConfigError(
+                f"{self.out} has all {self.row_noun} of an epoch already, which is a part of the mixture "
+                f"{self.task.name!r}; name another file, or other weights"
+            )
+        return order
 
 
 class ResponseWriter(Node):

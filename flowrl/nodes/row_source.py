@@ -192,8 +192,11 @@ class RowSource(Node):
 
     def chosen(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
         """The rows of `part`, at most `num_prompts`."""
-        part = joined(train, held_out) if self.part == "all" else train if self.part == "train" else held_out
-        return part[: self.num_prompts]
+        return self.of_part(train, held_out)[: self.num_prompts]
+
+    def of_part(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
+        """All rows of `part`."""
+        return joined(train, held_out) if self.part == "all" else train if self.part == "train" else held_out
 
     def state(self) -> Mapping[str, Any]:
         cursor = {"epoch": self._epoch, "position": self._position, "order": self._digests.get(self._epoch, "")}
@@ -232,7 +235,8 @@ class RowSource(Node):
         epochs = self.epochs if self.epochs is not None or self.context.steps is not None else 1
         epoch, start = self._epoch, self._position
         while epochs is None or epoch < epochs:
-            order = self._order(epoch)
+            if not (order := self._order(epoch)):  # an epoch without rows does not advance a run, nor would the next
+                return
             self._digests[epoch] = self._digest(order)
             for position in range(start, len(order)):
                 yield epoch, position, self._rows[order[position]]

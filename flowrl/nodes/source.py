@@ -14,14 +14,15 @@ from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.row_source import Part, RowSource
 from flowrl.nodes.too_long import TooLong, prompt_length, refuse_long
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
-from flowrl.tasks.mixture import mixed_order
+from flowrl.tasks.mixture import first_rows, mixed_order
 
 
 class PromptSource(RowSource):
     """Sends every training row `repeat` times, as the members of one group; `part` selects held-out or all rows.
 
     `epochs=None` continues until the run's `--steps` are reached; without `--steps` it means one epoch. `seed`
-    None means the run's seed. `num_prompts` limits the source to the first that many rows.
+    None means the run's seed. `num_prompts` limits the source to the first that many rows, of
+    a mixture to the first of each source by its weight.
 
     `too_long` says what becomes of prompts of more than `max_prompt_tokens`: they are dropped, they lose their
     beginning, or they are an error before the first is sent. The metrics `prompts_too_long` and
@@ -89,9 +90,11 @@ class PromptSource(RowSource):
         unused = len(found.train) + len(found.held_out) - len(self._rows)
         others = [f"{unused} held out or not asked for"] if unused else []
         others += [f"{found.repeated} with the prompt of another row left out"] if found.repeated else []
+        others += [f"{found.low_scores} with a score below min_score left out"] if found.low_scores else []
         self.context.progress(", ".join([f"{len(self._rows)} {self.row_noun}", *others]))
-        if found.repeated:
-            self.context.metric("rows_repeated", found.repeated)
+        for name, number in (("rows_repeated", found.repeated), ("rows_below_min_score", found.low_scores)):
+            if number:
+                self.context.metric(name, number)
         self.say_skipped(found)
 
     def say_skipped(self, found: Rows) -> None:
@@ -102,7 +105,7 @@ class PromptSource(RowSource):
 
     def rows(self) -> Sequence[Row]:
         rows = self.read()
-        return self.chosen(rows.train, rows.held_out)
+        return first_rows(self.of_part(rows.train, rows.held_out), self.task, self.num_prompts)
 
     def read(self) -> Rows:
         """All rows; a process reads them only once."""

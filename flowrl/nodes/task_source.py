@@ -12,7 +12,7 @@ from flowrl.messages import Prompt
 from flowrl.nodes.curriculum import Curriculum
 from flowrl.nodes.row_source import Part, RowSource
 from flowrl.tasks import Row, Task, conversation, load_rows
-from flowrl.tasks.mixture import mixed_order
+from flowrl.tasks.mixture import first_rows, mixed_order
 
 MESSAGES = "messages"
 
@@ -48,7 +48,7 @@ class TaskSource(RowSource):
 
     def rows(self) -> Sequence[Row]:
         rows = load_rows(self.task, whole=self.part == "all")
-        return self.chosen(rows.train, rows.held_out)
+        return first_rows(self.of_part(rows.train, rows.held_out), self.task, self.num_prompts)
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         return self.members(row.prompt_id, epoch, **task_fields(self.task, row))

@@ -76,8 +76,9 @@ def check_answers(task: Task, rows: Iterable[Row]) -> None:
     """Raise ConfigError if answers are not what the check of the rows' own source compares with."""
     checks = {term.text: str(Task(term.text).options.get("check", "exact")) for term in task.sources}
     answers: dict[str, dict[str, tuple[str, Any]]] = {term: {} for term in checks}
+    mixed = len(task.sources) > 1
     for row in rows:
-        term = row.columns.get(OF_TASK, task.sources[0].text)
+        term = row.columns[OF_TASK] if mixed else task.sources[0].text  # a file may have a column of this name
         check = checks[term]
         if row.answer is not None and task.compares and not row.text_answer and check not in STRUCTURED:
             raise ConfigError(

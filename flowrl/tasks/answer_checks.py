@@ -119,6 +119,8 @@ CHECKS: dict[str, str] = {
     "code": "flowrl.environments.tools.code_answers:code",
 }
 """Check -> the reward function that does it."""
+OF_MIXTURE, OF_MIXTURE_WITH_CODE = "flowrl.tasks.mixture:score", "flowrl.tasks.mixture:score_with_code"
+"""The functions that ask the verifiers of a mixture's sources; the second one where some have check=code."""
 NEEDED: dict[str, tuple[str, Callable[[str], object]]] = {
     "gsm8k": ("a number", reference_number),
     "choice": ("a letter, or a number that counts from 0 for A", right_letter),

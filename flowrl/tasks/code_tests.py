@@ -37,7 +37,7 @@ ENDING_S = 5.0
 
 def limits(case_s: Any = None, total_s: Any = None) -> tuple[float, float]:
     """The limits of a row with these columns; what is no time is the default."""
-    case, total = (one if _is_time(one) else usual for one, usual in ((case_s, CASE_S), (total_s, TOTAL_S)))
+    case, total = (one if is_time(one) else usual for one, usual in ((case_s, CASE_S), (total_s, TOTAL_S)))
     return float(case), float(total)
 
 
@@ -47,7 +47,8 @@ def call_s(columns: Sequence[Mapping[str, Any]]) -> float:
     return math.ceil(len(columns) / (os.cpu_count() or 1)) * longest + ENDING_S
 
 
-def _is_time(value: Any) -> bool:
+def is_time(value: Any) -> bool:
+    """Whether this is a number of seconds above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 

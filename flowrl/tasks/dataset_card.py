@@ -13,15 +13,10 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.formats import FORMATS, PLAIN, format_of
+from flowrl.tasks.split_names import by_split, split_of
 
 CARD = "README.md"
 HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
-WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""Split -> the words for it in names of files and folders."""
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=[.-])")
 
 
@@ -105,13 +100,19 @@ def _of_names(what: str, names: Sequence[str], config: str, split: str) -> list[
         data = [name for name in data if name.startswith(f"{config}/")]
         if not data:
             raise ConfigError(f"{what} has no configuration {config!r}; its folders are {', '.join(folders) or 'none'}")
-    splits: dict[str, list[str]] = {}
-    for name in data:
-        splits.setdefault(_split_of(name), []).append(name)
-    if set(splits) == {""}:
-        splits = {"train": data}
+    splits = by_split(data)
     _require_split(what, split, splits)
+    if not config:
+        _require_one_folder(what, splits[split])
     return splits[split]
+
+
+def _require_one_folder(what: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if files are in several folders that name no split, so that each is a configuration."""
+    folders = sorted({folder for folder, slash, _ in (name.partition("/") for name in names) if slash})
+    configs = [folder for folder in folders if not split_of(folder)]
+    if len(configs) > 1:
+        raise ConfigError(f"{what} has the configurations {', '.join(configs)}; choose one with the option config")
 
 
 def _require_split(what: str, split: str, splits: Mapping[str, Any]) -> None:
@@ -119,16 +120,6 @@ def _require_split(what: str, split: str, splits: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{what} has no split {split!r}; it has {', '.join(filter(None, splits))}: set the option split"
         )
-
-
-def _split_of(name: str) -> str:
-    """The split whose word stands in the name, nearest to its end; "" without one."""
-    for part in reversed(name.split("/")):
-        words = re.split(r"[-._ ]|(?<=\D)(?=\d)", part.lower())
-        for split, spelled in WORDS.items():
-            if not set(spelled).isdisjoint(words):
-                return split
-    return ""
 
 
 def _describes(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,20 @@ from typing import Any, Protocol
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
 from flowrl.tasks.answer_checks import CHECKS
-from flowrl.tasks.code_tests import CASE_S, TOTAL_S
+from flowrl.tasks.code_tests import CASE_S, TOTAL_S, is_time
 from flowrl.tasks.formats import Record, files_at, records
 from flowrl.tasks.hub_rows import hub_files, hub_records
-from flowrl.tasks.malformed import Malformed, Reading
+from flowrl.tasks.malformed import LowScore, Malformed, Reading, missing_column
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import ALPACA, ROLES, Turns, alpaca, is_alpaca, is_turn, messages, of_sharegpt, with_system
 from flowrl.tasks.tool_shapes import definitions, text_of
 
 MALFORMED, WHERE = ("stop", "skip"), ("auto", "memory", "disk")
 """Values of the options `malformed` and `rows`."""
+CONVERSATIONS, INSTRUCTION = "conversations", "instruction"
+"""Columns of ShareGPT and of Alpaca that hold the question."""
+NO_SCORE = "-"
+"""Value of the option `score` where rows have none, whatever their columns are."""
 NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -34,14 +39,15 @@ NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 class Keys:
     """Options of a task on disk: which column holds what."""
 
-    prompt: str = "prompt"
-    """Text, or a conversation as a list of {role, content}."""
-    messages: str = "messages"
-    """Where there is no prompt: a conversation, of which a last turn of the assistant's is the answer."""
-    answer: str = "answer"
-    """Text, a number, or a list of one turn of the assistant's; `completion` where there is no such column."""
+    prompt: str = ""
+    """Text, or a conversation as a list of {role, content}; "" is `prompt`, or another shape where there is none."""
+    messages: str = ""
+    """A conversation, whose last turn is the answer if it is the assistant's and no answer is named; "" is `messages`
+    where there is no prompt."""
+    answer: str = ""
+    """Text, a number, or a list of one turn of the assistant's; "" is `answer`, or `completion` where there is none."""
     score: str = "score"
-    """Of several answers to one prompt the one with the highest score is taken."""
+    """Of several answers to one prompt the one with the highest score is taken; `-`: they have none."""
     min_score: float = -math.inf
     """Rows of a lower score are left out."""
     chosen: str = "chosen"
@@ -77,6 +83,21 @@ class Keys:
                 raise ConfigError(f"option {name} of a task is for check=code, and this one has check={self.check}")
             if not 0 < value < math.inf:
                 raise ConfigError(f"option {name} of a task is {value:g}; it has to be above 0")
+
+    @property
+    def prompt_column(self) -> str:
+        """The prompt's, named or not."""
+        return self.prompt or "prompt"
+
+    @property
+    def messages_column(self) -> str:
+        """The conversation's, named or not."""
+        return self.messages or "messages"
+
+    @property
+    def answer_column(self) -> str:
+        """The answer's, named or not."""
+        return self.answer or "answer"
 
     @property
     def code_limits(self) -> dict[str, float]:
@@ -130,31 +151,53 @@ def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
 
 
 def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
-    """The row of one record; () if its score is too low. Raises Malformed."""
+    """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`."""
     row = _row(place, record, keys)
     row.require_short()
-    return (row,) if row.score >= keys.min_score else ()
+    if row.score < keys.min_score:
+        raise LowScore(f"{place}: the score is {row.score:g}, below min_score={keys.min_score:g}")
+    return (row,)
 
 
 def _row(place: str, record: Record, keys: Keys) -> Row:
-    turns, reply = _asked(place, record, keys)
-    used = {keys.prompt, keys.messages, keys.answer, *_of_shape(record, keys)}
-    columns = {**keys.code_limits, **{key: plain(value) for key, value in record.items() if key not in used}}
-    if isinstance(reply, Structured):
-        columns["answer"] = plain(reply.value)
-    elif reply is not None:
-        columns["answer"] = reply if isinstance(reply, str) else _text(place, text_of(reply), "answer")
-    text = isinstance(record.get(keys.prompt), str) or (keys.prompt not in record and is_alpaca(record))
+    column = _asking_column(place, record, keys)
+    turns, reply = _asked(place, record, keys, column)
     tools = tools_of(place, record, keys)
     return Row(
         turns,
-        columns | ({"tools": tools} if tools else {}),
+        _columns(place, record, keys, column, reply) | ({"tools": tools} if tools else {}),
         _score(place, record, keys),
-        as_messages=not text,
+        as_messages=not isinstance(record[column], str),
         tools=tools,
         reply=reply if isinstance(reply, tuple) else (),
         place=place,
     )
+
+
+def _columns(place: str, record: Record, keys: Keys, column: str, reply: Reply) -> dict[str, Any]:
+    """What rewards get: the answer, and the columns that the record's shape does not use up."""
+    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
+    used |= {*ALPACA} if _is_alpacas(column, keys) else set()
+    found = {key: plain(value) for key, value in record.items() if key not in used}
+    if keys.check == "code":
+        found = {**found, **_times(place, record, keys)}
+    if isinstance(reply, Structured):
+        found["answer"] = plain(reply.value)
+    elif reply is not None:
+        found["answer"] = reply if isinstance(reply, str) else _text(place, text_of(reply), "answer")
+    return found
+
+
+def _times(place: str, record: Record, keys: Keys) -> dict[str, Any]:
+    """The columns that bound the programs of a row: its own, else those of the task's options."""
+    found: dict[str, Any] = {}
+    for name in ("case_s", "total_s"):
+        value = _number(record.get(name))
+        if value is not None and not is_time(value):
+            raise Malformed(f"{place}: the column {name!r} is {value!r}; it needs a number of seconds above 0")
+        if (limit := keys.code_limits.get(name) if value is None else value) is not None:
+            found[name] = limit
+    return found
 
 
 def tools_of(place: str, record: Record, keys: Keys) -> Turns:
@@ -162,17 +205,8 @@ def tools_of(place: str, record: Record, keys: Keys) -> Turns:
     if keys.tools == "none":
         return ()
     if keys.tools not in record and keys.tools != "tools":
-        raise Malformed(f"{place}: no column {keys.tools!r}, which tools= names; there are {', '.join(record)}")
+        raise missing_column(place, record, keys.tools, "tools")
     return definitions(place, record.get(keys.tools), keys.tools)
-
-
-def _of_shape(record: Record, keys: Keys) -> tuple[str, ...]:
-    """Further columns that the record's shape uses up."""
-    if keys.prompt in record:
-        return ("system",)
-    if keys.messages in record:
-        return ("system",)
-    return ("system", "conversations") if "conversations" in record else ("system", *ALPACA)
 
 
 @dataclass(frozen=True)
@@ -186,26 +220,40 @@ Reply = str | Turns | Structured | None
 """A reference response: text, or turns where it calls tools."""
 
 
-def _asked(place: str, record: Record, keys: Keys) -> tuple[Turns, Reply]:
+def _asking_column(place: str, record: Record, keys: Keys) -> str:
+    """The column that holds the question, which tells the record's shape. Raises Malformed without one.
+
+    A column that an option names has to be there: no other is taken in its place.
+    """
+    named = [name for name in (keys.prompt, keys.messages) if name]
+    for column in named or (keys.prompt_column, keys.messages_column, CONVERSATIONS):
+        if column in record:
+            return column
+    if not named and is_alpaca(record):
+        return INSTRUCTION
+    wanted = named[0] if named else keys.prompt_column
+    option = "messages" if wanted == keys.messages else "prompt"
+    close = difflib.get_close_matches(wanted, record, 1)
+    hint = f"did you mean {option}={close[0]}?" if close else f"set {option}= to one of {', '.join(record) or 'none'}"
+    other = "" if named else ", or messages= to that of a conversation"
+    raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
+
+
+def _asked(place: str, record: Record, keys: Keys, column: str) -> tuple[Turns, Reply]:
     """The messages before the response, and the reference response if there is one."""
-    turns, reply = _shaped(place, record, keys)
+    if _is_alpacas(column, keys):
+        turns = conversation(place, alpaca(place, record), "instruction with its input and history")
+        reply = _answer(place, record if keys.answer else {"answer": record["output"], **record}, keys)
+    elif column == keys.messages or column not in (keys.prompt_column, INSTRUCTION):
+        turns, reply = _messages(place, record, keys, column)
+    else:
+        turns, reply = conversation(place, record[column], "prompt"), _answer(place, record, keys)
     return with_system(turns, record), reply
 
 
-def _shaped(place: str, record: Record, keys: Keys) -> tuple[Turns, Reply]:
-    if keys.prompt in record:
-        return conversation(place, record[keys.prompt], "prompt"), _answer(place, record, keys)
-    own = keys.prompt == "prompt" and keys.messages == "messages"  # a column that was named has to be there
-    column = "conversations" if own and keys.messages not in record else keys.messages
-    if column in record:
-        return _messages(place, record, keys, column)
-    if own and is_alpaca(record):
-        turns = conversation(place, alpaca(record), "instruction with its input and history")
-        return turns, _answer(place, {"answer": record["output"], **record}, keys)
-    close = difflib.get_close_matches(keys.prompt, record, 1)
-    hint = f"did you mean prompt={close[0]}?" if close else f"set prompt= to one of {', '.join(record) or 'none'}"
-    other = ", or messages= to that of a conversation" if own else ""
-    raise Malformed(f"{place}: no column {keys.prompt!r}; {hint} (after the task's name: FILE:prompt=COLUMN){other}")
+def _is_alpacas(column: str, keys: Keys) -> bool:
+    """Whether the column with the question is Alpaca's, rather than named by an option."""
+    return column == INSTRUCTION and column not in (keys.prompt, keys.messages)
 
 
 def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[Turns, Reply]:
@@ -214,6 +262,8 @@ def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[Turn
         return turns, _answer(place, record, keys)
     if len(turns) < 2:
         raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
+    if keys.answer:
+        return turns[:-1], _answer(place, record, keys)
     return turns[:-1], plain_reply(place, turns[-1:], "last message")
 
 
@@ -243,7 +293,9 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
 
 
 def _answer(place: str, record: Record, keys: Keys) -> Reply:
-    value = record.get(keys.answer, record.get("completion"))
+    if keys.answer and keys.answer not in record:
+        raise missing_column(place, record, keys.answer, "answer")
+    value = record[keys.answer] if keys.answer else record.get("answer", record.get("completion"))
     if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
         return plain_reply(place, messages(place, value, "answer"), "answer")
     if isinstance(value, list | Mapping):
@@ -258,14 +310,19 @@ def _text(place: str, text: str, what: str) -> str:
 
 
 def _score(place: str, record: Record, keys: Keys) -> float:
-    value = record.get(keys.score, 0.0)
-    if isinstance(value, str) and NUMERAL.fullmatch(value):  # a cell of a CSV file
-        value = float(value)
-    if isinstance(value, bool | int | float) and math.isfinite(value):
+    if keys.score not in record and keys.score not in ("score", NO_SCORE):
+        raise missing_column(place, record, keys.score, "score")
+    value = _number(record.get(keys.score, 0.0))
+    if isinstance(value, bool | int | float) and -sys.float_info.max <= value <= sys.float_info.max:
         return float(value)
     if keys.score == "score" and keys.min_score == -math.inf:  # a column that happens to have this name
         return 0.0
     raise Malformed(f"{place}: the score is {value!r}; it needs a finite number")
+
+
+def _number(value: Any) -> Any:
+    """The number that a cell of a CSV file holds as text; any other value as it is."""
+    return float(value) if isinstance(value, str) and NUMERAL.fullmatch(value) else value
 
 
 def plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import IO, Any
 from flowrl.errors import ConfigError
 from flowrl.tasks.compressed import SUFFIXES, damage_of, open_text
 from flowrl.tasks.malformed import Malformed, Reading
+from flowrl.tasks.split_names import by_split
 
 Record = Mapping[str, Any]
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
@@ -324,9 +325,10 @@ def _first_pattern(path: Path) -> int:
 
 
 def _files(path: Path, split: str) -> list[Path]:
-    """The files of a downloaded dataset: those named after the split, or all if none is.
+    """The files of a downloaded dataset: those whose names begin with the split, or else say it as on the Hub.
 
-    A .json or .txt file counts only where there is no other: datasets describe themselves in such files.
+    All of them where no name says a split. A .json or .txt file counts only where there is no other: datasets describe
+    themselves in such files.
     """
     known = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file))
     if saved := [file.parent for file in known if file.name in SAVED]:
@@ -339,11 +341,19 @@ def _files(path: Path, split: str) -> list[Path]:
             f"{path} is no dataset directory: it was not written by save_to_disk and holds no file of rows "
             f"({FORMATS}); name a file, or save a dataset there"
         )
-    of_split = [file for file in found if file.name.startswith(split)]
-    if not of_split and split != "train":
-        names = ", ".join(file.name for file in found[:5])
-        raise ConfigError(f"{path} has no file of the split {split!r}, whose name begins with it; it has {names}")
-    return of_split or found
+    return [file for file in found if file.name.startswith(split)] or _of_split(path, found, split)
+
+
+def _of_split(path: Path, files: Sequence[Path], split: str) -> list[Path]:
+    """The files whose names, or those of their folders, have a word of the split. Raises ConfigError without any."""
+    splits = by_split(file.relative_to(path).as_posix() for file in files)
+    if split not in splits:
+        names = ", ".join(name for found in splits.values() for name in found[:2])
+        raise ConfigError(
+            f"{path} has no file of the split {split!r}, whose name begins with it, or has it as a word; it has "
+            f"{names}: set the option split, or name the files with a pattern"
+        )
+    return [path / name for name in splits[split]]
 
 
 def of_rows(files: Sequence[Path]) -> list[Path]:

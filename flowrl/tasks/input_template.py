@@ -38,7 +38,7 @@ def asked_of_source(row: AnyRow, source: str, template: str) -> AnyRow:
 
 def _asked(template: str, row: Row) -> str:
     if NAMED not in template:
-        return template.replace(EMPTY, row.prompt, 1)
+        template = template.replace(EMPTY, NAMED, 1)
 
     def value(found: re.Match[str]) -> str:
         name = found[1]

@@ -81,7 +81,12 @@ class Judge:
         return inspect.iscoroutinefunction(self.function)
 
     def check_columns(self, columns: Mapping[str, Any], place: str = "") -> None:
-        """Raise ConfigError if a row of a task, which was read at `place`, lacks a column that the function needs."""
+        """Raise ConfigError if a row of a task, which was read at `place`, lacks a column that the function needs.
+
+        A function that asks others has an attribute `check_columns`, which does this for them.
+        """
+        if (check_others := getattr(self.function, "check_columns", None)) is not None:
+            check_others(columns, place)
         missing = sorted(self.required - set(columns))
         row = f"{place}: the row" if place else "a row of the task"
         rows = f"the row at {place} has" if place else "the task's rows have"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
 
@@ -15,8 +16,19 @@ class Malformed(ConfigError):
     """A record cannot be used. The error text starts with the record's place."""
 
 
+def missing_column(place: str, record: Mapping[str, Any], column: str, option: str) -> Malformed:
+    """The error of a record without the column that an option of the task names."""
+    close = difflib.get_close_matches(column, record, 1)
+    hint = f"did you mean {option}={close[0]}?" if close else f"set {option}= to one of {', '.join(record) or 'none'}"
+    return Malformed(f"{place}: no column {column!r}, which {option}= names; {hint}")
+
+
 class NothingInIt(Malformed):
     """A record holds nothing to use; it is left out and counted, whatever becomes of malformed ones."""
+
+
+class LowScore(ConfigError):
+    """A record's score is below that of the rows that are wanted; it is left out and counted."""
 
 
 @dataclass
@@ -25,11 +37,16 @@ class Reading:
 
     malformed: str = "stop"
     skipped: list[str] = field(default_factory=list)
+    low_scores: int = 0
+    """Number of records that were left out for their score."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, None if it raised for a malformed record that is skipped."""
+        """Return the result of `make`, None if it raised for a record that is left out."""
         try:
             return make()
+        except LowScore:
+            self.low_scores += 1
+            return None
         except Malformed as problem:
             if self.malformed == "stop" and not isinstance(problem, NothingInIt):
                 raise
@@ -42,7 +59,7 @@ class Reading:
         def named() -> T:
             try:
                 return make()
-            except Malformed:
+            except (Malformed, LowScore):
                 raise
             except ConfigError as problem:
                 raise Malformed(f"{place}: {problem}") from None

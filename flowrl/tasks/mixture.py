@@ -1,50 +1,120 @@
 """Several sources in one task: `0.7*problems.jsonl:answer=solution + 0.3*arithmetic`.
 
 An epoch holds rows of each source in proportion to its weight, none twice. So it contains all rows of the
-source that is smallest relative to its weight; of the others each epoch draws another part. The verifier of
+source that is smallest relative to its weight; of the others each epoch draws another part. Where a share is no whole
+number of rows, one epoch has a row more than another, and the first one has rows of every source. The verifier of
 a row's own source, named by its column `of_task`, judges the row.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.tasks.indexed_rows import sources
-from flowrl.tasks.judge import load_judge
-from flowrl.tasks.rows import Row
+from flowrl.errors import ConfigError
+from flowrl.tasks.indexed_rows import picked, sources
+from flowrl.tasks.judge import Judge, load_judge
+from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 
-ROUNDING = 1e-9  # `size * weight` may be slightly below an integer; `int` would then lose a row
+ROUNDING = 1e-9  # `size * weight` may be slightly above or below an integer, which it would be but for rounding
 
 
 def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[int]:
     """The rows of an epoch of a mixture, by index and in order; (seed, epoch) determine it."""
     rng = random.Random(f"{seed}/{epoch}")
-    of_source: dict[str, list[int]] = {term.text: [] for term in task.sources}
-    for index, source in enumerate(sources(rows)):
-        of_source[source].append(index)
+    of_source = _of_each_source(rows, task)
     size = min(len(of_source[term.text]) / term.weight for term in task.sources)
     order: list[int] = []
     for term in task.sources:
-        order += rng.sample(of_source[term.text], int(size * term.weight + ROUNDING))
+        order += rng.sample(of_source[term.text], _number_in(epoch, size * term.weight))
     rng.shuffle(order)
     return order
 
 
+def _number_in(epoch: int, share: float) -> int:
+    """The rows of a source in an epoch, so that all epochs up to it have the share on average, rounded up."""
+    return math.ceil((epoch + 1) * share - ROUNDING) - math.ceil(epoch * share - ROUNDING)
+
+
+def first_rows(rows: Sequence[Row], task: Task, most: int | None) -> Sequence[Row]:
+    """The first `most` rows; of a mixture the first ones of each source, in shares by weight, at least one of each.
+
+    Raises ConfigError for a mixture with a source that has no row.
+    """
+    if len(task.sources) < 2:
+        return rows[:most]
+    of_source = _of_each_source(rows, task)
+    if without := [name for name, indices in of_source.items() if not indices]:
+        raise ConfigError(
+            f"task {task.name!r} has no row of {without[0]} to ask: they are all held out, or left out because they "
+            "repeat prompts of another source; add rows to it, or leave it out"
+        )
+    if most is None or most >= len(rows):
+        return rows
+    shares = _shares(task, most)
+    return picked(rows, [n for term in task.sources for n in of_source[term.text][: shares[term.text]]])
+
+
+def _shares(task: Task, most: int) -> dict[str, int]:
+    """How many of `most` rows each source has. Raises ConfigError if there is not one for each."""
+    if most < len(task.sources):
+        raise ConfigError(
+            f"num_prompts is {most}, and task {task.name!r} has {len(task.sources)} sources; ask for as many, or more"
+        )
+    whole = sum(term.weight for term in task.sources)
+    exact = {term.text: most * term.weight / whole for term in task.sources}
+    found = {name: max(1, int(share + ROUNDING)) for name, share in exact.items()}
+    while (more := most - sum(found.values())) != 0:
+        step = 1 if more > 0 else -1
+        may_change = [name for name in found if found[name] + step >= 1]
+        found[max(may_change, key=lambda name: step * (exact[name] - found[name]))] += step
+    return found
+
+
+def _of_each_source(rows: Sequence[Row], task: Task) -> dict[str, list[int]]:
+    """The indices of the rows of each source."""
+    found: dict[str, list[int]] = {term.text: [] for term in task.sources}
+    for index, source in enumerate(sources(rows)):
+        found[source].append(index)
+    return found
+
+
 def score(
     prompts: Sequence[str], responses: Sequence[str], *, of_task: Sequence[str], **columns: Sequence[Any]
-) -> dict[str, list[float]]:
-    """Score each response with the verifier of its source."""
+) -> dict[str, Any]:
+    """Score each response with the verifier of its source; what that logs is 0 for responses to other sources."""
     rewards, scores = [0.0] * len(responses), [0.0] * len(responses)
+    logs: dict[str, list[float]] = {}
     for name in dict.fromkeys(of_task):
         mine = [index for index, of in enumerate(of_task) if of == name]
-        verdicts = load_judge(Task(name).own_verifier)(
+        verdicts = _judge_of(name)(
             [prompts[index] for index in mine],
             [responses[index] for index in mine],
             [{column: values[index] for column, values in columns.items()} for index in mine],
         )
         for index, reward, raw in zip(mine, verdicts.rewards, verdicts.scores, strict=True):
             rewards[index], scores[index] = reward, raw
-    return {"rewards": rewards, "scores": scores}
+        for figure, values in verdicts.logs.items():
+            of_all = logs.setdefault(figure, [0.0] * len(responses))
+            for index, value in zip(mine, values, strict=True):
+                of_all[index] = value
+    return {"rewards": rewards, "scores": scores, "logs": logs}
+
+
+@functools.cache
+def _judge_of(source: str) -> Judge:
+    return load_judge(Task(source).own_verifier)
+
+
+def _check_columns(columns: Mapping[str, Any], place: str) -> None:
+    """Raise ConfigError if a row lacks a column that the verifier of its source needs."""
+    _judge_of(columns[OF_TASK]).check_columns(columns, place)
+
+
+score.check_columns = _check_columns  # type: ignore[attr-defined]
+score_with_code = score
+"""The same for a mixture with check=code, whose programs may run for longer, and several at a time."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.files import Keys, conversation, plain, plain_reply, tools_of
 from flowrl.tasks.formats import Record
-from flowrl.tasks.malformed import Malformed
+from flowrl.tasks.malformed import Malformed, missing_column
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import Turns
 from flowrl.tasks.tool_shapes import text_of
@@ -61,7 +61,7 @@ def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Prefe
             "completion": _completion(place, record, keys, "completion", turns),
             "label": _label(place, record, keys),
         }
-        one = Preference(turns, _others(record, keys, tools) | judged, tools=tools)
+        one = Preference(turns, _others(place, record, keys, tools) | judged, tools=tools, place=place)
         one.require_short()
         return (one,)
     turns = _prompt(place, record, keys, (keys.chosen, keys.rejected))
@@ -70,7 +70,8 @@ def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Prefe
         said = chosen if isinstance(chosen, str) else text_of(chosen)
         raise Malformed(f"{place}: chosen and rejected are the same, {said[:60]!r}; leave the row out")
     tools = tools_of(place, record, keys)
-    pair = Preference(turns, _others(record, keys, tools) | {"chosen": chosen, "rejected": rejected}, tools=tools)
+    columns = _others(place, record, keys, tools) | {"chosen": chosen, "rejected": rejected}
+    pair = Preference(turns, columns, tools=tools, place=place)
     pair.require_short()
     return (pair,) if kind == "pairs" else _both(pair)
 
@@ -78,18 +79,16 @@ def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Prefe
 def _both(pair: Preference) -> tuple[Preference, ...]:
     """The two completions of a pair as separate rows; the column `pair` distinguishes them from others."""
     columns = {name: value for name, value in pair.columns.items() if name not in PAIR} | {"pair": pair.prompt_id}
-    return tuple(
-        Preference(
-            pair.turns, {**columns, "completion": pair.columns[name], "label": name == "chosen"}, tools=pair.tools
-        )
-        for name in PAIR
-    )
+    judged = ({**columns, "completion": pair.columns[name], "label": name == "chosen"} for name in PAIR)
+    return tuple(Preference(pair.turns, one, tools=pair.tools, place=pair.place) for one in judged)
 
 
 def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) -> Turns:
     """The messages before the completion: the prompt's own, or those that whole conversations begin with alike."""
-    if keys.prompt in record:
-        return conversation(place, record[keys.prompt], "prompt")
+    if keys.prompt_column in record:
+        return conversation(place, record[keys.prompt_column], "prompt")
+    if keys.prompt:
+        raise missing_column(place, record, keys.prompt, "prompt")
     for column in columns:
         if column not in record:
             raise _lacks(place, record, column, column)
@@ -99,7 +98,7 @@ def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) ->
         told = [conversation(place, whole, column, may_end=True) for whole, column in zip(wholes, columns, strict=True)]
         return conversation(place, list(told[0][: _shared(told)]), f"{columns[0]} without its completion")
     raise Malformed(
-        f"{place}: no column {keys.prompt!r}, and {columns[0]!r} is not a conversation that begins with the prompt; "
+        f"{place}: no column 'prompt', and {columns[0]!r} is not a conversation that begins with the prompt; "
         "add such a column, or name the prompt's after the task's name: FILE:prompt=COLUMN"
     )
 
@@ -151,10 +150,13 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
     return bool(found)
 
 
-def _others(record: Record, keys: Keys, tools: Turns) -> dict[str, Any]:
-    """The other columns, which rewards may need."""
-    used = (keys.prompt, keys.chosen, keys.rejected, keys.completion, keys.label)
+def _others(place: str, record: Record, keys: Keys, tools: Turns) -> dict[str, Any]:
+    """The other columns, which rewards may need. Raises Malformed where an answer is named that is not there."""
+    if keys.answer and keys.answer not in record:
+        raise missing_column(place, record, keys.answer, "answer")
+    used = (keys.prompt_column, keys.chosen, keys.rejected, keys.completion, keys.label, keys.answer_column, "answer")
     columns = {key: plain(value) for key, value in record.items() if key not in used}
-    if keys.answer in columns:
-        columns["answer"] = str(columns.pop(keys.answer))
+    if (answer := record.get(keys.answer_column)) is not None:
+        is_text = not isinstance(answer, list | Mapping)
+        columns["answer"] = str(answer) if is_text else json.dumps(answer, ensure_ascii=False, default=str)
     return columns | ({"tools": tools} if tools else {})

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.code_tests import call_s
 from flowrl.tasks.judge import BadReward, Judge, Verdicts
 from flowrl.tasks.name_options import parse_options, split_name
@@ -18,7 +18,7 @@ TRUSTED = "flowrl.tasks.verify:"
 OWN_LIMITS: dict[str, Callable[[Sequence[Mapping[str, Any]]], float]] = {
     CHECKS["code"]: call_s,
     f"{CHECKS['code']}_without_namespaces": call_s,
-    "flowrl.tasks.mixture:score": lambda columns: call_s([row for row in columns if _is_code(row)]),
+    OF_MIXTURE_WITH_CODE: lambda columns: call_s([row for row in columns if _is_code(row)]),
 }
 """Functions that bound their calls themselves -> the longest that a call takes."""
 

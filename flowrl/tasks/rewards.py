@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.away import PATIENT, Patience
 from flowrl.tasks.conventions import ROW
 from flowrl.tasks.gathered import BATCH, Gathered
@@ -103,7 +103,7 @@ def gathers(parts: Iterable[Part]) -> bool:
 
 def usual_processes(parts: Iterable[Part]) -> int:
     """Worker processes of each function, unless a graph says otherwise."""
-    return PROGRAMS if any(part.place == CHECKS["code"] for part in parts) else 1
+    return PROGRAMS if any(part.place in (CHECKS["code"], OF_MIXTURE_WITH_CODE) for part in parts) else 1
 
 
 def samples_at_once(parts: Sequence[Part], concurrency: int | None) -> int:

@@ -56,8 +56,9 @@ class _Found:
         return Scan(places, ids, asked, np.frombuffer(self._scores, np.float64))
 
 
-def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: bool, mixed: bool) -> Scan:
-    """The rows of the stores of one source; those that are taken, in a mixture. Raises ConfigError."""
+def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: bool, mixed: bool) -> tuple[Scan, int]:
+    """The rows of the stores of one source; in a mixture those that are taken, and how many others repeat their
+    prompts. Raises ConfigError."""
     own, asked, places = _Found(), _Found(), array("q")
     for store in stores:
         for address, row in stored.read(store, reading):
@@ -67,11 +68,11 @@ def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: b
             asked.add(stored.finished(store, row))
     found = np.frombuffer(places, np.int64).reshape(-1, 5)
     if not mixed:
-        return asked.scan(found)
+        return asked.scan(found), 0
     among_own = own.scan(found)
     taken, _ = _chosen(among_own, every=every)
     trained_first = np.argsort(_held_out(among_own.asked[taken]), kind="stable")
-    return asked.scan(found).taken(taken[trained_first])
+    return asked.scan(found).taken(taken[trained_first]), len(found) - len(taken)
 
 
 def rows_of(stored: StoredRows, scans: Sequence[Scan], *, every: bool) -> Rows:

@@ -50,21 +50,31 @@ class RowKind:
     """Whether rows that repeat a prompt are taken, too."""
 
 
-@functools.lru_cache(maxsize=8)
 def load_rows(task: Task, *, whole: bool = False) -> Rows:
     """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid.
 
     `whole`: both parts are used alike, so all rows may be in the part that others hold out.
     """
-    return _loaded(task, RowKind(Keys, files.of_record, _generated), whole)
+    return _with_training_rows(task, all_rows(task), whole)
 
 
 @functools.lru_cache(maxsize=8)
+def all_rows(task: Task) -> Rows:
+    """`load_rows` of a task that may have no training rows."""
+    return _loaded(task, RowKind(Keys, files.of_record, _generated))
+
+
 def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
     """`load_rows` to learn from the answers: of a file also those that answer one prompt in several ways."""
-    if task.generated:
+    if task.generated and len(task.sources) == 1:
         return load_rows(task, whole=whole)
-    return _loaded(task, RowKind(Keys, files.of_record, _generated, every=True), whole)
+    return _with_training_rows(task, all_demonstrations(task), whole)
+
+
+@functools.lru_cache(maxsize=8)
+def all_demonstrations(task: Task) -> Rows:
+    """`load_demonstrations` of a task that has files, and may have no training rows."""
+    return _loaded(task, RowKind(Keys, files.of_record, _generated, every=True))
 
 
 class KnownRows:
@@ -84,12 +94,17 @@ class KnownRows:
         return self._demonstrations.get(prompt_id) or self._by_id.get(prompt_id)
 
 
-@functools.lru_cache(maxsize=4)
 def load_texts(task: Task, *, whole: bool = False) -> Rows:
     """The texts of `task`, each the prompt of a row, also those that are repeated; the split is by text."""
     if len(task.sources) > 1:
         raise ConfigError(f"task {task.name!r} is a mixture, and texts are read from one; name a pattern of files")
-    return _loaded(task, RowKind(TextKeys, text_rows.of_record, _no_texts, every=True), whole)
+    return _with_training_rows(task, all_texts(task), whole)
+
+
+@functools.lru_cache(maxsize=4)
+def all_texts(task: Task) -> Rows:
+    """`load_texts` of a task that may have no texts to train on."""
+    return _loaded(task, RowKind(TextKeys, text_rows.of_record, _no_texts, every=True))
 
 
 @functools.lru_cache(maxsize=8)
@@ -99,7 +114,8 @@ def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
     `arithmetic` prefers right answers to answers without carrying.
     """
     made = partial(preference_rows.of_record, kind)
-    return _loaded(task, RowKind(Keys, made, partial(_generated_preferences, kind)), whole=False)
+    found = _loaded(task, RowKind(Keys, made, partial(_generated_preferences, kind)))
+    return _with_training_rows(task, found, whole=False)
 
 
 class OneSource:
@@ -109,6 +125,10 @@ class OneSource:
         self.task, self.name, self._kind = task, name, kind
         self.reading = Reading(str(task.options.get("malformed", "stop")))
         self.place = place_of_rows(task)
+        self.every = kind.every and not task.generated
+        """Whether rows that repeat a prompt are taken, too: a source that makes its rows may make one twice."""
+        self.repeated = 0
+        """Rows of a source of a mixture that were left out because they repeat another row's prompt."""
 
     @cached_property
     def keys(self) -> Any:
@@ -140,8 +160,10 @@ class OneSource:
             yield from self.reading.at(place, partial(self._kind.of_record, self.keys, place, record)) or ()
 
     def chosen(self) -> Rows:
-        """The rows in memory that are taken."""
-        return (Rows.every if self._kind.every else Rows.split)(self.rows())
+        """The rows in memory that are taken, of a source of a mixture."""
+        found = (Rows.every if self.every else Rows.split)(self.rows())
+        self.repeated = found.repeated
+        return found
 
     def stores(self, on_disk: bool) -> Sequence[RowStore]:
         """Where single rows are read from. Raises ConfigError."""
@@ -155,18 +177,31 @@ class OneSource:
         if not number:
             skipped = self.reading.skipped
             said = f", {len(skipped)} are skipped: {skipped[0]}" if skipped else ""
+            low = self.reading.low_scores
+            said += f", {low} have a score below min_score={self.keys.min_score:g}" if low else ""
             raise ConfigError(f"task {self.task.name!r} has no rows at all{said}; add rows, or name other data")
 
 
-def _loaded(task: Task, kind: RowKind, whole: bool) -> Rows:
-    """The rows of all sources, with what was skipped. Raises ConfigError if there are none to train on."""
+def _with_training_rows(task: Task, found: Rows, whole: bool) -> Rows:
+    """`found`. Raises ConfigError if there are none to train on, unless `whole`."""
+    if not found.train and not whole:
+        raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
+    return found
+
+
+def _loaded(task: Task, kind: RowKind) -> Rows:
+    """The rows of all sources, with what was left out. Raises ConfigError if a source has none."""
     mixed = len(task.sources) > 1
     sources = [OneSource(Task(term.text) if mixed else task, kind, term.text * mixed) for term in task.sources]
     on_disk = _stay_on_disk(sources)
     found = _indexed(task, kind, sources, on_disk) if any(on_disk) else _held(task, kind, sources)
-    if not found.train and not whole:
-        raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
-    return dataclasses.replace(found, skipped=tuple(text for source in sources for text in source.reading.skipped))
+    readings = [source.reading for source in sources]
+    return dataclasses.replace(
+        found,
+        skipped=tuple(text for reading in readings for text in reading.skipped),
+        repeated=found.repeated + sum(source.repeated for source in sources),
+        low_scores=sum(reading.low_scores for reading in readings),
+    )
 
 
 def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
@@ -185,7 +220,8 @@ def _indexed(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: S
     scans, first = [], 0
     for source, own in zip(sources, stores, strict=True):
         places = range(first, first := first + len(own))
-        scans.append(scan_source(stored, places, source.reading, every=kind.every, mixed=len(sources) > 1))
+        scan, source.repeated = scan_source(stored, places, source.reading, every=source.every, mixed=len(sources) > 1)
+        scans.append(scan)
         source.require(len(scans[-1]))
     return rows_of(stored, scans, every=kind.every)
 

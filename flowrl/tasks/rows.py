@@ -150,6 +150,8 @@ class Rows:
     """What was wrong with the rows that were skipped as malformed, each with its place."""
     repeated: int = 0
     """Rows that were left out because another row with the same prompt was taken."""
+    low_scores: int = 0
+    """Rows that were left out because their score is below `min_score`."""
 
     @classmethod
     def split(cls, rows: Iterable[Row]) -> Rows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowrl.tasks.malformed import Malformed
 from flowrl.tasks.tool_shapes import CALLS, message, of_function_call
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -41,7 +43,10 @@ def _of_speaker(speaker: str, value: str) -> Mapping[str, Any]:
 
 
 def _is_sharegpt(turn: object) -> bool:
-    return isinstance(turn, Mapping) and turn.get("from") in SHAREGPT and isinstance(turn.get("value"), str)
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+        return False
+    speaker = turn.get("from")
+    return isinstance(speaker, str) and speaker in SHAREGPT
 
 
 def is_alpaca(record: Mapping[str, Any]) -> bool:
@@ -49,21 +54,47 @@ def is_alpaca(record: Mapping[str, Any]) -> bool:
     return "instruction" in record and "output" in record
 
 
-def alpaca(record: Mapping[str, Any]) -> object:
-    """The conversation before the output: earlier rounds of `history`, then the instruction and its input."""
+def alpaca(place: str, record: Mapping[str, Any]) -> object:
+    """The conversation before the output: earlier rounds of `history`, then the instruction and its input.
+
+    Raises Malformed for a history of another form.
+    """
     if not isinstance(record["instruction"], str):
         return record["instruction"]
     extra = record.get("input")
     question = "\n\n".join(part for part in (record["instruction"], extra) if isinstance(part, str) and part.strip())
-    rounds = record.get("history") or ()
-    if not all(isinstance(told, Sequence) and len(told) == 2 and not isinstance(told, str) for told in rounds):
-        return rounds
     earlier = [
         {"role": role, "content": text}
-        for told in rounds
+        for told in _rounds(place, record.get("history"))
         for role, text in zip(("user", "assistant"), told, strict=True)
     ]
     return [*earlier, {"role": "user", "content": question}] if earlier else question
+
+
+def _rounds(place: str, history: object) -> Sequence[Sequence[str]]:
+    """The earlier rounds, which a cell of a table may hold as JSON."""
+    found = _as_json(history) if isinstance(history, str) else history
+    if found is None:
+        return ()
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(map(_is_round, found)):
+        raise Malformed(
+            f"{place}: the history is {str(history)[:60]!r}; it needs a list of rounds, each a list of two texts: what "
+            "was asked, and the reply"
+        )
+    return found
+
+
+def _as_json(text: str) -> object:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_round(told: object) -> bool:
+    if not isinstance(told, Sequence) or isinstance(told, str):
+        return False
+    return len(told) == 2 and all(isinstance(text, str) for text in told)
 
 
 def with_system(turns: Turns, record: Mapping[str, Any]) -> Turns:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.answer_checks import CHECKS
+from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.input_template import check_template
 from flowrl.tasks.name_options import parse_options, split_name
 from flowrl.tasks.rewards import VERIFIER, parse_reward
@@ -107,7 +107,8 @@ class Task:
     def own_verifier(self) -> str:
         """The source's own verifier function, as `place:function`."""
         if len(self.sources) > 1:
-            return "flowrl.tasks.mixture:score"
+            with_code = any(Task(term.text).own_verifier == CHECKS["code"] for term in self.sources)
+            return OF_MIXTURE_WITH_CODE if with_code else OF_MIXTURE
         if (check := self.options.get("check")) in CHECKS and check != "exact":
             return CHECKS[str(check)]
         if self.source.startswith("reasoning_gym/"):
