@@ -263,6 +263,7 @@ def test_an_epoch_of_a_mixture_has_its_shares_and_no_row_twice(mixture: Task) ->
         assert of["b"] == whole and of_a == math.ceil(number * whole / 0.3 * 0.7 - 1e-9)
         assert len(order) == len(set(order))
     assert epochs[0] == mixed_order(rows, mixture, 3, 0)
+    assert sum(rows[index].prompt[0] == "b" for index in mixed_order(rows, mixture, 3, 10**9)) == whole
     assert len({tuple(order) for order in epochs}) == 4
     first = {index for index in epochs[0] if rows[index].prompt.startswith("a")}
     assert first != {index for index in epochs[1] if rows[index].prompt.startswith("a")}
