@@ -11,7 +11,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
-from flowrl.tasks import Task
+from flowrl.tasks import Task, load_rows
 from flowrl.tasks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
 from flowrl.tasks.code_tests import program_of
 from flowrl.tasks.judge import load_judge
@@ -171,6 +171,25 @@ def test_references_that_the_check_cannot_use_are_refused_before_anything_starts
         PromptSource(Task(f"{file}:check=choice"), Policy("tiny"), part="all").preflight()
     with pytest.raises(ConfigError, match="option check of a task is 'gsm8'; it needs exact, or math"):
         PromptSource(Task(f"{file}:check=gsm8"), Policy("tiny"), part="all").preflight()
+
+
+@pytest.mark.parametrize(
+    ("check", "answers", "used"),
+    [
+        ("gsm8k", ["1", "two", "#### 3", "1/2"], 2),
+        ("choice", ["A", "42 apples", "C", ""], 2),
+        ("math", ["\\sqrt{2}", "Evelyn", "7", "1/2"], 3),
+        ("code", ["assert f(1) == 2", "def f(): pass", "assert", '["assert f(2) == 3"]'], 2),
+    ],
+)
+def test_references_that_the_check_cannot_use_are_left_out_like_other_malformed_rows(
+    check: str, answers: list[str], used: int, tmp_path: Path
+) -> None:
+    file = rows_of(tmp_path / "rows.jsonl", *answers)
+    rows = load_rows(Task(f"{file}:check={check},malformed=skip"), whole=True)
+    assert len(rows.train) + len(rows.held_out) == used
+    assert len(rows.skipped) == 4 - used
+    assert all(f"the answer is {answers[1]!r}, and check={check} needs" in told for told in rows.skipped[:1])
 
 
 def test_each_source_of_a_mixture_has_its_own_check(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def check_references(check: str, answers: Mapping[str, str]) -> None:
     if wrong:
         raise ConfigError(
             f"{wrong[0]}: the answer is {answers[wrong[0]][:60]!r}, and check={check} needs {wanted} in every answer "
-            f"({len(wrong)} of {len(answers)} have none); name the column that has it with answer=, or choose "
-            "another check"
+            f"({len(wrong)} of {len(answers)} have none); name the column that has it with answer=, "
+            "choose another check, or leave such rows out with malformed=skip"
         )
     if check == "choice":
         _refuse_both(answers)

@@ -94,8 +94,14 @@ def check(answers: Mapping[str, tuple[Any, Any]]) -> None:
     for place, missing in wrong.items():
         raise ConfigError(
             f"{place}: the answer is {str(answers[place][0])[:60]!r}, and check=code needs {missing.needed} "
-            f"({len(wrong)} of {len(answers)} have none); {missing.fix}"
+            f"({len(wrong)} of {len(answers)} have none); {missing.fix}, or leave such rows out with malformed=skip"
         )
+
+
+def missing_tests(answer: Any, entry_point: Any) -> str:
+    """What an answer lacks as tests of a program, "" if nothing."""
+    found = _read(answer, entry_point)
+    return found.needed if isinstance(found, NoTests) else ""
 
 
 def _read(answer: Any, entry_point: Any) -> CodeTests | NoTests:

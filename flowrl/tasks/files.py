@@ -25,6 +25,7 @@ from flowrl.tasks.malformed import LowScore, Malformed, Reading, missing_column
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import ALPACA, ROLES, Turns, alpaca, is_alpaca, is_turn, messages, of_sharegpt, with_system
 from flowrl.tasks.tool_shapes import definitions, text_of
+from flowrl.tasks.usable_answers import lacking
 
 MALFORMED, WHERE = ("stop", "skip"), ("auto", "memory", "disk")
 """Values of the options `malformed` and `rows`."""
@@ -156,6 +157,8 @@ def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
     row.require_short()
     if row.score < keys.min_score:
         raise LowScore(f"{place}: the score is {row.score:g}, below min_score={keys.min_score:g}")
+    if keys.malformed == "skip" and (needed := lacking(keys.check, row)):
+        raise Malformed(f"{place}: the answer is {str(row.answer)[:60]!r}, and check={keys.check} needs {needed}")
     return (row,)
 
 

@@ -96,16 +96,16 @@ def check(answers: Mapping[str, str]) -> None:
         raise ConfigError(
             "check=math compares answers with math-verify, which is not installed; pip install math-verify"
         ) from None
-    wrong = [place for place, answer in answers.items() if not _is_readable(answer)]
+    wrong = [place for place, answer in answers.items() if not is_readable(answer)]
     if wrong:
         raise ConfigError(
             f"{wrong[0]}: check=math finds no number or formula in the answer {answers[wrong[0]][:60]!r} "
-            f"({len(wrong)} of {len(answers)} have none); correct or remove such rows, name another column with "
+            f"({len(wrong)} of {len(answers)} have none); leave such rows out with malformed=skip, name another column with "
             "answer=, or leave check=math out"
         )
 
 
-def _is_readable(answer: str) -> bool:
+def is_readable(answer: str) -> bool:
     """Whether math-verify finds something. It always does in a formula and in text with a digit, which is most of them:
     it need not be asked, which takes it some milliseconds for each."""
     text = _reference(answer)

@@ -1,0 +1,24 @@
+"""Whether the answer of a row is one that the check of its task can compare with: rows that `malformed=skip` leaves out.
+
+Without it such answers are told all at once before a run, by `flowrl.tasks.check_answers`.
+"""
+
+from __future__ import annotations
+
+from flowrl.tasks import maths
+from flowrl.tasks.answer_checks import NEEDED
+from flowrl.tasks.code_tests import missing_tests
+from flowrl.tasks.rows import Row
+
+
+def lacking(check: str, row: Row) -> str:
+    """What the check needs and the row's answer does not have, "" if nothing is missing or there is no answer."""
+    if row.answer is None:
+        return ""
+    if check == "code":
+        return missing_tests(row.answer, row.columns.get("entry_point"))
+    answer = str(row.answer)
+    if check == "math":
+        return "" if maths.is_readable(answer) else "a number or formula"
+    needed, find = NEEDED.get(check, ("", bool))
+    return needed if needed and find(answer) is None else ""
