@@ -100,8 +100,8 @@ def check(answers: Mapping[str, str]) -> None:
     if wrong:
         raise ConfigError(
             f"{wrong[0]}: check=math finds no number or formula in the answer {answers[wrong[0]][:60]!r} "
-            f"({len(wrong)} of {len(answers)} have none); leave such rows out with malformed=skip, name another column with "
-            "answer=, or leave check=math out"
+            f"({len(wrong)} of {len(answers)} have none); leave such rows out with malformed=skip, name another "
+            "column with answer=, or leave check=math out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether the answer of a row is one that the check of its task can compare with: rows that `malformed=skip` leaves out.
+"""Whether a row's answer is one that the check of its task can compare with; `malformed=skip` leaves other rows out.
 
 Without it such answers are told all at once before a run, by `flowrl.tasks.check_answers`.
 """
