@@ -46,6 +46,15 @@ def test_this_machine_passes_and_says_what_it_has(capsys: pytest.CaptureFixture[
         assert {found[name]["status"] for name in ("driver", "gpus", "gpu links", "peer access", "nvcc")} == {"skipped"}
 
 
+@pytest.mark.parametrize(("gpus", "slow", "warned"), [((), True, True), ((), False, False), (("0",), True, False)])
+def test_a_cpu_that_is_slow_in_bfloat16_is_told_where_there_is_no_gpu(
+    gpus: tuple[str, ...], slow: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_findings, "gpu_names", lambda: gpus)
+    monkeypatch.setattr(machine_findings, "is_slow_in_bfloat16", lambda: slow)
+    assert [found.status for found in machine_findings.products()] == ["warning"] * warned
+
+
 def test_a_finding_that_is_not_fine_needs_a_remedy() -> None:
     with pytest.raises(AssertionError):
         Finding("x", "failed", "broken")

@@ -13,9 +13,11 @@ import pytest
 
 from flowrl.blocks import OnlineOptions
 from flowrl.cli import CheckOptions
+from flowrl.commands import prepare as preparing
 from flowrl.commands.prepare import Prepared, prepare
 from flowrl.graph.shipped import shipped_names
 from flowrl.models import Policy
+from flowrl.models.cpu_bfloat16 import is_slow_in_bfloat16
 from flowrl.models.model_size import ModelSize, model_size
 from flowrl.models.size_defaults import BY_SIZE, size_defaults
 from flowrl.models.size_table import TABLE, row_for
@@ -38,6 +40,47 @@ def checked(*args: object) -> Prepared:
 
 def origin(prepared: Prepared, name: str) -> tuple[Any, str]:
     return prepared.origins[name]
+
+
+@pytest.fixture(autouse=True)
+def fast_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the CPU of this machine is."""
+    monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("line", "slow"),
+    [
+        ("flags\t\t: fpu sse4_2 avx avx2 fma", True),
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl", False),
+        ("flags\t\t: fpu avx2 avx512f avx512dq avx512bw", True),
+        ("Features\t: fp asimd bf16 i8mm", False),
+        ("Features\t: fp asimd", True),
+        ("model name\t: of a kind that lists no flags", False),
+    ],
+)
+def test_the_kernel_tells_what_a_cpu_multiplies_fast(line: str, slow: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert is_slow_in_bfloat16(tmp_path / "cpuinfo") is slow
+    assert not is_slow_in_bfloat16(tmp_path / "none")
+
+
+def test_a_cpu_that_is_slow_in_bfloat16_trains_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = ["--policy", a_model(tmp_path / "m", 135_000_000)]
+    size = "135 million parameters"
+    why = f"default for {size} on a CPU that is slow in bfloat16"
+    assert origin(checked("grpo", *options), "dtype") == ("float32", why)
+    assert origin(checked("grpo", *options), "lr") == (5e-6, f"default for {size}")
+    assert origin(checked("grpo", *options, "--dtype", "bfloat16"), "dtype") == ("bfloat16", "given")
+    assert origin(checked("grpo", *options, "--cluster", "1 x 8 x H100"), "dtype")[0] == "bfloat16"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert origin(checked("grpo", *options), "dtype")[0] == "bfloat16"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("RAY_ADDRESS", "host:6379")
+    assert origin(checked("grpo", *options), "dtype")[0] == "bfloat16"
 
 
 def test_a_size_is_counted_or_told_by_the_name(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from flowrl.channel.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks
-from flowrl.graph.machine import GB, Cluster
+from flowrl.graph.machine import GB, Cluster, gpu_names
 from flowrl.graph.open_files import ENOUGH, most_files
+from flowrl.models.cpu_bfloat16 import is_slow_in_bfloat16
 from flowrl.nodes.vllm_start import check_vllm_version
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 
@@ -35,6 +36,7 @@ LEAST_SHM_RATE, LEAST_TCP_RATE = 0.3e9, 0.03e9
 def machine_findings() -> Iterator[Finding]:
     """All of them, one after the other."""
     yield python()
+    yield from products()
     yield packages()
     yield _raised("vllm", check_vllm_version, "vLLM")
     yield from devices()
@@ -48,6 +50,13 @@ def machine_findings() -> Iterator[Finding]:
 def python() -> Finding:
     found = f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores"
     return Finding("python", "ok", found)
+
+
+def products() -> Iterator[Finding]:
+    """What a machine that has to compute on its CPU is slow in."""
+    if not gpu_names() and is_slow_in_bfloat16():
+        found = "this CPU multiplies bfloat16 some ten times slower than float32"
+        yield Finding("bfloat16", "warning", found, "train with --dtype float32, which is the default here")
 
 
 def packages() -> Finding:

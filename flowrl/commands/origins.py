@@ -37,7 +37,7 @@ def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str
     for name in BY_SIZE:
         value = _leaf(cfg, name)
         if value is not None:
-            found[name] = (value, GIVEN if name in given else fitting.why if name in fitting.values else own)
+            found[name] = (value, GIVEN if name in given else fitting.origin(name) if name in fitting.values else own)
     return found
 
 

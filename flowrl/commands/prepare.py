@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, load_file
+from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
+from flowrl.models.cpu_bfloat16 import is_slow_in_bfloat16
 from flowrl.models.size_defaults import size_defaults
 
 
@@ -48,7 +51,7 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     _refuse_those_of_run(command, parts[-1], {*option_names(file.config_type)}, own_types)
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
     asked = {**given, **values_given(parts[-1], file.config_type)}
-    fitting = size_defaults(file.config_type, asked)
+    fitting = size_defaults(file.config_type, asked, slow_bfloat16=_is_slow_in_bfloat16(args))
     of_run = {name: value for name, value in given.items() if _is_of(name, *_in_run_files())}
     own_given = ((kind, of_run if kind in _in_run_files() else {}) for kind in own_types)
     kinds = (*own_given, (file.config_type, {**fitting.values, **given}))
@@ -71,6 +74,12 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
         asked=frozenset(asked) - frozenset(of_run),
         of_run=of_run,
     )
+
+
+def _is_slow_in_bfloat16(args: Sequence[str]) -> bool:
+    """Whether the run is on this machine's CPU alone, and that is slow in bfloat16."""
+    elsewhere = any(arg.partition("=")[0] == "--cluster" for arg in args) or os.environ.get("RAY_ADDRESS")
+    return not elsewhere and not gpu_names() and is_slow_in_bfloat16()
 
 
 def _refuse_those_of_run(command: str, args: Sequence[str], known: set[str], own_types: Sequence[type[Any]]) -> None:

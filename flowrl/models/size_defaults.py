@@ -54,12 +54,19 @@ class SizeDefaults:
 
     values: Mapping[str, Any]
     why: str
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Option -> why, where that is not `why`."""
+
+    def origin(self, name: str) -> str:
+        """Where the value of an option comes from."""
+        return self.others.get(name, self.why)
 
 
-def size_defaults(kind: type[Any], given: Mapping[str, Any]) -> SizeDefaults:
+def size_defaults(kind: type[Any], given: Mapping[str, Any], *, slow_bfloat16: bool = False) -> SizeDefaults:
     """The defaults of the configuration `kind` for the model in `given`, where that is not of the `tiny` family.
 
     `given` has the options that a user has set, by name ("lora.rank"); only some of their values are looked at.
+    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     learning: Learning | None = getattr(kind, "learning", None)
@@ -69,8 +76,12 @@ def size_defaults(kind: type[Any], given: Mapping[str, Any]) -> SizeDefaults:
     policy = Policy(model)
     size = model_size(policy)
     found = dict(_values(row_for(size.parameters), learning, given, model_context(policy), fields))
+    others = {}
+    if slow_bfloat16 and "dtype" in found:
+        found["dtype"] = "float32"
+        others["dtype"] = f"default for {size} on a CPU that is slow in bfloat16"
     wanted = {name: value for name, value in found.items() if name not in given and _is_ours(kind, name)}
-    return SizeDefaults(wanted, f"default for {size}")
+    return SizeDefaults(wanted, f"default for {size}", others)
 
 
 def _values(
