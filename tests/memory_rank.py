@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, object]] = {
     "stage 1": {"stage": 1, "dtype": "bfloat16"},
     "stage 2, offload": {"stage": 2, "dtype": "bfloat16", "offload": "optimizer"},
     "stage 3": {"stage": 3, "dtype": "bfloat16"},
+    "stage 3, average": {"stage": 3, "dtype": "bfloat16", "ema_decay": 0.9},
     "stage 2, divided": {"stage": 2, "dtype": "bfloat16", "tensor": 2},
 }
 """Case -> settings, the rank of an adapter, and the ranks among which matrices are divided: last, since DeepSpeed keeps

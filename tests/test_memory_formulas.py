@@ -296,7 +296,7 @@ def test_a_real_rank_has_the_terms_that_are_predicted(ranks: dict[str, dict[str,
     shape = shape_of({"vocab_size": 2048, "num_hidden_layers": 4})
     model = TrainerModel(shape, zero, lora, ranks=2, tensor=tensor_size_of(CASES[name]))
     bucket = BUCKET_BYTES if model.stage == 3 else 0  # below stage 3 it lives within a backward
-    state = model.weights + model.master + model.moments
+    state = model.weights + model.optimizer_state
     predicted = state + model.gradients + model.offload_copies + bucket
     assert ranks[name]["accumulated"] == pytest.approx(predicted, rel=0.01), "between backward and step"
     assert ranks[name]["stepped"] <= 1.01 * predicted, "the step needs no more"

@@ -62,14 +62,14 @@ def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
     if offload == "none":
         yield MemoryTerm("weights", model.weights, "device", stay)
         yield MemoryTerm("gradients", model.gradients, "device", stay)
-        yield MemoryTerm("optimizer", model.master + model.moments, "device", stay)
-        kept = model.weights + model.gradients + model.master + model.moments
+        yield MemoryTerm("optimizer", model.optimizer_state, "device", stay)
+        kept = model.weights + model.gradients + model.optimizer_state
     else:
         kept = model.weights if offload == "optimizer" else 0
         yield MemoryTerm("weights", model.weights, "device" if kept else "host", stay if kept else "always")
         yield MemoryTerm("gradients", model.gradients + model.offload_copies, "host")
         if offload != "disk":
-            yield MemoryTerm("optimizer", model.master + model.moments, "host")
+            yield MemoryTerm("optimizer", model.optimizer_state, "host")
     yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "turn")
     yield MemoryTerm("buffers", model.buckets + _broadcast(share), "device", stay)
     if leaves:

@@ -117,6 +117,16 @@ class TrainerModel:
         return total if self.stage == 0 else -(-total // self.copies)
 
     @property
+    def averages(self) -> int:
+        """The fp32 EMA of this rank's trained parameters, where one is kept."""
+        return -(-4 * self.trained // (self.copies if self.stage else 1)) if self.zero.ema_decay else 0
+
+    @property
+    def optimizer_state(self) -> int:
+        """What stands beside weights and gradients for optimizer steps."""
+        return self.master + self.moments + self.averages
+
+    @property
     def gradients(self) -> int:
         """fp32 sums of this rank's part. At stage 1 of the whole, beside the gradients in the dtype of the model."""
         if self.stage < 2:
