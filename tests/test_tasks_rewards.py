@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.tasks import worker
 from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
 from flowrl.tasks.reward_client import route_of
 from flowrl.tasks.worker import RewardWorker
@@ -210,6 +212,40 @@ def test_a_worker_that_cannot_load_its_function_says_why(tmp_path: Path) -> None
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="does not exist"):
             await RewardWorker(f"{tmp_path}/gone.py:f", timeout_s=5.0).start()
+
+    asyncio.run(scenario())
+
+
+NEVER_LOADED = "import threading\nthreading.Event().wait()\n"
+
+
+def test_a_module_that_hangs_when_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LOADED_WITHIN_S", 0.3)
+    (tmp_path / "hangs.py").write_text(NEVER_LOADED)
+    with pytest.raises(ConfigError, match=r"hangs.py:f is not loaded after 0.3 s; do what takes longer at its first"):
+        asyncio.run(RewardWorker(f"{tmp_path}/hangs.py:f", timeout_s=5.0).ask(["p"], ["r"], [{}]))
+
+
+def test_a_call_after_one_that_was_cancelled_while_the_function_loaded(tmp_path: Path) -> None:
+    """It gets its own answer."""
+    fifo = tmp_path / "begun"
+    os.mkfifo(fifo)
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib\n"
+        f"open({str(fifo)!r}, 'w').close()\n"
+        f"pathlib.Path({str(fifo)!r}).unlink()\n"
+        f"pathlib.Path({str(fifo)!r}).touch()\n"
+        "def f(prompt, response, **columns):\n    return 1.0\n"
+    )
+
+    async def scenario() -> None:
+        one = RewardWorker(f"{tmp_path}/slow.py:f", timeout_s=30.0)
+        asking = asyncio.create_task(one.ask(["p"], ["r"], [{}]))
+        await asyncio.to_thread(lambda: open(fifo).close())  # its import has begun
+        asking.cancel()
+        await asyncio.wait({asking})
+        assert (await one.ask(["p"], ["r"], [{}])).rewards == (1.0,)
+        await one.close()
 
     asyncio.run(scenario())
 

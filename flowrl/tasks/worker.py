@@ -2,7 +2,7 @@
 
 One call is one length-prefixed msgpack message each way, over the child's standard input and output.
 Output that the function prints goes to standard error. The child ends when its input ends or its parent dies.
-A call ends with the answer, the timeout, or the child's death.
+A call ends with the answer, the timeout, or the child's death; so does loading, whose limit is LOADED_WITHIN_S.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.tasks import child
 from flowrl.tasks.judge import BadReward, Columns, Verdicts
+
+LOADED_WITHIN_S = 600.0
+"""A module may load a model when it is imported."""
 
 
 class RewardWorker:
@@ -44,11 +47,20 @@ class RewardWorker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         try:
-            answer = await self._receive()
+            async with asyncio.timeout(LOADED_WITHIN_S):
+                answer = await self._receive()
+        except TimeoutError:
+            await self.close()
+            raise ConfigError(
+                f"{self.place} is not loaded after {LOADED_WITHIN_S:g} s; do what takes longer at its first call"
+            ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._died()
             said = f"{self.place} ended its process (status {code}) while it was loaded"
             raise BadReward("reward_died", said) from None
+        except asyncio.CancelledError:  # the next call would take this answer for its own
+            await self.close()
+            raise
         if "error" in answer:
             await self.close()
             raise ConfigError(answer["error"])
