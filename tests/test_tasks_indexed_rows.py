@@ -97,12 +97,14 @@ def test_demonstrations_are_the_same(part: Any, tmp_path: Path) -> None:
 
 def test_checks_before_a_run_read_every_row(tmp_path: Path) -> None:
     written(tmp_path)
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write('\n{"prompt": "last", "answer": "none", "score": 3}\n')
-    task = Task(f"{tmp_path}/*.jsonl:malformed=skip,check=gsm8k,rows=disk")
-    with pytest.raises(ConfigError, match=r"a.jsonl:64: the answer is 'none', and check=gsm8k needs a number"):
+    rows = [{"prompt": f"q {number}", "answer": str(number)} for number in range(63)]
+    rows.append({"prompt": "last", "answer": "none"})
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Task(f"{tmp_path}/c.jsonl:check=gsm8k,rows=disk")
+    with pytest.raises(ConfigError, match=r"c.jsonl:64: the answer is 'none', and check=gsm8k needs a number"):
         PromptSource(task, Policy("tiny"), part="all").preflight()
     check_answers(Task(task.name.replace("gsm8k", "exact")), load_rows(task, whole=True).train)
+    assert len(load_rows(Task(f"{task.name},malformed=skip"), whole=True).train) == 63
     Reward(Task(f"{tmp_path}/b.jsonl:malformed=skip,rows=disk")).preflight()
 
 
