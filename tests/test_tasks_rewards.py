@@ -231,10 +231,10 @@ def test_a_call_after_one_that_was_cancelled_while_the_function_loaded(tmp_path:
     fifo = tmp_path / "begun"
     os.mkfifo(fifo)
     (tmp_path / "slow.py").write_text(
-        "import os, pathlib\n"
-        f"open({str(fifo)!r}, 'w').close()\n"
-        f"pathlib.Path({str(fifo)!r}).unlink()\n"
-        f"pathlib.Path({str(fifo)!r}).touch()\n"
+        "import pathlib\n"
+        f"first = pathlib.Path({str(tmp_path / 'first')!r})\n"
+        "if not first.exists():\n"
+        f"    first.touch()\n    open({str(fifo)!r}, 'w').close()\n"
         "def f(prompt, response, **columns):\n    return 1.0\n"
     )
 
