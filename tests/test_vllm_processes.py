@@ -66,6 +66,55 @@ def test_every_block_is_ended_and_each_later_one(engine: subprocess.Popen[bytes]
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("further_tasks", [0, 1, 3])
+def test_a_task_group_whose_task_waits_for_the_process_too_is_not_cancelled(
+    engine: subprocess.Popen[bytes], further_tasks: int
+) -> None:
+    """A generator in an update. What is raised is a failure: a node that ends as cancelled is not missed by its run."""
+
+    async def check() -> None:
+        processes = EngineProcesses((engine.pid,))
+        processes.listen()
+
+        async def call() -> None:
+            async with processes.required():
+                await asyncio.Event().wait()
+
+        async def wait(further: int) -> None:
+            if further:
+                await asyncio.ensure_future(wait(further - 1))  # each one is a tick before the cancel arrives
+            await asyncio.Event().wait()
+
+        with pytest.raises((EngineDied, BaseExceptionGroup)) as raised:
+            async with processes.required(), asyncio.TaskGroup() as tasks:
+                tasks.create_task(call())
+                await asyncio.sleep(0)  # it has begun
+                engine.kill()
+                await wait(further_tasks)
+        errors = raised.value.exceptions if isinstance(raised.value, BaseExceptionGroup) else (raised.value,)
+        assert [type(error) for error in errors] == [EngineDied]
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+
+    asyncio.run(check())
+
+
+def test_a_block_that_ends_in_the_same_tick_as_the_process_is_not_cancelled_later(
+    engine: subprocess.Popen[bytes],
+) -> None:
+    async def check() -> None:
+        processes, loop, answered = EngineProcesses((engine.pid,)), asyncio.get_running_loop(), asyncio.Event()
+        processes.listen()
+        async with processes.required():
+            loop.call_soon(answered.set)
+            loop.call_soon(processes._report)
+            await answered.wait()
+        assert processes.have_ended
+        await asyncio.sleep(0.01)  # where a cancel would arrive
+
+    asyncio.run(check())
+
+
 def test_a_block_that_ends_first_leaves_nothing_behind(engine: subprocess.Popen[bytes]) -> None:
     async def check() -> None:
         processes = EngineProcesses((engine.pid,))

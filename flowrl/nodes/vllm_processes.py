@@ -77,20 +77,26 @@ class EngineProcesses:
         if ended is None or task is None:
             yield
             return
-        requests = task.cancelling()
+        requests, inside, cancelled = task.cancelling(), True, False
 
         def cancel(_: asyncio.Future[None]) -> None:
-            task.cancel()
+            nonlocal cancelled
+            if inside:  # the block may end in the tick in which this is called
+                cancelled = True
+                task.cancel()
 
         ended.add_done_callback(cancel)
         try:
             yield
         except asyncio.CancelledError:
-            if ended.done() and task.uncancel() <= requests:
+            if cancelled and task.cancelling() <= requests + 1:
                 raise engine_died() from None
             raise
         finally:
+            inside = False
             ended.remove_done_callback(cancel)
+            if cancelled:  # whatever the block raises: a node that fails while it is cancelled is not a failed one
+                task.uncancel()
 
     def _report(self) -> None:
         loop = asyncio.get_running_loop()
