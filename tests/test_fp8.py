@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl import Cluster, ConfigError, Facts, Graph
-from flowrl.graph.analysis.check import Report
+from flowrl.graph.analysis.check import Report, check
 from flowrl.graph.analysis.quantized_rules import gap_warnings
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
@@ -23,7 +23,7 @@ from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.weights.probe import ProbeCheck, ProbeMismatch
 from tests import graph_nodes
-from tests.test_graph_memory import BF16, SEVEN, SMALL, report
+from tests.test_graph_memory import BF16, SEVEN, SMALL, graph, report
 from tests.test_weights_publish import off_by
 
 EIGHT = "1 x 8 x H100"
@@ -86,6 +86,32 @@ def test_gpus_that_are_known_to_be_too_old_are_refused(cluster: str, refused: bo
     assert [problem for problem in found if "needs GPUs of compute capability 8.9 or more" in problem] == list(found)
     assert bool(found) == refused
     assert report(cluster, "--generator.gpus", "1").problems == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "placement", "refused"),
+    [
+        ({"avx2", "fma"}, (), True),
+        ({"avx2", "avx512f"}, (), False),
+        ({"avx2", "amx_tile"}, (), False),
+        (set(), (), False),  # of machines that are described, or reached by Ray, it is not known
+        ({"avx2", "fma"}, ("--generator.gpus", "1"), False),
+    ],
+)
+def test_a_cpu_that_cannot_hold_the_kv_cache_in_fp8_is_refused(
+    flags: set[str], placement: tuple[str, ...], refused: bool
+) -> None:
+    gpus = 2 if placement else 0
+    machine = replace(Cluster.parse(f"cpus=8 gpus={gpus} memory=64").machines[0], cpu_flags=frozenset(flags))
+    for cache in ("auto", "fp8", "fp8_e5m2"):
+        found = check(graph("grpo", "--engine.kv-cache-dtype", cache, *placement), Cluster((machine,))).problems
+        told = [problem for problem in found if "which vLLM does on GPUs and on CPUs with AVX512 or AMX" in problem]
+        assert told == list(found) and bool(told) == (refused and cache != "auto")
+
+
+def test_this_machine_knows_what_its_cpu_can_do() -> None:
+    told = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert told and Cluster.here().machines[0].cpu_flags == {*told[1].split()} != set()
 
 
 def test_every_card_has_a_capability() -> None:

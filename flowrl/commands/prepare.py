@@ -13,13 +13,13 @@ from typing import Any
 from flowrl.commands.origins import origins, values_given
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
+from flowrl.graph.cpu_flags import is_slow_in_bfloat16
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, load_file
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
-from flowrl.models.cpu_bfloat16 import is_slow_in_bfloat16
 from flowrl.models.size_defaults import size_defaults
 
 

@@ -72,6 +72,8 @@ class Facts:
     """Generators: how the engine's weights are quantized. It samples from another policy than the trainer's weights."""
     least_capability: float = 0.0
     """Compute capability that each GPU of the node has to have."""
+    cpu_flags: frozenset[str] = frozenset()
+    """Without GPUs: what the node's CPU has to have one of, by the kernel's names, for its KV cache in fp8."""
     correction: str | None = None
     """Nodes that take a sample's behavior logprobs for those of a policy: what corrects the gap between the two, "" if
     nothing does; None: the gap does not matter to it."""

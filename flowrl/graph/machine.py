@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.errors import ConfigError
+from flowrl.graph.cpu_flags import cpu_flags
 from flowrl.graph.gpu_links import GpuLinks, links_here
 from flowrl.graph.open_files import most_files
 
@@ -70,6 +71,8 @@ class Machine:
     """How its GPUs are joined; None: not known."""
     max_files: int = 0
     """The most files that a process may open there; 0: unknown."""
+    cpu_flags: frozenset[str] = frozenset()
+    """What its CPU can do, by the kernel's names; empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class Cluster:
         gpus = len(gpu_names())
         cores = tuple(sorted(os.sched_getaffinity(0)))
         gpu_bytes, capability = _gpus_told() if gpus else (0, 0.0)
-        links = _links_here(gpus)
-        found = Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability, links, most_files())
+        links, flags = _links_here(gpus), cpu_flags()
+        found = Machine(cores, gpus, _memory_here(), gpu_bytes, _shm_here(), capability, links, most_files(), flags)
         return Cluster((found,))
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.nodes.offload import offload_beside, offload_fixes, offload_option
-from flowrl.nodes.quantization import FP8, method_problems, vllm_method, why_fixed
+from flowrl.nodes.quantization import CACHE_FLAGS, FP8, LEAST_CAPABILITY, method_problems, vllm_method, why_fixed
 from flowrl.nodes.vllm_options import parse_extra
 from flowrl.training.model.model_shape import ModelShape
 
@@ -111,6 +111,15 @@ class Engine:
     def in_fp8(self) -> bool:
         """Whether the layers' matrices are in fp8, quantized while they are loaded."""
         return self.quantization in FP8
+
+    def needs(self, gpus: float) -> dict[str, Any]:
+        """The facts of a generator with `gpus` GPUs that say what its machine has to compute with."""
+        cached_in_fp8 = not gpus and self.kv_cache_dtype.startswith("fp8")
+        return {
+            "quantization": self.quantization,
+            "least_capability": LEAST_CAPABILITY if self.in_fp8 else 0.0,
+            "cpu_flags": CACHE_FLAGS if cached_in_fp8 else frozenset(),
+        }
 
     def problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
         """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences.

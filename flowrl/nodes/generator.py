@@ -40,7 +40,7 @@ from flowrl.models import Policy, check_model, known_directory, resolve, with_te
 from flowrl.models.known_shapes import known_shape
 from flowrl.nodes.engine import Engine
 from flowrl.nodes.model_memory import generator_footprint
-from flowrl.nodes.quantization import LEAST_CAPABILITY, method_note
+from flowrl.nodes.quantization import method_note
 from flowrl.nodes.responses import Prefix, ResponseLost, Responses, TokenRequest
 from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.nodes.standby import Standby
@@ -130,8 +130,7 @@ class Generator(Node):
             adapter_rank=self.adapter_rank,
             weights_dtype=self.engine.dtype,
             fixed_weights=self.engine.fixed_weights(adapters=self.adapter_rank > 0),
-            quantization=self.engine.quantization,
-            least_capability=LEAST_CAPABILITY if self.engine.in_fp8 else 0.0,
+            **self.engine.needs(self.gpus),
             optional=("requests", "turns"),
         )
 

@@ -15,6 +15,8 @@ FP8: Mapping[str, str] = {name: name for name in (CHANNEL, "fp8_per_tensor", "fp
 each token: of the three, vLLM computes this one on every CPU, too."""
 LEAST_CAPABILITY = 8.9
 """Of GPUs that multiply in fp8. Below it vLLM repacks fp8 weights for kernels that multiply in 16 bits, if it can."""
+CACHE_FLAGS = frozenset({"avx512f", "amx_tile"})
+"""CPUs with one of these hold vLLM's KV cache in fp8."""
 OVERRIDE = "quantization_config"
 """vLLM's option that chooses another method for each layer."""
 

@@ -12,9 +12,10 @@ from flowrl.graph.machine import Cluster
 
 
 def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Nodes on GPUs that are known to lack what they compute with."""
+    """Nodes on GPUs or CPUs that are known to lack what they compute with."""
     for host in plan.hosts:
-        has = cluster.machines[host.machine].capability if host.gpus else 0.0
+        machine = cluster.machines[host.machine]
+        has = machine.capability if host.gpus else 0.0
         for replica in host.nodes:
             name = replica.partition("/")[0]
             facts = graph.nodes[name].facts()
@@ -23,6 +24,11 @@ def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[
                     f"{name} computes in {facts.quantization}, which needs GPUs of compute capability "
                     f"{facts.least_capability} or more (L4, RTX4090, L40S, H100 and newer), but those of machine "
                     f"{host.machine} have {has}; leave --engine.quantization out, or choose other GPUs."
+                )
+            if facts.cpu_flags and machine.cpu_flags and not facts.cpu_flags & machine.cpu_flags:
+                yield (
+                    f"{name} keeps its KV cache in fp8, which vLLM does on GPUs and on CPUs with AVX512 or AMX, and "
+                    f"the CPU of machine {host.machine} has neither; leave --engine.kv-cache-dtype out."
                 )
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from flowrl.channel.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.cpu_flags import cpu_flags
 from flowrl.graph.machine import Cluster, Machine, gpu_names
 from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
@@ -193,6 +194,7 @@ class RayCluster:
                     int(node["Resources"].get("GPU", 0)),
                     int(node["Resources"].get("memory", 0)),
                     max_files=most_files() if node["NodeID"] == here else 0,
+                    cpu_flags=cpu_flags() if node["NodeID"] == here else frozenset(),
                 )
                 for node in nodes
             )
