@@ -1,16 +1,18 @@
 """What keeping samples costs: paired runs of a graph, and the time that `flowrl samples` takes on many of them.
 
-    python -m benchmarks.kept_samples [--repeat 3] [--steps 60] [--gigabytes 1]
+    python -m benchmarks.kept_samples [--repeat 3] [--steps 60] [--within 3] [--gigabytes 1]
 
 Runs take turns, without and with the default share, and are compared in pairs: the time of all steps, and the median
-step, which a moment of other work on the machine moves less. Then files of that size are written, and the command is
-timed on them, the start of Python included.
+step, which a moment of other work on the machine moves less. Runs of the same settings differ by several percent, so
+`--within` compares inside of runs, which keep samples in every other window of some seconds. Then files of that size
+are written, and the command is timed on them, the start of Python included.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import resource
 import statistics
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +28,10 @@ from typing import Any
 
 import tyro
 
+from benchmarks.keeping_by_windows import BEGAN, SITE, pairs_of
 from flowrl.runtime.samples.rollout_files import rollout_files, write_rollouts
 
+ROOT = Path(__file__).parent.parent
 ASKED = (["--limit", "3"], ["--step", "7"], ["--best"], ["--worst"], ["--failed"], ["--diff", "1", "--step", "2"])
 
 
@@ -39,6 +43,12 @@ class Options:
     """Pairs of runs; 0: none."""
     steps: int = 60
     """Steps of each run."""
+    within: int = 0
+    """Runs that keep samples in every other window; 0: none."""
+    within_steps: int = 1000
+    """Steps of each of them."""
+    window_s: float = 4.0
+    """Seconds of a window."""
     graph: str = "grpo"
     """The graph, by name or file."""
     gigabytes: float = 1.0
@@ -58,6 +68,8 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.repeat:
             _costs(options, Path(folder))
+        if options.within:
+            _costs_within(options, Path(folder))
         if options.gigabytes:
             _reads(Path(folder) / "many", int(options.gigabytes * 2**30))
 
@@ -77,6 +89,22 @@ def _costs(options: Options, folder: Path) -> None:
     for what in ("total_s", "median_s"):
         ratios = compared([(getattr(kept, what), getattr(off, what)) for kept, off in pairs])
         print(f"{what} with the default share / without: {ratios}")
+
+
+def _costs_within(options: Options, folder: Path) -> None:
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(SITE.format(window_s=options.window_s))
+    search = os.pathsep.join([str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    pairs: list[tuple[float, float]] = []
+    for number in range(options.within):
+        run_dir = folder / f"within-{number}"
+        times = _times(options, run_dir, "auto", options.within_steps, os.environ | {"PYTHONPATH": search})
+        began_s = float((run_dir / BEGAN).read_text())
+        found = pairs_of([began_s + time_s for time_s in times], options.window_s)
+        told = {"run": number, "windows": len(found), "kept": _num_rows(run_dir), "ratio": compared(found)}
+        print(json.dumps(told), flush=True)
+        pairs += found
+    print(f"a step of a window with the default share / of its neighbours without: {compared(pairs)}")
 
 
 def compared(pairs: Sequence[tuple[float, float]]) -> str:
@@ -99,12 +127,17 @@ def _at_most(k: int, number: int) -> float:
 
 
 def _run(options: Options, run_dir: Path, keep: str) -> Steps:
-    command = [sys.executable, "-m", "flowrl.cli", "run", options.graph, "--steps", str(options.steps), "--plain"]
-    command += ["--evaluate", "0", "--keep-samples", keep, "--run-dir", str(run_dir)]
-    subprocess.run(command, capture_output=True, check=True)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    times = [line["time_s"] for line in lines]
+    times = _times(options, run_dir, keep, options.steps, os.environ)
     return Steps(round(times[-1] - times[0], 3), round(statistics.median(b - a for a, b in pairwise(times)), 5))
+
+
+def _times(options: Options, run_dir: Path, keep: str, steps: int, env: Mapping[str, str]) -> list[float]:
+    """The ends of the steps of a run, in seconds from its start."""
+    command = [sys.executable, "-m", "flowrl.cli", "run", options.graph, "--steps", str(steps), "--plain"]
+    command += ["--evaluate", "0", "--keep-samples", keep, "--run-dir", str(run_dir)]
+    subprocess.run(command, capture_output=True, check=True, env=env)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["time_s"] for line in lines]
 
 
 def _num_rows(run_dir: Path) -> int:
