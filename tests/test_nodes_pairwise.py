@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.nodes import PairMaker, Reward
-from flowrl.tasks import Task
-from flowrl.testing import NodeRecord, run_node, scored
+from flowrl.tasks import Task, load_rows
+from flowrl.testing import NodeRecord, NodeRig, run_node, scored
+from tests.test_rewards_http import Server, served
 
 LONGER = """
 def longer(prompts, firsts, seconds, **columns):
@@ -72,3 +75,27 @@ def test_the_function_is_tried_before_the_run_and_told_apart_from_rewards(file: 
 def test_graphs_of_pairs_take_it(file: str) -> None:
     for graph in ("iterative_dpo", "pairs"):
         assert main(["check", graph, "--prefer", f"{file}:longer"]) == 0
+
+
+def test_a_server_gets_the_conversation_in_the_trial_and_in_the_run(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in (turns, turns[2:])))
+    task = Task(str(tmp_path / "rows.jsonl"), system_prompt="Be brief.")
+    rows = load_rows(task, whole=True)
+    row = next(row for row in (*rows.train, *rows.held_out) if row.turns == tuple(turns))
+    server = Server(lambda body: [1.0] * len(body["prompts"]))
+
+    async def scenario() -> None:
+        async with served(server):
+            node = PairMaker(size=2, prefer=server.url, task=task)
+            await asyncio.to_thread(node.preflight)
+            async with NodeRig(node, preflight=False) as rig:
+                samples: list[Any] = [scored(n, 0.0, prompt_id=row.prompt_id, response_text=str(n)) for n in range(2)]
+                rig.feed("scored", *samples)
+                await rig.finished()
+
+    asyncio.run(scenario())
+    tried, compared = (request["columns"] for request in server.requests)
+    system = {"role": "system", "content": "Be brief."}
+    assert tried["messages"] in ([[system, *turns]], [[system, *turns[2:]]])
+    assert compared["messages"] == [[system, *turns]] and compared["second"] in (["0"], ["1"])

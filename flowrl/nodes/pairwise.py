@@ -11,16 +11,17 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Context
 from flowrl.messages import Sample
-from flowrl.tasks import Task, load_rows
+from flowrl.tasks import KnownRows, Row, Task, asked_columns, load_rows
 from flowrl.tasks.away import AWAY_S, Patience
 from flowrl.tasks.indexed_rows import joined
 from flowrl.tasks.judge import BadReward
 from flowrl.tasks.reward_client import RewardClient
-from flowrl.tasks.rewards import Part, check_reward, open_reward, parse_reward
+from flowrl.tasks.rewards import Part, check_reward, needs_rows, open_reward, parse_reward
 from flowrl.tasks.signatures import SECOND
 
 COMPARED_S = 60.0
@@ -30,29 +31,34 @@ COMPARED_S = 60.0
 class Comparisons:
     """Asks the pairwise reward `text`: a function `(prompts, firsts, seconds, **columns)`, or a server.
 
-    It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column.
+    It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column, and
+    the conversation, which is that of the sample's row in `task`.
     """
 
-    def __init__(self, text: str, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
+    def __init__(self, text: str, task: Task, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
         self.parts: tuple[Part, ...] = parse_reward(text)
+        self._task = task
+        self._known: KnownRows | None = None
+        """The rows of the task, where the reward gets more of them than their columns."""
         self._timeout_s = timeout_s
         self._away_s = away_s
         self._client: RewardClient | None = None
 
-    def preflight(self, task: Task) -> None:
+    def preflight(self) -> None:
         """Load the function, and compare two answers to the first row. Raises ConfigError."""
         wrong = [part.place for part in check_reward(self.parts, ()) if not part.urls and part.convention != "pairwise"]
         if wrong:
             raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
-        rows = load_rows(task, whole=True)
+        rows = load_rows(self._task, whole=True)
         row = joined(rows.train, rows.held_out)[0]
         check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])
-        asyncio.run(self._trial(row.prompt, row.answer or "", dict(row.columns)))
+        asyncio.run(self._trial(row))
 
-    async def _trial(self, prompt: str, answer: str, columns: dict[str, object]) -> None:
+    async def _trial(self, row: Row) -> None:
         client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
+        answer, columns = row.answer or "", {**row.columns, **asked_columns(self.parts, self._task, row)}
         try:
-            await client.ask([prompt], [answer], [{**columns, SECOND: f"{answer} "}])
+            await client.ask([row.prompt], [answer], [{**columns, SECOND: f"{answer} "}])
         except BadReward as bad:
             raise ConfigError(f"the trial comparison failed: {bad}; fix the function, or start the server") from bad
         finally:
@@ -61,6 +67,7 @@ class Comparisons:
     def open(self, context: Context) -> None:
         """Load the function; heavy. The node of `context` waits for the comparisons."""
         check_reward(self.parts, ())
+        self._known = KnownRows(self._task) if needs_rows(self.parts) else None
         patience = Patience(self._away_s, context.outside, context.progress)
         self._client = open_reward(self.parts, timeout_s=self._timeout_s, patience=patience)
 
@@ -74,10 +81,11 @@ class Comparisons:
         if len(samples) < 2:
             return [0.0] * len(samples)
         pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in itertools.combinations(range(len(samples)), 2)]
+        columns = [self._columns(sample) for sample in samples]
         verdicts = await self._client.ask(
             [samples[first].prompt_text for first, _ in pairs],
             [samples[first].response_text for first, _ in pairs],
-            [{**samples[first].columns, SECOND: samples[second].response_text} for first, second in pairs],
+            [{**columns[first], SECOND: samples[second].response_text} for first, second in pairs],
         )
         won = [0.0] * len(samples)
         for (first, second), likely in zip(pairs, verdicts.rewards, strict=True):
@@ -86,3 +94,7 @@ class Comparisons:
             won[first] += likely
             won[second] += 1.0 - likely
         return [share / (len(samples) - 1) for share in won]
+
+    def _columns(self, sample: Sample) -> dict[str, Any]:
+        row = None if self._known is None else self._known.get(sample.prompt_id)
+        return {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}

@@ -147,7 +147,7 @@ class PairMaker(Selection):
         self.size = size
         self.task = task
         limit_s = COMPARED_S if timeout_s is None else timeout_s
-        self._comparisons = Comparisons(prefer, timeout_s=limit_s, away_s=away_s) if prefer else None
+        self._comparisons = Comparisons(prefer, task or Task(), timeout_s=limit_s, away_s=away_s) if prefer else None
         self.reference: PairReference = reference
 
     def facts(self) -> Facts:
@@ -171,8 +171,8 @@ class PairMaker(Selection):
         return problems + self._filter_problems()
 
     def preflight(self) -> None:
-        if self._comparisons is not None and self.task is not None:
-            self._comparisons.preflight(self.task)
+        if self._comparisons is not None:
+            self._comparisons.preflight()
 
     async def setup(self) -> None:
         if self._comparisons is not None:
