@@ -35,6 +35,11 @@ class PromptOptions(OnlineOptions):
     def held_out_prompts(self) -> PromptLimit:
         return PromptLimit(self.evaluate_max_prompt_tokens or self.max_prompt_tokens, self.too_long)
 
+    @property
+    def answers_compared(self) -> bool:
+        """Whether the task's own verifier judges the policy's answers to the prompts."""
+        return True
+
     def batcher(self, **settings: Any) -> TokenBatch:
         """A batcher of groups; `settings` are further arguments of `TokenBatch`."""
         return super().batcher(mask_truncated=self.overlong_filter, **settings)
@@ -50,6 +55,7 @@ class PromptOptions(OnlineOptions):
             max_prompt_tokens=self.max_prompt_tokens,
             too_long=self.too_long,
             curriculum=curriculum,
+            answers_compared=self.answers_compared,
         )
 
 

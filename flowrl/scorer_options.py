@@ -46,6 +46,11 @@ class ScorerOptions(TimedReward, PolicyOptions):
         if self.reward_model != RewardModelSize() and not self.reward_model.model:
             yield "--reward-model.gpus and the like size a reward model; name its directory with --reward-model"
 
+    @property
+    def answers_compared(self) -> bool:
+        """Whether the task's own verifier scores responses, alone or in a sum; else nothing compares their answers."""
+        return not self.reward_model.model or (names_model(self.task.reward) and self.task.compares)
+
     def make_scorer(self, task: Task) -> Reward | RewardModel:
         """The node that scores responses to the rows of `task`, in a graph that trains nothing."""
         if not self.reward_model.model:

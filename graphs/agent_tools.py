@@ -19,7 +19,7 @@ from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.nodes.row_source import Part
 from flowrl.tasks import Task
-from flowrl.tasks.name_options import with_option
+from flowrl.tasks.name_options import option_text
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AgentTools(GroupedEpisodes):
     def environment(self) -> str:
         """The environment's name."""
         name, _, options = self.task.name.partition(":")
-        return f"tools/{name}:" + ",".join(filter(None, (with_option("tools", self.tools), options)))
+        return f"tools/{name}:" + ",".join(filter(None, (option_text("tools", self.tools), options)))
 
 
 def graph(cfg: AgentTools) -> Graph:

@@ -47,6 +47,7 @@ class Generate(ScorerOptions, SamplingOptions):
 
 def graph(cfg: Generate) -> Graph:
     writes = ResponseWriter(cfg.out, cfg.task, size=cfg.group_size, best=cfg.best)
+    scored = cfg.score or cfg.best or bool(cfg.reward_model.model)
 
     g = Graph("generate")
     source = RemainingPrompts(
@@ -60,6 +61,7 @@ def graph(cfg: Generate) -> Graph:
         too_long=cfg.too_long,
         out=cfg.out,
         per_group=writes.per_group,
+        answers_compared=scored and cfg.answers_compared,
     )
     prompts = g.add("prompts", source)
     answers = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
@@ -67,7 +69,7 @@ def graph(cfg: Generate) -> Graph:
     writer = g.add("writer", writes)
 
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.score or cfg.best or cfg.reward_model.model:
+    if scored:
         reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
         g.connect(generator.rollouts, reward.rollouts)
         g.connect(reward.scored, writer.samples)

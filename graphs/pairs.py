@@ -46,6 +46,7 @@ def graph(cfg: Pairs) -> Graph:
         epochs=1,
         max_prompt_tokens=cfg.max_prompt_tokens,
         too_long=cfg.too_long,
+        answers_compared=cfg.answers_compared,
     )
     prompts = g.add("prompts", source)
     answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)

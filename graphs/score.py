@@ -4,7 +4,7 @@ flowrl run score --task sums.jsonl --task.reward rules.py:short --out scored.jso
 flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000300 --out scored.jsonl
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.models import Policy
@@ -31,13 +31,19 @@ class Score(ScorerOptions):
 
 
 def graph(cfg: Score) -> Graph:
-    separator = "," if cfg.task.options else ":"
-    # Every row is scored, whatever an earlier run has written into its column `score`.
-    task = cfg.task if "score" in cfg.task.options else replace(cfg.task, name=f"{cfg.task.name}{separator}score=-")
+    task = cfg.task.with_option("score", "-")  # every row, whatever an earlier run has written into its column `score`
 
     g = Graph("score")
     source = RemainingPrompts(
-        task, cfg.model, part="all", epochs=1, max_prompt_tokens=1 << 20, out=cfg.out, per_group=1, given=True
+        task,
+        cfg.model,
+        part="all",
+        epochs=1,
+        max_prompt_tokens=1 << 20,
+        out=cfg.out,
+        per_group=1,
+        given=True,
+        answers_compared=cfg.answers_compared,
     )
     prompts = g.add("prompts", source)
     responses = g.add("responses", GivenResponses(task, cfg.model, column=cfg.response))

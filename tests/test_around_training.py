@@ -124,7 +124,7 @@ def test_no_row_on_disk_is_read_to_find_those_that_are_left(
     monkeypatch.setattr(Comparisons, "_trial", no_trial)
     monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.found(index))
     monkeypatch.setattr(pairwise, "check_reward", lambda parts, rows: ())
-    Comparisons("rules.py:longer").preflight(on_disk)
+    Comparisons("rules.py:longer", on_disk).preflight()
     assert read == [0], "one row to try the reward on"
 
 
@@ -171,6 +171,45 @@ def test_rows_without_a_response_are_told(task: Task) -> None:
         ConfigError, match=r"10 of 10 rows of '\S+\.jsonl' have no text to be scored in the column 'said'"
     ):
         GivenResponses(Task(f"{task.name}:score=-"), Policy("tiny"), column="said").preflight()
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (("generate",), False),
+        (("generate", "--score"), True),
+        (("generate", "--best", "--group-size", "2"), True),
+        (("generate", "--reward-model", "a_model"), False),
+        (("generate", "--reward-model", "a_model", "--task.reward", "reward_model + verifier"), True),
+        (("generate", "--score", "--task.reward", "{folder}/rules.py:short"), False),
+        (("grpo", "--evaluate", "0"), True),
+        (("grpo", "--evaluate", "0", "--reward-model", "a_model"), False),
+        (("score", "--policy", "tiny", "--reward-model", "a_model"), False),
+    ],
+)
+def test_answers_that_nothing_compares_may_be_of_any_form(
+    options: tuple[str, ...], refused: bool, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": ["a", n], "response": "r"} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "rules.py").write_text("def short(prompt, response):\n    return -len(response)\n")
+    name, *rest = (option.format(folder=tmp_path) for option in options)
+    file = load_file(name)
+    out = [] if name == "grpo" else ["--out", str(tmp_path / "out.jsonl")]
+    source = file.build(file.parse(["--task", str(tmp_path / "rows.jsonl"), *rest, *out])).nodes["prompts"]
+    if refused:
+        with pytest.raises(ConfigError, match=r"rows.jsonl:\d+: the answer is .* check=exact compares with a text"):
+            source.preflight()
+    else:
+        source.preflight()
+
+
+def test_each_file_of_a_mixture_is_scored_whatever_its_column_score_has(tmp_path: Path) -> None:
+    file = load_file("score")
+    options = ["--task", "0.5*a.jsonl:prompt=q as first + b.jsonl + c.jsonl:score=mark"]
+    source = file.build(file.parse(options)).nodes["prompts"]
+    assert isinstance(source, RemainingPrompts)
+    assert source.task.name == "0.5*a.jsonl:prompt=q,score=- as first + b.jsonl:score=- + c.jsonl:score=mark"
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "evaluate", "chat", "merge", "export", "samples"])

@@ -27,6 +27,9 @@ class PromptSource(RowSource):
     `too_long` says what becomes of prompts of more than `max_prompt_tokens`: they are dropped, they lose their
     beginning, or they are an error before the first is sent. The metrics `prompts_too_long` and
     `prompts_too_long_share` count them, among all that the source has come to. A prompt's text stays whole.
+
+    `answers_compared`: the task's own verifier judges what comes of the prompts, so its rows' answers have to be of
+    the form that it compares with.
     """
 
     row_noun = "prompts"
@@ -44,6 +47,7 @@ class PromptSource(RowSource):
         num_prompts: int | None = None,
         too_long: TooLong = "drop",
         curriculum: Curriculum | None = None,
+        answers_compared: bool = True,
     ) -> None:
         super().__init__(
             repeat=repeat, epochs=epochs, seed=seed, part=part, num_prompts=num_prompts, curriculum=curriculum
@@ -52,6 +56,7 @@ class PromptSource(RowSource):
         self.policy = policy
         self.max_prompt_tokens = max_prompt_tokens
         self.too_long: TooLong = too_long
+        self.answers_compared = answers_compared
         self._seen = self._long = 0
         """Number of prompts, and of those that were too long."""
         self._passed_over = 0
@@ -71,7 +76,8 @@ class PromptSource(RowSource):
     def preflight(self) -> None:
         check_model(self.policy)
         rows = self.rows()
-        check_answers(self.task, rows)
+        if self.answers_compared:
+            check_answers(self.task, rows)
         self._buckets(rows)
         check_prompts(self.policy, rows, self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:

@@ -28,7 +28,7 @@ def parse_options(what: str, text: str) -> Mapping[str, Any]:
     return dict(_option(what, part) for part in _parts(text) if part)
 
 
-def with_option(key: str, value: str) -> str:
+def option_text(key: str, value: str) -> str:
     """The text of one option, `key=value`, the value in quotes where it would not be read as it is."""
     plain = f"{key}={value}"
     try:

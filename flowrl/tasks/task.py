@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.input_template import check_template
-from flowrl.tasks.name_options import parse_options, split_name
+from flowrl.tasks.name_options import option_text, parse_options, split_name
 from flowrl.tasks.rewards import VERIFIER, parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
 
@@ -70,6 +70,17 @@ class Task:
     def sources(self) -> tuple[Term, ...]:
         """The sources of a mixture with their weights, else the task's name alone."""
         return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
+
+    def with_option(self, key: str, value: str) -> Task:
+        """The task with this option of each of its sources that does not have it."""
+        found = []
+        for term in self.sources:
+            source, options = split_name(term.text)
+            if key not in Task(term.text).options:
+                options = ",".join(filter(None, (options, option_text(key, value))))
+            weight = f"{term.weight!r}*" if term.weight != 1 else ""
+            found.append(f"{weight}{source}:{options}" + (f" as {term.name}" if term.name else ""))
+        return replace(self, name=" + ".join(found))
 
     @property
     def source_names(self) -> Mapping[str, str]:
