@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.models import Policy
+from flowrl.nodes.preference_source import Preferences, PreferenceSource
 from flowrl.tasks import Task, load_preferences
 from flowrl.tasks.preference_rows import Kind
 from flowrl.tasks.rows import Row
+from flowrl.testing import run_node
 
 
 def user(text: str) -> dict[str, str]:
@@ -93,6 +96,25 @@ def test_rows_have_their_place_and_the_answer_that_is_there(tmp_path: Path, kind
 def test_columns_that_are_named_have_to_be_there(tmp_path: Path, options: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: no column {says}"):
         everything(written(tmp_path, many(FORMS["implied"]), options), "pairs")
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_records_below_min_score_are_left_out_and_counted(tmp_path: Path, kind: Kind, where: str) -> None:
+    records = [{"prompt": f"{n}?", "chosen": "y", "rejected": "n", "margin": n % 4} for n in range(20)]
+    task = written(tmp_path, records, f":score=margin,min_score=2,rows={where}")
+    assert {row.prompt for row in everything(task, kind)} == {f"{n}?" for n in range(20) if n % 4 >= 2}
+    assert load_preferences(task, kind).low_scores == 10
+    record = run_node(PreferenceSource(Preferences(task, Policy("tiny"), kind)), name="prompts", num_groups=0)
+    assert record.metrics == {"rows_below_min_score": 10}
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no column 'margn', which score= names"):
+        everything(Task(task.name.replace("score=margin", "score=margn")), kind)
+
+
+def test_answers_beside_preferences_may_be_of_any_form(tmp_path: Path) -> None:
+    """Nothing compares them; an evaluation that does checks its own rows."""
+    records = [{"prompt": f"{n}?", "chosen": "y", "rejected": "n", "answer": "yes"} for n in range(20)]
+    PreferenceSource(Preferences(written(tmp_path, records, ":check=choice"), Policy("tiny"))).preflight()
 
 
 BAD: dict[str, tuple[Kind, dict[str, Any], str]] = {

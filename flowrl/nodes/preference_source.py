@@ -73,6 +73,7 @@ class PreferenceSource(PromptSource):
             seed=seed,
             max_prompt_tokens=data.max_tokens,
             too_long="truncate" if data.too_long == "truncate" else "drop",
+            answers_compared=False,
         )
         self.data = data
 

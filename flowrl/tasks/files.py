@@ -155,8 +155,7 @@ def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
     """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`."""
     row = _row(place, record, keys)
     row.require_short()
-    if row.score < keys.min_score:
-        raise LowScore(f"{place}: the score is {row.score:g}, below min_score={keys.min_score:g}")
+    require_score(place, row.score, keys)
     if keys.malformed == "skip" and (needed := lacking(keys.check, row)):
         raise Malformed(f"{place}: the answer is {str(row.answer)[:60]!r}, and check={keys.check} needs {needed}")
     return (row,)
@@ -169,7 +168,7 @@ def _row(place: str, record: Record, keys: Keys) -> Row:
     return Row(
         turns,
         _columns(place, record, keys, column, reply) | ({"tools": tools} if tools else {}),
-        _score(place, record, keys),
+        score_of(place, record, keys),
         as_messages=not isinstance(record[column], str),
         tools=tools,
         reply=reply if isinstance(reply, tuple) else (),
@@ -312,7 +311,14 @@ def _text(place: str, text: str, what: str) -> str:
     return text
 
 
-def _score(place: str, record: Record, keys: Keys) -> float:
+def require_score(place: str, score: float, keys: Keys) -> None:
+    """Raises LowScore for a row whose score is below `min_score`."""
+    if score < keys.min_score:
+        raise LowScore(f"{place}: the score is {score:g}, below min_score={keys.min_score:g}")
+
+
+def score_of(place: str, record: Record, keys: Keys) -> float:
+    """The score of a record; 0 if it has none. Raises Malformed for one that is named or asked for, and no number."""
     if keys.score not in record and keys.score not in ("score", NO_SCORE):
         raise missing_column(place, record, keys.score, "score")
     value = _number(record.get(keys.score, 0.0))

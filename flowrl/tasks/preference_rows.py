@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.files import Keys, conversation, plain, plain_reply, tools_of
+from flowrl.tasks.files import Keys, conversation, plain, plain_reply, require_score, score_of, tools_of
 from flowrl.tasks.formats import Record
 from flowrl.tasks.malformed import Malformed, missing_column
 from flowrl.tasks.rows import Row
@@ -53,7 +53,16 @@ def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
 
 
 def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Preference, ...]:
-    """The preferences of one record. A pair makes two labelled completions. Raises Malformed."""
+    """The preferences of one record. A pair makes two labelled completions.
+
+    Raises Malformed, and LowScore where its score is below `min_score`.
+    """
+    found = _of_record(kind, keys, place, record)
+    require_score(place, score_of(place, record, keys), keys)
+    return found
+
+
+def _of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Preference, ...]:
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
         turns = _prompt(place, record, keys, (keys.completion,))
         tools = tools_of(place, record, keys)
