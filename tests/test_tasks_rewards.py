@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,16 @@ def test_a_call_after_one_that_was_cancelled_while_the_function_loaded(tmp_path:
         await one.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("place", "needs"),
+    [("flowrl.tasks.maths:score", "math_verify"), ("flowrl.tasks.reasoning:score", "reasoning_gym.factory")],
+)
+def test_a_verifier_has_imported_what_it_needs_before_a_call_is_timed(place: str, needs: str) -> None:
+    """Such an import takes seconds, and more than a call's ten on a machine that is loaded."""
+    code = f"import sys; from flowrl.tasks.worker_child import serve; serve({place!r}); assert {needs!r} in sys.modules"
+    subprocess.run((sys.executable, "-c", code), stdin=subprocess.DEVNULL, check=True, timeout=100)
 
 
 def test_a_child_that_ends_while_it_loads_is_named(tmp_path: Path) -> None:

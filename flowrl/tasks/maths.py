@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -35,6 +36,12 @@ SPACED = re.compile(r"(?<=\d)(?:\\[,!]|,\\!\s*|\{,\})(?=\d{3}(?!\d))")
 def score(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
     """1 if the response's last answer equals the reference, else 0."""
     return [float(equal(response, str(right))) for response, right in zip(responses, answer, strict=True)]
+
+
+def prepare() -> None:
+    """Import math-verify, and let it build its parser; nothing where it is missing, which `check` tells."""
+    with suppress(ImportError):
+        equal("1", "1")
 
 
 def equal(response: str, answer: str) -> bool:

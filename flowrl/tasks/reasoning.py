@@ -15,8 +15,9 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
@@ -78,6 +79,20 @@ def score(
     ]
 
 
+def prepare() -> None:
+    """Import reasoning-gym; nothing where it is missing, which `check` tells."""
+    with suppress(ImportError):
+        _names()
+
+
+def _names() -> Mapping[str, Any]:
+    """The datasets that there are by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
+        from reasoning_gym.factory import DATASETS
+    return cast(Mapping[str, Any], DATASETS)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One entry of a dataset that the seed alone determines."""
@@ -131,17 +146,15 @@ def check(task: Task) -> None:
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
-            from reasoning_gym.factory import DATASETS
+        names = _names()
     except ImportError:
         raise ConfigError(f"task {name!r} needs the package reasoning-gym; pip install reasoning-gym") from None
     task = Task(name)
     _extraction(name)
     dataset = task.source.removeprefix("reasoning_gym/")
-    if dataset not in DATASETS:
-        close = difflib.get_close_matches(dataset, DATASETS, 3) or sorted(DATASETS)[:5]
-        raise ConfigError(f"reasoning_gym has no task {dataset!r} among its {len(DATASETS)}; try {', '.join(close)}")
+    if dataset not in names:
+        close = difflib.get_close_matches(dataset, names, 3) or sorted(names)[:5]
+        raise ConfigError(f"reasoning_gym has no task {dataset!r} among its {len(names)}; try {', '.join(close)}")
     return _create(task, size=DEFAULT_SIZE, seed=0)
 
 
