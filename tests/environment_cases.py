@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import gc
+import io
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -171,10 +174,58 @@ class Obedient(Env):
         SEEN.set(text)
         os.environ["ONE_EPISODE"] = text
         os.chdir("/")
+        os.umask(0)
+        sys.path.insert(0, text)
+        sys.stdout = io.StringIO()
         return said("kept")
 
     def do_kept(self) -> Step:
-        return said([KEPT, SEEN.get(), os.environ.get("ONE_EPISODE"), os.getcwd()])
+        umask = os.umask(0)
+        os.umask(umask)
+        around = [os.getcwd(), umask, sys.path[0], isinstance(sys.stdout, io.StringIO)]
+        return said([KEPT, SEEN.get(), os.environ.get("ONE_EPISODE"), *around])
+
+    async def do_leave_in_loop(self) -> Step:
+        """What may be called later although no task waits for it. Says where to write, for one that reads."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.3, KEPT.append, "a timer")
+        read, write = os.pipe()
+        loop.add_reader(read, KEPT.append, "a reader")
+        signal.signal(signal.SIGALRM, lambda *_: KEPT.append("an alarm"))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        return said(write)
+
+    async def do_write_and_sleep(self, descriptor: str) -> Step:
+        os.write(int(descriptor), b"x")
+        await asyncio.sleep(0.4)
+        return said(KEPT)
+
+    def do_fill(self, megabytes: str) -> Step:
+        """Memory that only the garbage collector frees."""
+        self.itself, self.filled = self, bytearray(int(megabytes) << 20)
+        return said("filled")
+
+    def do_cache(self, megabytes: str) -> Step:
+        KEPT.append("x" * (int(megabytes) << 20))
+        return said("kept")
+
+    def do_foreign_thread(self) -> Step:
+        """A thread that Python has not started, knows, and cannot join."""
+        done = threading.Event()
+        _thread.start_new_thread(lambda: done.set() if threading.current_thread() else None, ())
+        done.wait()
+        return said([type(thread).__name__ for thread in threading.enumerate()])
+
+    def do_remove_directory(self) -> Step:
+        os.chdir(path := tempfile.mkdtemp())
+        os.rmdir(path)
+        return said("removed")
+
+    def do_ended_child(self) -> Step:
+        """A process that has ended, and for which nobody waits."""
+        self.child = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)
+        return said("it has ended")
 
     def do_print_line(self, text: str) -> Step:
         print(text, flush=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flowrl.environments import Action, EnvironmentFailed, Episodes, OpenEpisode
+from flowrl.environments.episodes import MOST_LEFT
 from flowrl.errors import ConfigError
 from tests.test_environments_processes import CASES, MEMORY, OBEDIENT, Run, ended, family, pid_of, row, running
 from tests.ticks import ticks, ticks_until
@@ -70,11 +73,12 @@ def test_the_next_episode_has_only_what_modules_keep(run: Run, pool: Episodes) -
     async def scenario() -> None:
         await fresh(pool)
         pid, before = await played(pool, "kept", "random", seed=5)
-        assert before[0] == str([[], "", None, os.getcwd()])
+        around = ast.literal_eval(before[0])[3:]
+        assert before[0] == str([[], "", None, *around]) and around[0] == os.getcwd() and around[3] is False
         await played(pool, "keep this", "to_thread")
         again, after = await played(pool, "kept", "random", seed=5)
         assert again == pid
-        assert after == [str([["this"], "", None, os.getcwd()]), before[1]]
+        assert after == [str([["this"], "", None, *around]), before[1]]
 
     run(scenario())
 
@@ -94,7 +98,36 @@ def test_the_text_of_an_error_has_only_what_its_own_episode_printed(run: Run, po
     run(scenario())
 
 
-@pytest.mark.parametrize("order", ["to_thread", "last_moment", "end"])
+def test_what_an_episode_leaves_in_its_event_loop_is_not_called_in_the_next_one(run: Run, pool: Episodes) -> None:
+    async def scenario() -> None:
+        await fresh(pool)
+        pid, (descriptor,) = await played(pool, "leave_in_loop")
+        assert await played(pool, f"write_and_sleep {descriptor}") == (pid, ["[]"])
+
+    run(scenario())
+
+
+def test_garbage_of_an_episode_does_not_count_for_the_next_one(run: Run, pool: Episodes) -> None:
+    async def scenario() -> None:
+        await fresh(pool)
+        size = MEMORY * 2 // 3 >> 20
+        pids = [(await played(pool, f"fill {size}"))[0] for _ in range(EPISODES)]
+        assert pids == pids[:1] * EPISODES
+
+    run(scenario())
+
+
+def test_a_process_that_keeps_much_memory_plays_no_other_episode(run: Run, pool: Episodes) -> None:
+    async def scenario() -> None:
+        for part, again in ((8, True), (3, False)):
+            await fresh(pool)
+            pid, _ = await played(pool, f"cache {(MEMORY >> 20) // part}")
+            assert ((await played(pool))[0] == pid) is again
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("order", ["to_thread", "last_moment", "end", "foreign_thread", "ended_child"])
 def test_what_ends_by_itself_does_not_end_the_process(run: Run, pool: Episodes, order: str) -> None:
     async def scenario() -> None:
         await fresh(pool)
@@ -139,6 +172,40 @@ def test_a_cancelled_step_ends_the_process(run: Run, pool: Episodes) -> None:
         await asyncio.wait({step})
         await episode.close()
         assert not running([pid_of(episode)])
+
+    run(scenario())
+
+
+def test_a_directory_that_is_gone_is_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an episode, and that of the whole run."""
+
+    async def scenario() -> None:
+        async with Episodes(OBEDIENT, episodes_per_process=EPISODES) as pool:
+            pid, _ = await played(pool, "remove_directory")
+            assert (await played(pool, "print_line x"))[0] == pid
+            os.rmdir(tmp_path)
+            for episodes in (1, 2):  # the processes of before, and new ones
+                assert (await played(pool, "print_line x"))[0] != pid or episodes == 1
+
+    monkeypatch.chdir(tmp_path)
+    run(scenario())
+
+
+def test_where_each_episode_leaves_something_none_is_asked_to_play_another(run: Run) -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        async with Episodes(OBEDIENT, episodes_per_process=EPISODES, progress=told.append) as pool:
+            for number in range(MOST_LEFT - 1):
+                await played(pool, "thread")
+                assert not told, number
+            await played(pool)
+            for _ in range(MOST_LEFT):
+                await fresh(pool)
+                assert not told
+                await played(pool, "thread")
+            assert len(told) == 1 and "left a task, a thread, a process or much memory" in told[0]
+            assert (await played(pool))[0] != (await played(pool))[0]
+        assert len(told) == 1
 
     run(scenario())
 

@@ -1,7 +1,7 @@
 """A process that plays episodes, forked from the zygote: it makes an environment for each and answers its calls.
 
-After an episode that left no task, thread or process the caller may have it play another one: environment variables and
-the directory are as they were before; what modules keep stays.
+After an episode that left no task, thread or process the caller may have it play another one, in an event loop of its
+own: environment variables, directory and the like are as they were before (`Surroundings`); what modules keep stays.
 
 It waits for the next call, which its caller's end of the connection ends; a call ends as the environment pleases, or
 by the SIGKILL that the caller has the zygote send. All processes that the environment starts join its group.
@@ -10,13 +10,17 @@ by the SIGKILL that the caller has the zygote send. All processes that the envir
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
 import socket
+import sys
+import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,8 +36,10 @@ from flowrl.tasks import child
 
 RESERVE_BYTES = 64 << 20
 """Memory beyond the limit, in which an episode that ran out of it can say so."""
-ENDS_WITHIN_S = 1.0
+ENDS_WITHIN_S = 0.1
 """For threads and tasks of an episode that is over: libraries end theirs a moment later."""
+MOST_KEPT = 0.25
+"""Of the memory limit, what earlier episodes may keep: the limit is that of the process."""
 
 
 def play(
@@ -49,7 +55,7 @@ def play(
             os._exit(1)
         _redirect(output)
         _limit_memory(memory_bytes)
-        asyncio.run(_serve(found, connection))
+        _serve(found, connection, _data_bytes() + int(MOST_KEPT * memory_bytes))
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -87,18 +93,37 @@ _reserve: list[int] = []
 """The limit with the reserve; made beforehand, because out of memory nothing can be made."""
 
 
-async def _serve(found: FoundEnvironment, connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection)
-    variables, directory = dict(os.environ), os.getcwd()
-    while await asyncio.create_task(_play_one(found, reader, writer)):  # a task's context variables end with it
+class Surroundings:
+    """What an episode may change of its process besides its modules, as it was at a time."""
+
+    def __init__(self) -> None:
+        self._variables, self._search = dict(os.environ), list(sys.path)
+        self._outputs = sys.stdout, sys.stderr
+        self._directory = os.open(".", os.O_PATH)  # its name may be taken away from it
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+
+    def put_back(self) -> None:
         os.environ.clear()
-        os.environ.update(variables)
-        os.chdir(directory)
+        os.environ.update(self._variables)
+        sys.path[:] = self._search
+        sys.stdout, sys.stderr = self._outputs
+        os.fchdir(self._directory)
+        os.umask(self._umask)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-async def _play_one(found: FoundEnvironment, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Play one episode. Whether this process plays another one."""
-    tasks, executor = asyncio.all_tasks(), ThreadPoolExecutor(thread_name_prefix="asyncio")
+def _serve(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> None:
+    """Play episodes until no other one is to follow. What one leaves in its event loop ends with that."""
+    surroundings = Surroundings()
+    while asyncio.run(_play_one(found, connection.dup(), most_bytes)):
+        surroundings.put_back()
+
+
+async def _play_one(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> bool:
+    """Play one episode. Whether this process plays another one, with no more data than `most_bytes`."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
     asyncio.get_running_loop().set_default_executor(executor)
     episode = _Episode(found)
     failed = again = False
@@ -110,18 +135,33 @@ async def _play_one(found: FoundEnvironment, reader: asyncio.StreamReader, write
         answer = await _answer(episode, request)
         failed |= "answer" not in answer
         if episode.closed and request["again"] and not failed:
-            again = answer["answer"] = await _left_nothing(tasks, executor)
+            episode.forget()
+            again = answer["answer"] = await _left_nothing(executor) and _data_bytes() <= most_bytes
         writer.write(child.packed(answer))
         await writer.drain()
+    writer.close()
+    await writer.wait_closed()
     return again
 
 
-async def _left_nothing(before: set[asyncio.Task[Any]], executor: ThreadPoolExecutor) -> bool:
-    """Whether nothing of an episode that is over runs any more: no task, no thread, no process."""
+async def _left_nothing(executor: ThreadPoolExecutor) -> bool:
+    """Whether nothing of an episode that is over runs any more, no task, thread or process. Ends its garbage, too."""
     executor.shutdown(wait=False, cancel_futures=True)
-    if left := asyncio.all_tasks() - before:
-        await asyncio.wait(left, timeout=ENDS_WITHIN_S)
-    return asyncio.all_tasks() <= before and one_thread_left(ENDS_WITHIN_S) and not child_pids()
+    until_s = time.monotonic() + ENDS_WITHIN_S
+    if left := asyncio.all_tasks() - {asyncio.current_task()}:
+        _, running = await asyncio.wait(left, timeout=ENDS_WITHIN_S)
+        if running:
+            return False
+    gc.collect()  # it would count for the limit of the next episode
+    _reap()
+    return one_thread_left(until_s - time.monotonic()) and not child_pids()
+
+
+def _reap() -> None:
+    """Take leave of children that have ended, and for which nobody waited."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 async def _answer(episode: _Episode, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +209,10 @@ class _Episode:
                 if self._player is not None:
                     await self._player.close()
         return None
+
+    def forget(self) -> None:
+        """Its environment is garbage from now on."""
+        self._player = None
 
     def _made(self, seed: int) -> Player:
         seed_global_state(seed)

@@ -1,7 +1,8 @@
 """Plays episodes of one environment: in processes, or in this event loop if the environment is cooperative.
 
 A process plays one episode, or `episodes_per_process` one after the other. One plays no further episode if it has
-failed, or if the episode has left threads or processes.
+failed, or if the episode has left tasks, threads, processes or much memory. Where all do, none is asked to play another
+one any more.
 
 At most `processes` are alive at a time; `reset` waits for one to be gone, or to be free. That wait is ended by another
 episode's `close` alone, and is not part of `reset_s`. A zygote that has died is started again at the next `reset`.
@@ -10,6 +11,7 @@ episode's `close` alone, and is not part of `reset_s`. A zygote that has died is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
@@ -23,11 +25,15 @@ from flowrl.environments.protocol import can_save
 from flowrl.environments.zygote import ZygoteClient
 from flowrl.errors import ConfigError
 
+MOST_LEFT = 8
+"""Episodes in a row after which no process could play another one."""
+
 
 class Episodes:
     """`async with Episodes(name) as pool: episode = await pool.reset(row)`. Only one event loop may use it.
 
-    Entering raises ConfigError for a name that is a user's mistake. Leaving ends all episodes.
+    Entering raises ConfigError for a name that is a user's mistake. Leaving ends all episodes. `progress` gets
+    sentences for the user.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Episodes:
         step_s: float = 60.0,
         zygote_restarts: int = 8,
         episodes_per_process: int = 1,
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         counts = {"processes": processes, "memory_bytes": memory_bytes, "episodes_per_process": episodes_per_process}
         for what, value in counts.items():
@@ -50,7 +57,9 @@ class Episodes:
                 raise ConfigError(f"{what} is {limit_s}; it has to be above 0")
         self._name = EnvironmentName(name)
         self._memory_bytes, self._reset_s, self._step_s = memory_bytes, reset_s, step_s
-        self._episodes_per_process = episodes_per_process
+        self._episodes_per_process, self._progress = episodes_per_process, progress
+        self._left_in_a_row = 0
+        """Episodes that left something, since the last one that did not."""
         self._free = asyncio.Semaphore(processes)
         """Processes that may be alive and do not play; those of `_waiting` are among them."""
         self._waiting: list[EpisodeProcess] = []
@@ -138,7 +147,8 @@ class Episodes:
             self._free.release()
             raise
         again = process.num_begun + 1 < episodes
-        return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=self._keep if again else None)
+        keep = self._keep if again else None
+        return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=keep, left=self._left)
 
     def _waiting_one(self) -> EpisodeProcess | None:
         """The last one that has played; none if there is none, or the zygote that watches over them is dead."""
@@ -153,11 +163,23 @@ class Episodes:
 
     def _keep(self, process: EpisodeProcess) -> None:
         """Its episode is over, and it may play another one."""
+        self._left_in_a_row = 0
         if process.exited.done():  # at the same moment
             process.dispose()
         else:
             self._waiting.append(process)
             self._free.release()
+
+    def _left(self) -> None:
+        """An episode is over that left something, so that its process has ended."""
+        self._left_in_a_row += 1
+        if self._left_in_a_row == MOST_LEFT:
+            self._episodes_per_process = 1
+            self._progress(
+                f"{MOST_LEFT} episodes of {self._name.text} in a row left a task, a thread, a process or much memory, "
+                "after which a process plays no other episode; from now on each plays one, and episodes_per_process "
+                "has no effect"
+            )
 
     def _exited(self, process: EpisodeProcess) -> None:
         if process in self._waiting:

@@ -16,7 +16,8 @@ def one_thread_left(within_s: float) -> bool:
     """Wait for the ends of all threads but this one, at most so long. Whether all have ended."""
     until_s = time.monotonic() + within_s
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
-        thread.join(max(0.0, until_s - time.monotonic()))
+        if not isinstance(thread, threading._DummyThread):  # one that Python did not start, and cannot join
+            thread.join(max(0.0, until_s - time.monotonic()))
     while num_threads() > 1 and time.monotonic() < until_s:
         time.sleep(0.001)  # nothing tells when a thread that was joined has left the kernel
     return num_threads() == 1

@@ -12,13 +12,22 @@ from flowrl.environments.protocol import Action, Step
 
 
 class ProcessEpisode(OpenEpisode):
-    """`process` plays it. `keep` gets the process if it plays another one after this; None: it ends with this one."""
+    """`process` plays it. `keep` gets the process if it plays another one after this; None: it ends with this one.
+
+    `left` is called where it could not play another one, because of what the episode left.
+    """
 
     def __init__(
-        self, name: str, process: EpisodeProcess, *, step_s: float, keep: Callable[[EpisodeProcess], None] | None
+        self,
+        name: str,
+        process: EpisodeProcess,
+        *,
+        step_s: float,
+        keep: Callable[[EpisodeProcess], None] | None,
+        left: Callable[[], None],
     ) -> None:
         super().__init__(name, step_s=step_s)
-        self._process, self._keep = process, keep
+        self._process, self._keep, self._left = process, keep, left
         process.begin()
 
     async def try_making(self, *, limit_s: float) -> tuple[int, bool, bool]:
@@ -49,14 +58,16 @@ class ProcessEpisode(OpenEpisode):
             return exchange.step(answer)
 
     async def _close(self) -> None:
-        kept = False
+        again = None
         try:
             if not self._process.killed:
                 request = {"call": "close", "again": self._keep is not None}
-                kept = await self._process.ask(request, self._step_s, "close") is True
+                again = await self._process.ask(request, self._step_s, "close")
         finally:
-            if kept and self._keep is not None:
+            if again is True and self._keep is not None:
                 self._keep(self._process)
             else:
                 self._process.kill()
                 await self._process.gone()
+        if again is False:
+            self._left()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_
 from flowrl.environments import Episodes
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.messages import Prompt
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
 from flowrl.nodes.agent_players import AgentPlayer, AgentPlayers, OutsideAgents, StartedAgents
 from flowrl.nodes.attempt import read_action
@@ -163,7 +163,7 @@ class AgentProgram(EpisodeNode):
         async with self._agents():
             pass
 
-    def _agents(self) -> Episodes:
+    def _agents(self, progress: Callable[[str], None] = silent) -> Episodes:
         return Episodes(
             self._program.environment,
             processes=self.processes,
@@ -171,6 +171,7 @@ class AgentProgram(EpisodeNode):
             episodes_per_process=self.episodes_per_process,
             reset_s=self.limits.reset_s,
             step_s=self.limits.episode_s,
+            progress=progress,
         )
 
     # Lifecycle
@@ -184,7 +185,7 @@ class AgentProgram(EpisodeNode):
         self._players = await self._programs() if offers is None else self._workers(offers)
 
     async def _programs(self) -> AgentPlayers:
-        pool = await self._agents().__aenter__()
+        pool = await self._agents(self.context.progress).__aenter__()
         return StartedAgents(self._program, pool, self._open_session, self.context.outside)
 
     def _open_session(self, calls: AgentCalls) -> SessionAccess:

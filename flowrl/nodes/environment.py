@@ -28,7 +28,7 @@ from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
-from flowrl.models import Policy, check_model, resolve
+from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.attempt import Ask, AskedTurn, Attempt
 from flowrl.nodes.environment_source import row_of
 from flowrl.nodes.episode_checks import template_findings
@@ -115,7 +115,7 @@ class Environment(EpisodeNode):
 
     async def _try(self) -> str | None:
         """Begin one episode; returns what is known of the chat template. With a model on disk, also render it."""
-        async with self._episodes() as pool:
+        async with self._episodes(silent) as pool:
             try:
                 episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
             except EnvironmentFailed as failure:
@@ -149,7 +149,7 @@ class Environment(EpisodeNode):
             outside=outside,
         )
 
-    def _episodes(self) -> Episodes:
+    def _episodes(self, progress: Callable[[str], None]) -> Episodes:
         return Episodes(
             self.environment,
             processes=self.processes,
@@ -157,13 +157,14 @@ class Environment(EpisodeNode):
             episodes_per_process=self.episodes_per_process,
             reset_s=self.limits.reset_s,
             step_s=self.limits.step_s,
+            progress=progress,
         )
 
     # Lifecycle
 
     async def setup(self) -> None:
         await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
-        self._pool = self._episodes()
+        self._pool = self._episodes(self.context.progress)
         await self._pool.__aenter__()
         if self.opponent.connected and self._pool.seats == 1:
             raise ConfigError(
