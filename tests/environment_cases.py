@@ -197,7 +197,7 @@ class Obedient(Env):
 
     async def do_write_and_sleep(self, descriptor: str) -> Step:
         os.write(int(descriptor), b"x")
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.4)  # what was left would be called meanwhile
         return said(KEPT)
 
     def do_fill(self, megabytes: str) -> Step:

@@ -1,7 +1,7 @@
 """A process that plays episodes, forked from the zygote: it makes an environment for each and answers its calls.
 
 After an episode that left no task, thread or process the caller may have it play another one, in an event loop of its
-own: environment variables, directory and the like are as they were before (`Surroundings`); what modules keep stays.
+own: environment variables, directory and the like are as they were before (`ProcessState`); what modules keep stays.
 
 It waits for the next call, which its caller's end of the connection ends; a call ends as the environment pleases, or
 by the SIGKILL that the caller has the zygote send. All processes that the environment starts join its group.
@@ -93,7 +93,7 @@ _reserve: list[int] = []
 """The limit with the reserve; made beforehand, because out of memory nothing can be made."""
 
 
-class Surroundings:
+class ProcessState:
     """What an episode may change of its process besides its modules, as it was at a time."""
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class Surroundings:
 
 def _serve(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> None:
     """Play episodes until no other one is to follow. What one leaves in its event loop ends with that."""
-    surroundings = Surroundings()
+    before = ProcessState()
     while asyncio.run(_play_one(found, connection.dup(), most_bytes)):
-        surroundings.put_back()
+        before.put_back()
 
 
 async def _play_one(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> bool:
