@@ -169,15 +169,14 @@ def run(args: Sequence[str]) -> int:
     started_s = time.monotonic()
     prepared = prepare("run", (RunOptions, RunFileOptions), args)
     options, of_files = prepared.own
-    described = (prepared.file.shown, dump(options), dump(prepared.cfg))
     if of_files.save_config is not None:
-        write_run_file(of_files.save_config, *described)
+        write_run_file(of_files.save_config, prepared.file.shown, dump(options), prepared.lasting())
     from flowrl.runtime.driver.launch import Launch
 
     file, derived = prepared.file.path, derived_text(prepared.origins)
     launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s)
     if of_files.dry_run:
-        return _dry_run(prepared, run_file_text(*described))
+        return _dry_run(prepared, run_file_text(prepared.file.shown, dump(options), dump(prepared.cfg)))
     result = launch.run()
     if result.audit is None:
         print_figures(result.outcome.evaluations)

@@ -21,6 +21,7 @@ from flowrl.models import Policy
 from flowrl.models.model_size import ModelSize, model_size
 from flowrl.models.size_defaults import BY_SIZE, size_defaults
 from flowrl.models.size_table import TABLE, row_for
+from flowrl.runtime.driver.options import RunOptions
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +37,10 @@ def a_model(place: Path, parameters: int, context: int = 32768) -> Path:
 
 def checked(*args: object) -> Prepared:
     return prepare("check", (CheckOptions,), [str(arg) for arg in args])
+
+
+def run(*args: str) -> Prepared:
+    return prepare("run", (RunOptions,), ["grpo", *args])
 
 
 def origin(prepared: Prepared, name: str) -> tuple[Any, str]:
@@ -81,6 +86,32 @@ def test_a_cpu_that_is_slow_in_bfloat16_trains_in_float32(tmp_path: Path, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("RAY_ADDRESS", "host:6379")
     assert origin(checked("grpo", *options), "dtype")[0] == "bfloat16"
+
+
+def test_a_resumed_run_keeps_its_dtype_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run_dir = str(a_model(tmp_path / "m", 135_000_000)), tmp_path / "run"
+    run_dir.mkdir()
+    where = ("--policy", model, "--run-dir", str(run_dir))
+    for slow, kept in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda slow=slow: slow)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        (run_dir / "config.json").write_text(json.dumps({"config": {"dtype": kept}}))
+        resumed = run(*where, "--resume")
+        assert origin(resumed, "dtype") == (kept, "of the run that is resumed")
+        assert origin(run(*where), "dtype")[0] != kept
+        other = "float32" if kept == "bfloat16" else "bfloat16"
+        assert origin(run(*where, "--resume", "--dtype", other), "dtype") == (other, "given")
+    (run_dir / "config.json").write_text("{")
+    assert origin(run(*where, "--resume"), "dtype")[0] == "float32"
+
+
+def test_a_saved_run_file_leaves_the_machine_its_own_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model = a_model(tmp_path / "m", 135_000_000)
+    assert "dtype" not in checked("grpo", "--policy", model).lasting()
+    assert checked("grpo", "--policy", model, "--dtype", "float32").lasting()["dtype"] == "float32"
+    assert checked("grpo").lasting()["dtype"] == "float32", "tiny's own"
 
 
 def test_a_size_is_counted_or_told_by_the_name(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.cpu_flags import is_slow_in_bfloat16
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import GraphFile, load_file
+from flowrl.graph.load import GraphFile, dump, load_file
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
@@ -38,6 +40,12 @@ class Prepared:
     """Options of the graph that were given, on the command line or in the run file: "trainer.cpus"."""
     of_run: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of `flowrl run` in the run file -> their values."""
+    of_machine: frozenset[str] = frozenset()
+    """Options of the graph that were not given, and whose defaults are those of this machine or of a resumed run."""
+
+    def lasting(self) -> dict[str, Any]:
+        """The graph's options for a run file, which another machine may read: each finds out those of its own."""
+        return {name: value for name, value in dump(self.cfg).items() if name not in self.of_machine}
 
 
 def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
@@ -51,8 +59,13 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     _refuse_those_of_run(command, parts[-1], {*option_names(file.config_type)}, own_types)
     given = run_file.values(file.config_type, *_in_run_files()) if run_file is not None else {}
     asked = {**given, **values_given(parts[-1], file.config_type)}
-    fitting = size_defaults(file.config_type, asked, slow_bfloat16=_is_slow_in_bfloat16(args))
     of_run = {name: value for name, value in given.items() if _is_of(name, *_in_run_files())}
+    fitting = size_defaults(
+        file.config_type,
+        asked,
+        slow_bfloat16=_is_slow_in_bfloat16(args),
+        resumed=_resumed_options(args, of_run),
+    )
     own_given = ((kind, of_run if kind in _in_run_files() else {}) for kind in own_types)
     kinds = (*own_given, (file.config_type, {**fitting.values, **given}))
     defaults = [filled(kind, values) if values else None for kind, values in kinds]
@@ -73,7 +86,26 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
         origins(file, cfg, fitting, asked),
         asked=frozenset(asked) - frozenset(of_run),
         of_run=of_run,
+        of_machine=frozenset(fitting.others) & frozenset(fitting.values),
     )
+
+
+def _resumed_options(args: Sequence[str], of_run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The graph's options of the run that --resume names; {} without one, or where its record cannot be read."""
+    resume, run_dir = bool(of_run.get("resume")), of_run.get("run_dir")
+    for arg, following in itertools.pairwise([*args, ""]):
+        name, equals, value = arg.partition("=")
+        if name in ("--resume", "--no-resume"):
+            resume = name == "--resume"
+        if name in ("--run-dir", "--run_dir"):
+            run_dir = value if equals else following
+    if not (resume and run_dir):
+        return {}
+    try:
+        config = json.loads((Path(run_dir) / "config.json").read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # the run itself says what is wrong
+    return config if isinstance(config, dict) else {}
 
 
 def _is_slow_in_bfloat16(args: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flowrl.models.model_size import model_context, model_size
@@ -62,11 +63,18 @@ class SizeDefaults:
         return self.others.get(name, self.why)
 
 
-def size_defaults(kind: type[Any], given: Mapping[str, Any], *, slow_bfloat16: bool = False) -> SizeDefaults:
+def size_defaults(
+    kind: type[Any],
+    given: Mapping[str, Any],
+    *,
+    slow_bfloat16: bool = False,
+    resumed: Mapping[str, Any] = MappingProxyType({}),
+) -> SizeDefaults:
     """The defaults of the configuration `kind` for the model in `given`, where that is not of the `tiny` family.
 
     `given` has the options that a user has set, by name ("lora.rank"); only some of their values are looked at.
-    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16.
+    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16. `resumed`: the options of the run that is resumed;
+    what depends on the machine stays as it was there.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     learning: Learning | None = getattr(kind, "learning", None)
@@ -77,7 +85,10 @@ def size_defaults(kind: type[Any], given: Mapping[str, Any], *, slow_bfloat16: b
     size = model_size(policy)
     found = dict(_values(row_for(size.parameters), learning, given, model_context(policy), fields))
     others = {}
-    if slow_bfloat16 and "dtype" in found:
+    if "dtype" in found and "dtype" in resumed:
+        found["dtype"] = resumed["dtype"]
+        others["dtype"] = "of the run that is resumed"
+    elif slow_bfloat16 and "dtype" in found:
         found["dtype"] = "float32"
         others["dtype"] = f"default for {size} on a CPU that is slow in bfloat16"
     wanted = {name: value for name, value in found.items() if name not in given and _is_ours(kind, name)}
