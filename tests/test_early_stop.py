@@ -78,6 +78,17 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
         assert told == [f"{metric} has not improved for 2 values"]
 
 
+def test_the_values_of_a_resumed_run_are_all_counted(tmp_path: Path) -> None:
+    lines = [{"step": step, "r": value} for step, value in enumerate((0.5, 0.4, 0.3), start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 1}\n')  # somebody has edited it
+    told: list[str] = []
+    stop = EarlyStop(StopRule("r", patience=2), told.append)
+    stop.recall(tmp_path)
+    stop.look({"r": 0.45})
+    assert told == ["r has not improved for 3 values"]
+
+
 EVALUATED = Path(__file__).parent / "graphs_alive" / "evaluated.py"
 
 
@@ -101,6 +112,16 @@ def test_a_resumed_run_has_no_evaluation_of_what_it_goes_back_before(tmp_path: P
     run_graph(EVALUATED, run, config, clock=VirtualClock(), timeout_s=3600, steps=7, resume=True)
     rows = [(row["phase"], row["step"]) for row in read(run / "evaluations.jsonl")]
     assert rows == [("before", 0), *(("during", step) for step in (2, 4, 6)), ("after", 7)]
+
+
+def test_a_run_that_begins_again_has_one_evaluation_before_training(tmp_path: Path) -> None:
+    """Its time was over during that evaluation, so its only checkpoint is that of version 0."""
+    run, config = tmp_path / "run", {"every": (2,), "seconds": 60.0}
+    run_graph(EVALUATED, run, config, clock=VirtualClock(), timeout_s=36000, steps=4, max_hours=0.001)
+    assert [row["phase"] for row in read(run / "evaluations.jsonl")] == ["before"]
+    run_graph(EVALUATED, run, {"every": (2,)}, clock=VirtualClock(), timeout_s=36000, steps=4, resume=True)
+    rows = [(row["phase"], row["step"]) for row in read(run / "evaluations.jsonl")]
+    assert rows == [("before", 0), ("during", 2), ("after", 4)]
 
 
 @pytest.mark.parametrize("wrong", [{"metric": "r"}, {"above": 1.0}, {"metric": "r", "patience": -1}])

@@ -83,7 +83,7 @@ class EarlyStop:
         for line in read(run_dir / METRICS):
             self.look(flat(line))
         for line in read(run_dir / EVALUATIONS):
-            self.evaluated(line["phase"], line)
+            self.evaluated(line.get("phase", ""), line)
         self._stopped = stopped
 
     def _value(self, values: Mapping[str, object]) -> float | None:
@@ -108,6 +108,6 @@ class EarlyStop:
         self._since_best = 0 if signed > self._best else self._since_best + 1
         self._best = max(self._best, signed)
         if rule.patience and self._since_best >= rule.patience:
-            times = "value" if rule.patience == 1 else "values"
-            return f"{rule.metric} has not improved for {rule.patience} {times}"
+            times = "value" if self._since_best == 1 else "values"  # more than the patience in a resumed run
+            return f"{rule.metric} has not improved for {self._since_best} {times}"
         return ""
