@@ -6,14 +6,16 @@ and those differ by more than keeping costs.
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import math
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
+import psutil
 
 from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.samples.sample_share import SampleChoice
@@ -23,6 +25,8 @@ BEGAN = "began_s"
 """File of the run directory: the monotonic clock, which all processes of a machine share, at the run's time 0."""
 SETTLE_S = 0.5
 """At the beginning of a window, work of the one before is still under way."""
+LOOK_S = 0.1
+"""Before the end of a window, for a look at all processes."""
 FEWEST = 3
 """Steps of a window that is compared."""
 SITE = """
@@ -62,19 +66,48 @@ def install(window_s: float) -> None:
     patch.object(Metrics, "__init__", begin_and_tell).start()
 
 
-def pairs_of(ends_s: Sequence[float], window_s: float) -> list[tuple[float, float]]:
-    """(a step's mean seconds while samples are kept, that of the windows before and after) by window.
+class CpuMeter:
+    """CPU seconds of a command's processes in every window, without its beginning."""
 
-    `ends_s` are the ends of a run's steps by the monotonic clock.
+    def __init__(self, process: psutil.Process, window_s: float) -> None:
+        self._process, self._window_s = process, window_s
+        self.spent_s: dict[int, float] = {}
+
+    def watch(self) -> None:
+        """Until the command has ended."""
+        while self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
+            window = int(time.monotonic() / self._window_s) + 1
+            began_s = self._cpu_s(at=window * self._window_s + SETTLE_S)
+            self.spent_s[window] = self._cpu_s(at=(window + 1) * self._window_s - LOOK_S) - began_s
+
+    def _cpu_s(self, *, at: float) -> float:
+        time.sleep(max(0.0, at - time.monotonic()))
+        total = 0.0
+        with suppress(psutil.NoSuchProcess):
+            for one in (self._process, *self._process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    total += sum(one.cpu_times()[:4])  # those of children that have ended among them
+        return total
+
+
+def pairs_of(
+    ends_s: Sequence[float], window_s: float, spent_s: Mapping[int, float] | None = None
+) -> list[tuple[float, float]]:
+    """(a step's seconds while samples are kept, those in the windows before and after) by window.
+
+    `ends_s` are the ends of a run's steps by the monotonic clock. `spent_s`: window -> seconds in place of the clock's.
+    A step that is under way at a border counts in part on both sides.
     """
-    steps: defaultdict[int, list[float]] = defaultdict(list)
-    for begin, end in itertools.pairwise(ends_s):
-        window = int(begin / window_s)
-        if begin - window * window_s >= SETTLE_S and end <= (window + 1) * window_s:
-            steps[window].append(end - begin)
-    mean = {window: statistics.fmean(found) for window, found in steps.items() if len(found) >= FEWEST}
+    numbers = range(len(ends_s))
+    step_s: dict[int, float] = {}
+    for window in range(int(ends_s[0] / window_s) + 1, int(ends_s[-1] / window_s)):
+        borders = (window * window_s + SETTLE_S, (window + 1) * window_s - LOOK_S)
+        first, last = np.interp(borders, ends_s, numbers)
+        spent = borders[1] - borders[0] if spent_s is None else spent_s.get(window, math.nan)
+        if last - first >= FEWEST and spent == spent:
+            step_s[window] = float(spent / (last - first))
     return [
-        (mean[window], (mean[window - 1] + mean[window + 1]) / 2)
-        for window in sorted(mean)
-        if keeps(window) and window - 1 in mean and window + 1 in mean
+        (step_s[window], (step_s[window - 1] + step_s[window + 1]) / 2)
+        for window in sorted(step_s)
+        if keeps(window) and window - 1 in step_s and window + 1 in step_s
     ]

@@ -20,15 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tyro
 
-from benchmarks.keeping_by_windows import BEGAN, SITE, pairs_of
+from benchmarks.keeping_by_windows import BEGAN, SITE, CpuMeter, pairs_of
 from flowrl.runtime.samples.rollout_files import rollout_files, write_rollouts
 
 ROOT = Path(__file__).parent.parent
@@ -95,16 +96,29 @@ def _costs_within(options: Options, folder: Path) -> None:
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(window_s=options.window_s))
     search = os.pathsep.join([str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    pairs: list[tuple[float, float]] = []
+    env = os.environ | {"PYTHONPATH": search}
+    pairs: dict[str, list[tuple[float, float]]] = {"seconds": [], "CPU seconds": []}
     for number in range(options.within):
         run_dir = folder / f"within-{number}"
-        times = _times(options, run_dir, "auto", options.within_steps, os.environ | {"PYTHONPATH": search})
+        process = psutil.Popen(
+            _command(options, run_dir, "auto", options.within_steps), env=env, stdout=subprocess.DEVNULL
+        )
+        meter = CpuMeter(process, options.window_s)
+        meter.watch()
+        if process.wait() != 0:
+            raise SystemExit(f"a run has failed; see {run_dir}")
         began_s = float((run_dir / BEGAN).read_text())
-        found = pairs_of([began_s + time_s for time_s in times], options.window_s)
-        told = {"run": number, "windows": len(found), "kept": _num_rows(run_dir), "ratio": compared(found)}
-        print(json.dumps(told), flush=True)
-        pairs += found
-    print(f"a step of a window with the default share / of its neighbours without: {compared(pairs)}")
+        ends_s = [began_s + time_s for time_s in _times(run_dir)]
+        found = {
+            "seconds": pairs_of(ends_s, options.window_s),
+            "CPU seconds": pairs_of(ends_s, options.window_s, meter.spent_s),
+        }
+        told = {what: compared(some) for what, some in found.items()}
+        print(json.dumps({"run": number, "kept": _num_rows(run_dir), **told}), flush=True)
+        for what, some in found.items():
+            pairs[what] += some
+    for what, some in pairs.items():
+        print(f"{what} of a step with the default share / in the windows around it without: {compared(some)}")
 
 
 def compared(pairs: Sequence[tuple[float, float]]) -> str:
@@ -127,15 +141,18 @@ def _at_most(k: int, number: int) -> float:
 
 
 def _run(options: Options, run_dir: Path, keep: str) -> Steps:
-    times = _times(options, run_dir, keep, options.steps, os.environ)
+    subprocess.run(_command(options, run_dir, keep, options.steps), capture_output=True, check=True)
+    times = _times(run_dir)
     return Steps(round(times[-1] - times[0], 3), round(statistics.median(b - a for a, b in pairwise(times)), 5))
 
 
-def _times(options: Options, run_dir: Path, keep: str, steps: int, env: Mapping[str, str]) -> list[float]:
-    """The ends of the steps of a run, in seconds from its start."""
+def _command(options: Options, run_dir: Path, keep: str, steps: int) -> list[str]:
     command = [sys.executable, "-m", "flowrl.cli", "run", options.graph, "--steps", str(steps), "--plain"]
-    command += ["--evaluate", "0", "--keep-samples", keep, "--run-dir", str(run_dir)]
-    subprocess.run(command, capture_output=True, check=True, env=env)
+    return [*command, "--evaluate", "0", "--keep-samples", keep, "--run-dir", str(run_dir)]
+
+
+def _times(run_dir: Path) -> list[float]:
+    """The ends of the steps of a run, in seconds from its start."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["time_s"] for line in lines]
 

@@ -30,15 +30,32 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
     assert 0.95 <= inside / 2_000 < 1
 
 
+def ends(*, kept: float, other: float) -> list[float]:
+    """The ends of steps from 4 s to 32 s, whose lengths depend on the window of 4 s in which they are."""
+    found, now, done = [], 4.0, 0.0
+    while now < 32.0:
+        now += 0.001
+        done += 0.001 / (kept if int(now / 4) % 2 else other)
+        if done >= 1.0:
+            found.append(now)
+            done -= 1.0
+    return found
+
+
 def test_a_window_with_kept_samples_is_compared_with_its_neighbours() -> None:
-    """Steps of 0.33 s in windows 3 and 5, of 0.3 s in the others; those at a border are left out."""
-    ends_s, now = [], 8.0
-    while now < 28.0:
-        ends_s.append(now)
-        now += 0.33 if int(now / 4) % 2 else 0.3
-    (first, without), (second, also_without) = pairs_of(ends_s, 4.0)
-    assert (first, second) == pytest.approx((0.33, 0.33)) and (without, also_without) == pytest.approx((0.3, 0.3))
+    found = pairs_of(ends(kept=0.33, other=0.3), 4.0)
+    assert len(found) == 2
+    for with_samples, without in found:
+        assert (with_samples, without) == pytest.approx((0.33, 0.3), rel=0.02)
+    assert pairs_of(ends(kept=0.3, other=0.3), 4.0) == [pytest.approx((0.3, 0.3), rel=0.002)] * 2
+
+
+def test_what_was_spent_in_a_window_may_be_another_clocks() -> None:
+    spent = {window: 1.0 + 0.1 * (window % 2) for window in range(1, 9)}
+    for with_samples, without in pairs_of(ends(kept=0.3, other=0.3), 4.0, spent):
+        assert with_samples / without == pytest.approx(1.1, rel=0.002)
+    assert pairs_of(ends(kept=0.3, other=0.3), 4.0, {3: 1.0}) == []
 
 
 def test_windows_of_few_steps_are_not_compared() -> None:
-    assert pairs_of([8.0 + 1.3 * n for n in range(20)], 4.0) == []
+    assert pairs_of(ends(kept=1.3, other=1.3), 4.0) == []
