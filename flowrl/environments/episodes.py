@@ -173,7 +173,7 @@ class Episodes:
     def _left(self) -> None:
         """An episode is over that left something, so that its process has ended."""
         self._left_in_a_row += 1
-        if self._left_in_a_row == MOST_LEFT:
+        if self._left_in_a_row >= MOST_LEFT and self._episodes_per_process > 1:
             self._episodes_per_process = 1
             self._progress(
                 f"{MOST_LEFT} episodes of {self._name.text} in a row left a task, a thread, a process or much memory, "
