@@ -66,6 +66,11 @@ def test_the_program_is_the_last_block(response: str, program: str) -> None:
 CASES = "import unittest\nclass Cases(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
 RUNNER = "if __name__ == '__main__':\n    unittest.main()\n"
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
+AGAIN = "def check(candidate, n=1):\n    assert candidate(n) == n + 1\n    return n > 3 or check(candidate, n + 1)\n"
+LOOP = "def check(x, y):\n    assert f(x) == y\nfor x, y in [(1, 2)]:\n    check(x, y)\n"
+ASSERTED = "def check(x):\n    return f(x) == x + 1\nassert all(map(check, range(3)))\n"
+GUARD = "if __name__ == '__main__':\n"
+WITHIN = "def test_f():\n    check(f)\n"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,22 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
             None,
             CodeTests(("def right(x):\n    return x", "assert right(f(1))")),
         ),
+        (LOOP, None, CodeTests((LOOP,))),
+        (LOOP, "f", CodeTests((LOOP,))),
+        (ASSERTED, None, CodeTests((ASSERTED,))),
+        (ASSERTED, "f", CodeTests((ASSERTED,))),
+        ([CHECK, "check(f)"], None, CodeTests((CHECK, "check(f)"))),
+        ([CHECK, "check(f)"], "f", CodeTests((CHECK, "check(f)"))),
+        (f"{CHECK}{GUARD}    check(f)\n", "f", CodeTests((f"{CHECK}{GUARD}    check(f)\n",))),
+        (f"{CHECK}{WITHIN}test_f()\n", None, CodeTests((f"{CHECK}{WITHIN}test_f()\n",))),
+        (f"{CHECK}{WITHIN}test_f()\n", "f", CodeTests((f"{CHECK}{WITHIN}test_f()\n",))),
+        (f"{CHECK}{WITHIN}", "f", CodeTests((f"{CHECK}{WITHIN}\ncheck(f)",))),
+        (f"{CHECK}{WITHIN}", None, None),
+        (f"{AGAIN}assert f(2) == 3\n", "f", CodeTests((f"{AGAIN}assert f(2) == 3\n\ncheck(f)",))),
+        ([CHECK, "assert f(2) == 3"], "f", CodeTests((f"{CHECK}\ncheck(f)", "assert f(2) == 3"))),
+        ("def check(x, y):\n    assert f(x) == y\n", "f", None),
+        ("def check():\n    assert f(1) == 2\n", "f", None),
+        ("def check(candidate, *, tries):\n    assert candidate(1) == 2\n", "f", None),
         ("Evelyn", None, None),
         ("assert f(1) == 2", "f", CodeTests(("assert f(1) == 2",))),
         ({"inputs": ["1", "2"], "outputs": ["2", "3"]}, None, CodeTests(cases=(("1", "2"), ("2", "3")))),
@@ -116,6 +137,25 @@ def test_all_tests_have_to_pass_and_their_share_is_known(kind: Any) -> None:
     cases = CodeTests(cases=(("1 2\n", "3\n"), ("2 2", "4  \n\n"), ("1 1", "3")))
     assert run(kind, "print(sum(map(int, input().split())))", cases) == Tried(2 / 3)
     assert run(kind, "n = input()\nn", CodeTests(cases=(("5", "5"),))) == Tried(0.0), "a value is not printed"
+
+
+OWN_CALLS = {
+    "a loop": LOOP,
+    "a condition": ASSERTED,
+    "several pieces": [CHECK, "check(f)"],
+    "a guard": f"{CHECK}{GUARD}    check(f)\n",
+    "a function": f"{CHECK}{WITHIN}test_f()\n",
+    "a test case": f"{CHECK}{CASES.replace('self.assertEqual(f(1), 2)', 'check(f)')}",
+}
+
+
+@pytest.mark.parametrize("name", OWN_CALLS)
+@pytest.mark.parametrize("entry_point", [None, "f"])
+def test_tests_that_call_their_check_are_run_as_they_are(kind: Any, name: str, entry_point: str | None) -> None:
+    tests = given_tests(OWN_CALLS[name], entry_point)
+    assert tests is not None
+    assert run(kind, RIGHT, tests) == Tried(1.0)
+    assert run(kind, "def f(x):\n    return 7", tests).passed < 1.0
 
 
 @pytest.mark.parametrize("runner", ["", RUNNER, "unittest.main()"])

@@ -1,7 +1,8 @@
 """Code that tests a program, completed so that running it calls the program.
 
-HumanEval's `test` only defines a function `check`, which is called here with the row's entry point. BigCodeBench's only
-defines a `unittest.TestCase`, whose tests are run here. Code that defines and calls nothing would pass every program.
+HumanEval's `test` only defines a function `check`, which is called here with the row's entry point; a `check` that the
+code calls by itself is left alone. BigCodeBench's only defines a `unittest.TestCase`, whose tests are run here. Code
+that defines and calls nothing would pass every program.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ class NoTests(Exception):
 
 def completed(pieces: Sequence[str], entry_point: str | None) -> tuple[str, ...]:
     """The pieces with the calls that they lack. Raises NoTests."""
-    trees = [_parsed(piece) for piece in pieces]
-    done = [_completed(*both, entry_point) for both in zip(pieces, trees, strict=True)]
-    if done == list(pieces) and not any(map(_runs, (node for tree in trees for node in tree.body))):
+    done = [_with_cases_run(piece, _parsed(piece)) for piece in pieces]
+    bodies = [ast.parse(piece).body for piece in done]
+    everything = [node for body in bodies for node in body]
+    if "check" not in _reached(everything):
+        done = [
+            f"{piece}\n{_check_call(entry_point)}" if _defines_check(body) else piece
+            for piece, body in zip(done, bodies, strict=True)
+        ]
+    if done == list(pieces) and not any(map(_runs, everything)):
         raise NoTests(
             "tests that run, where this code only defines something", "add asserts or calls, or make it a TestCase"
         )
@@ -52,15 +59,14 @@ def _parsed(text: str) -> ast.Module:
     return tree
 
 
-def _completed(text: str, tree: ast.Module, entry_point: str | None) -> str:
+def _with_cases_run(text: str, tree: ast.Module) -> str:
+    """The piece, whose test cases are run at its end, and not by a runner of its own."""
     cases = _case_names(tree.body)
-    if cases:
-        kept = [node for node in tree.body if not _is_runner(node)]
-        text = text if len(kept) == len(tree.body) else ast.unparse(ast.Module(kept, []))
-        text += RUN_CASES.format(names=", ".join(cases))
-    if _defines_check(tree.body) and not any(_is_call(node, "check") for node in tree.body):
-        text += f"\n{_check_call(entry_point)}"
-    return text
+    if not cases:
+        return text
+    kept = [node for node in tree.body if not _is_runner(node)]
+    text = text if len(kept) == len(tree.body) else ast.unparse(ast.Module(kept, []))
+    return text + RUN_CASES.format(names=", ".join(cases))
 
 
 def _case_names(body: Iterable[ast.stmt]) -> list[str]:
@@ -85,14 +91,35 @@ def _is_call(node: ast.stmt, name: str) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == name
 
 
+def _reached(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that this code uses when it runs, also within the functions and classes that it uses."""
+    defined = [node for node in body if isinstance(node, SCOPES)]
+    left: list[ast.stmt] = [node for node in body if not isinstance(node, SCOPES)]
+    found: set[str] = set()
+    while left:
+        used = {one.id for one in ast.walk(left.pop()) if isinstance(one, ast.Name)} - found
+        found |= used
+        left += [node for node in defined if node.name in used]
+    return found
+
+
 def _defines_check(body: Iterable[ast.stmt]) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)
+    """Whether a function `check` is defined that can be called with the function to be tested."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == "check" and _takes_one(node.args) for node in body)
+
+
+def _takes_one(parameters: ast.arguments) -> bool:
+    """Whether a function with these parameters can be called with one argument."""
+    positional = [*parameters.posonlyargs, *parameters.args]
+    some = bool(positional or parameters.vararg)
+    return some and len(positional) - len(parameters.defaults) <= 1 and None not in parameters.kw_defaults
 
 
 def _check_call(entry_point: str | None) -> str:
     if not entry_point:
         raise NoTests(
-            "the function that check(), which this code defines, is called with", "name it in a column entry_point"
+            "the function that check(), which this code defines, is called with",
+            "name it in a column entry_point, or call check() in the tests",
         )
     call = f"check({entry_point})"
     try:

@@ -3,7 +3,7 @@
 An answer is one of
 - a list of pieces of code, each of which raises if the program is wrong: asserts, as MBPP's `test_list`;
 - a text of such code; HumanEval's `test`, whose function `check` is then called with the function that the column
-  `entry_point` names; or BigCodeBench's `test`, a `unittest.TestCase`, which is then run;
+  `entry_point` names, unless the code calls it; or BigCodeBench's `test`, a `unittest.TestCase`, which is then run;
 - a mapping of `inputs` and `outputs`, lists of the same length: what the program reads, and what it has to print.
 
 Lists and mappings may be written as JSON text. They are run by `flowrl.environments.tools.code_answers`: each piece,
