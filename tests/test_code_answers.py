@@ -42,7 +42,12 @@ def kind(request: pytest.FixtureRequest) -> Any:
     ("response", "program"),
     [
         ("So:\n```python\na = 1\n```\ndone", "a = 1\n"),
-        ("```py\na = 1\n```\nbetter:\n```\nb = 2\n```\n", "b = 2\n"),
+        ("```py\na = 1\n```\nOutput:\n```\n5\n```\n", "a = 1\n"),
+        ("```py\na = 1\n```\nbetter:\n```python3\nb = 2\n```\nOutput:\n```\n5\n```\n", "b = 2\n"),
+        ("Plan:\n```\nread\n```\n```python\na = 1\n", "a = 1\n"),
+        ("```\na = 1\n```\nbetter:\n```\nb = 2\n```\n", "b = 2\n"),
+        ("```\na = 1\n```\nor\n```\nb = 2\n", "a = 1\n"),
+        ("```text\n1\n```\n```\na = 1\n```\n```text\n2\n```\n", "a = 1\n"),
         ("It is\n```Python3\nb = 2\n", "b = 2\n"),
         ("  ```python\n  a = 1\n  ```", "  a = 1\n"),
         ("a = '```'\n", "a = '```'\n"),

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,19 +61,24 @@ class CodeTests:
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of Python, or without a language; one that is not closed counts if there is no other.
-    Without a fence of that kind it is the whole response."""
+    """The last fenced block that names Python, without one the last that names no language. One that is not closed
+    counts if there is no other of its kind. Without a block of either kind it is the whole response."""
+    ordered = sorted(_blocks(response), key=lambda block: block[:2])
+    return ordered[-1][2] if ordered else response
+
+
+def _blocks(response: str) -> Iterator[tuple[bool, bool, str]]:
+    """(whether it names Python, whether it is closed, its text) of each block of Python or without a language."""
     opened: re.Match[str] | None = None
-    program = None
     for fence in FENCE.finditer(response):
         if opened is None or (_names_python(fence) and not _names_python(opened)):
             opened = fence
         elif len(fence[1]) >= len(opened[1]) and not fence[2].strip():
-            program = response[opened.end() : fence.start()] if PYTHON.fullmatch(opened[2]) else program
+            if PYTHON.fullmatch(opened[2]):
+                yield _names_python(opened), True, response[opened.end() : fence.start()]
             opened = None
-    if program is None and opened is not None and PYTHON.fullmatch(opened[2]):
-        return response[opened.end() :]
-    return response if program is None else program
+    if opened is not None and PYTHON.fullmatch(opened[2]):
+        yield _names_python(opened), False, response[opened.end() :]
 
 
 def _names_python(fence: re.Match[str]) -> bool:
