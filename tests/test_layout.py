@@ -30,6 +30,7 @@ BASE = {
     "forest",
     "tensor_table",
     "tree_packing",
+    "user_path",
 }
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
@@ -45,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "message_base": {"errors"},
     "messages": {"errors", "message_base", "packing", "tensor_table", "tree_packing"},
     "tensor_table": {"message_base"},
+    "user_path": {"errors"},
     "episode": {"messages"},
     "graph": BASE,
     "channel": BASE | {"graph"},

@@ -15,6 +15,7 @@ from flowrl.commands.checkpoint_of import model_dir
 from flowrl.commands.merge_adapter import require_free
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
+from flowrl.user_path import user_path
 
 LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")
 """Files of a checkpoint that are no part of a model; directories are left out too, except `adapter`."""
@@ -47,12 +48,12 @@ def export(args: Sequence[str]) -> int:
             parse_options(ExportOptions, ["--help"], prog="flowrl export RUN")
         raise ConfigError("flowrl export needs a run, checkpoint or model first: flowrl export runs/NAME --name DIR")
     options = parse_options(ExportOptions, args[1:], prog="flowrl export RUN")
-    source = model_dir(Path(args[0]).expanduser())
+    source = model_dir(user_path(args[0]))
     files = files_of(source)
     size = sum(file.stat().st_size for file in files)
     print(f"{source}: {len(files)} files, {size / 1e6:.1f} MB", flush=True)
     if options.to == "dir":
-        copy(source, files, Path(options.name).expanduser())
+        copy(source, files, user_path(options.name))
         print(f"wrote {options.name}")
     else:
         print(f"uploaded to {upload(source, files, options)}")

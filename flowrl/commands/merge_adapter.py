@@ -12,6 +12,7 @@ from typing import Literal
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.models import Policy, resolve, to_stderr
+from flowrl.user_path import user_path
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def merge(args: Sequence[str]) -> int:
             parse_options(MergeOptions, ["--help"], prog="flowrl merge ADAPTER")
         raise ConfigError("flowrl merge needs an adapter's directory first: flowrl merge ADAPTER --out DIR")
     options = parse_options(MergeOptions, args[1:], prog="flowrl merge ADAPTER")
-    adapter = adapter_dir(Path(args[0]).expanduser())
+    adapter = adapter_dir(user_path(args[0]))
     base = base_of(adapter, options.base)
     require_free(options.out)
     print(f"merging {adapter} into {base}", flush=True)
@@ -64,14 +65,14 @@ def base_of(adapter: Path, named: str) -> Path:
     base = named or config.get("base_model_name_or_path")
     if base and (policy := Policy(_with_commit(base, None if named else config.get("revision")))).hub_name is not None:
         return Path(resolve(policy, progress=to_stderr))
-    if not base or not (Path(base).expanduser() / "config.json").is_file():
+    if not base or not (user_path(base) / "config.json").is_file():
         raise ConfigError(f"the adapter's base model {base!r} is no model directory here; name it with --base")
-    return Path(base).expanduser()
+    return user_path(base)
 
 
 def _with_commit(base: str, revision: str | None) -> str:
     """The name of a base on the Hub with the commit that the adapter was trained on; a directory as it is."""
-    return f"{base}@{revision}" if revision and not Path(base).expanduser().is_dir() else base
+    return f"{base}@{revision}" if revision and not user_path(base).is_dir() else base
 
 
 def require_free(out: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from flowrl.models.find_model import known_directory
 from flowrl.models.policy import CHARACTER_MODELS, Policy
 from flowrl.training.model.model_shape import ModelShape, read_shape
+from flowrl.user_path import user_path
 
 CHARACTER_VOCABULARY = 261
 CHARACTER_SHAPE = ModelShape(128, 2, 4, 4, 32, 256, CHARACTER_VOCABULARY, tied=True, biased=True, dtype="float32")
@@ -23,6 +22,6 @@ def known_shape(policy: Policy) -> ModelShape | None:
     if policy.model == "smollm2":
         return SMOLLM2_SHAPE
     if policy.model.endswith(".json"):
-        return read_shape(Path(policy.model).expanduser())
+        return read_shape(user_path(policy.model))
     directory = known_directory(policy)
     return read_shape(directory) if directory is not None else None

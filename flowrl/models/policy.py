@@ -8,6 +8,7 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
 from flowrl.tasks.task import Task
+from flowrl.user_path import user_path
 
 TOOL_MODEL = "tiny_agent"
 CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)
@@ -55,7 +56,7 @@ class Policy:
     @property
     def path(self) -> Path:
         """The directory of that name, which need not exist."""
-        return Path(self.model).expanduser()
+        return user_path(self.model)
 
     @property
     def hub_name(self) -> HubName | None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.models.policy import Policy
 from flowrl.tasks.name_options import parse_options
+from flowrl.user_path import user_path
 
 NONE = "none"
 WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -38,7 +38,7 @@ def _chosen(name: str) -> str | None:
     if name == NONE:
         return None
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
+        return user_path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(
             f"the chat template {name} cannot be read ({problem}); name a file with a Jinja template, or none"

@@ -7,7 +7,6 @@ messages of a longer conversation. A line is complete when the pair is finished 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError
@@ -17,6 +16,7 @@ from flowrl.graph.ports import In
 from flowrl.messages import Group, Trainable
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined
+from flowrl.user_path import user_path
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
@@ -42,7 +42,7 @@ class PairWriter(Node):
         return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
 
     def preflight(self) -> None:
-        target = Path(self.path).expanduser()
+        target = user_path(self.path)
         if target.exists():
             raise ConfigError(f"{target} already exists; name another file for the pairs, or remove it")
         if not target.parent.is_dir():
@@ -54,7 +54,7 @@ class PairWriter(Node):
         self._file = await self.blocking(self._open)
 
     def _open(self) -> IO[str]:
-        return Path(self.path).expanduser().open("a", encoding="utf-8")
+        return user_path(self.path).open("a", encoding="utf-8")
 
     async def run(self) -> None:
         assert self._file is not None

@@ -24,6 +24,7 @@ from flowrl.messages import Sample, Scored
 from flowrl.nodes.source import PromptSource
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined, prompt_ids
+from flowrl.user_path import user_path
 
 TELL_EVERY_S = 5.0
 OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response_tokens", "truncated")
@@ -87,7 +88,7 @@ class RemainingPrompts(PromptSource):
         super().preflight()
 
     def _done(self) -> frozenset[str]:
-        return Written.read(Path(self.out).expanduser(), self.per_group).prompt_ids
+        return Written.read(user_path(self.out), self.per_group).prompt_ids
 
     def _order(self, epoch: int) -> list[int]:
         """The rows of the epoch that are not done. Of a mixture that are not all others: an epoch has its shares."""
@@ -129,7 +130,7 @@ class ResponseWriter(Node):
         return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
 
     def preflight(self) -> str | None:
-        target = Path(self.path).expanduser()
+        target = user_path(self.path)
         if not target.parent.is_dir():
             raise ConfigError(f"the directory {target.parent} for the responses does not exist; create it")
         found = Written.read(target, self.per_group)
@@ -142,7 +143,7 @@ class ResponseWriter(Node):
         self._file = await self.blocking(self._open)
 
     def _open(self) -> IO[bytes]:
-        path = Path(self.path).expanduser()
+        path = user_path(self.path)
         found = Written.read(path, self.per_group)
         file = path.open("ab")
         file.truncate(found.num_bytes)

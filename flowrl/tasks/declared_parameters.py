@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flowrl.user_path import user_path
+
 Parameters = tuple[str, ...]
 MOST_STEPS = 16
 """Imports and assignments that are followed from one name."""
@@ -34,7 +36,7 @@ def parameters(place: str) -> Parameters | None:
     """Those of the function at `file.py:function` or `package.module:function`; None if no file says them."""
     where, _, name = place.rpartition(":")
     if where.endswith(".py"):
-        return _followed(Path(where).expanduser(), "", name, MOST_STEPS)
+        return _followed(user_path(where), "", name, MOST_STEPS)
     file = _file_of(where)
     return None if file is None else _followed(file, _package(where, file), name, MOST_STEPS)
 

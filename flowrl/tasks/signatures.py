@@ -19,6 +19,7 @@ from typing import Literal
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.declared_parameters import declared_in, parameters
+from flowrl.user_path import user_path
 
 Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
 TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
@@ -54,12 +55,13 @@ def with_function(place: str) -> str:
     """`file.py` with the name of its reward function; other places are unchanged. Raises ConfigError if unclear."""
     if not place.endswith(".py"):
         return place
-    functions = declared_in(Path(place).expanduser()).functions
+    file = user_path(place)
+    functions = declared_in(file).functions
     found = [name for name, names in functions.items() if name[0] != "_" and convention_of(names) is not None]
     usual = [name for name in USUAL if name in found] or found
-    if not Path(place).expanduser().is_file():
-        raise ConfigError(f"the reward's file {place} does not exist (looked for {Path(place).expanduser().resolve()})")
-    if (error := _syntax_error(Path(place).expanduser())) is not None:
+    if not file.is_file():
+        raise ConfigError(f"the reward's file {place} does not exist (looked for {file.resolve()})")
+    if (error := _syntax_error(file)) is not None:
         raise ConfigError(f"the reward's file {place} is no Python: line {error.lineno}: {error.msg}")
     if len(usual) != 1:
         raise ConfigError(

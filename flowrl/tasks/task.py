@@ -13,6 +13,7 @@ from flowrl.tasks.input_template import check_template
 from flowrl.tasks.name_options import option_text, parse_options, split_name
 from flowrl.tasks.rewards import VERIFIER, parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
+from flowrl.user_path import user_path
 
 
 @dataclass(frozen=True)
@@ -134,4 +135,4 @@ class Task:
     @property
     def path(self) -> Path:
         """The path of a task with rows on disk; meaningless for generated tasks."""
-        return Path(self.source).expanduser()
+        return user_path(self.source)

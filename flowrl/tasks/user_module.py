@@ -6,10 +6,10 @@ import functools
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from flowrl.errors import ConfigError
+from flowrl.user_path import user_path
 
 
 def user_module(where: str, *, owner: str) -> ModuleType:
@@ -35,7 +35,7 @@ def _package_module(name: str, owner: str) -> ModuleType:
 
 @functools.lru_cache(maxsize=16)
 def _file_module(name: str, owner: str) -> ModuleType:
-    path = Path(name).expanduser().resolve()
+    path = user_path(name).resolve()
     if not path.is_file():
         raise ConfigError(f"the {owner}'s file {name} does not exist (looked for {path})")
     module_name = f"flowrl_{owner}_{path.stem}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.user_path import user_path
 
 SHARDS = "shards_rank_{rank}.pt"
 """Files of the ranks' state that any number of ranks can load."""
@@ -115,7 +116,7 @@ def _check_packages(zero: ZeroSettings, lora: LoRA) -> None:
 
 
 def _check_nvme(path: str) -> None:
-    if not Path(path).expanduser().is_dir():
+    if not user_path(path).is_dir():
         raise ConfigError(f"nvme_path {path} is not a directory; create it on a local disk")
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
