@@ -23,6 +23,7 @@ from flowrl.environments import (
     environment_rows,
     exchange,
 )
+from flowrl.environments.adapters.package import imported
 from flowrl.environments.find import find_environment
 from flowrl.errors import ConfigError
 from flowrl.tasks import child
@@ -176,6 +177,17 @@ def test_a_file_that_does_not_import_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_package")
     with pytest.raises(ConfigError, match=r"broken.py does not import: ModuleNotFoundError"):
         find_environment(f"{tmp_path / 'broken.py'}:Class")
+    (tmp_path / "script.py").write_text("exit()")
+    with pytest.raises(ConfigError, match=r"script.py calls sys.exit\(None\) while it is imported; put what it does"):
+        find_environment(f"{tmp_path / 'script.py'}:Class")
+
+
+def test_a_package_that_ends_python_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_script_of_games.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = r"environment 'verifiers/x': the package x calls sys.exit\(3\) while it is imported; put what it does"
+    with pytest.raises(ConfigError, match=said):
+        imported(EnvironmentName("verifiers/x"), "a_script_of_games", distribution="x")
 
 
 # Rows

@@ -144,6 +144,7 @@ WRONG_FILES = {
     "import no_such_module\n": r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'$",
     "def graph(cfg:\n": r"mine.py:1: SyntaxError: '\(' was never closed$",
     "x = 1\ny = x / 0\n": r"mine.py:2: ZeroDivisionError: division by zero$",
+    "import sys\nsys.exit(0)\n": r"mine.py:2: it calls sys.exit\(0\), which ends flowrl; leave it out, or put it under",
     "def graph(cfg: Missing): ...\n": r"mine.py:1: NameError: name 'Missing' is not defined",
 }
 
@@ -153,6 +154,18 @@ def test_a_file_that_is_no_graph(write, text: str) -> None:  # type: ignore[no-u
     with pytest.raises(ConfigError, match=WRONG_FILES[text]) as error:
         load_file(write(text))
     assert "\n" not in str(error.value)
+
+
+def test_a_script_that_a_graph_imports(write) -> None:  # type: ignore[no-untyped-def]
+    write("raise SystemExit('done')\n", "a_script_beside.py")
+    with pytest.raises(ConfigError, match=r"mine.py:1: it calls sys.exit\('done'\), which ends flowrl"):
+        load_file(write("import a_script_beside\n"))
+
+
+def test_help_still_ends_the_command(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SystemExit) as end:
+        load_file(write(GOOD)).parse(["--help"])
+    assert not end.value.code
 
 
 def test_an_error_while_building_names_the_line_and_the_near_port(write) -> None:  # type: ignore[no-untyped-def]

@@ -385,6 +385,7 @@ REWARDS = {
     "def f(prompts, responses, level): return [1.0]": "needs the column level, but the task's rows have answer",
     "def f(prompts, responses): exit(4)": "ended its process (status 4)",
     "def g(prompts, responses): return [1.0]": "has no function 'f'; it has g",
+    "import sys; sys.exit(0)": "rewards.py calls sys.exit(0) while it is imported",
     "import nothing_of_that_name": "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'",
     "def f(:": "does not import: SyntaxError",
 }

@@ -15,6 +15,7 @@ from flowrl.errors import ConfigError
 from flowrl.tasks import worker
 from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
 from flowrl.tasks.reward_client import route_of
+from flowrl.tasks.rewards import parse_reward
 from flowrl.tasks.worker import RewardWorker
 
 
@@ -37,6 +38,10 @@ def ask(tmp_path: Path, source: str, columns: dict[str, Any] | None = None) -> V
         "def f(prompt, response): return {'reward': len(response)}",
         "import numpy as np\ndef f(prompts, responses): return np.array([1.0, 2.0])",
         "def f(prompts, responses, answer=None, **rest): return [1, 2]",
+        "def f(*, prompts, responses): return [len(r) for r in responses]",
+        "def f(prompts, *, responses): return [len(r) for r in responses]",
+        "def f(prompts, /, *, responses, **rest): return [len(r) for r in responses]",
+        "def f(*, prompt, response): return len(response)",
     ],
 )
 def test_every_accepted_shape_gives_the_same_rewards(tmp_path: Path, source: str) -> None:
@@ -64,6 +69,7 @@ def test_columns_go_by_name_to_those_who_want_them(tmp_path: Path) -> None:
     ("head", "rewards"),
     [
         ("def f(prompt, response, **columns)", "sorted(columns) == ['level'] and response in ('a', 'bb')"),
+        ("def f(*, prompt, response, **columns)", "sorted(columns) == ['level'] and response in ('a', 'bb')"),
         ("def f(prompt, response, /, **columns)", "sorted(columns) == ['level', 'response'] and response != 'theirs'"),
     ],
 )
@@ -88,6 +94,10 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     needy.check_columns({"answer": "x"})
     with pytest.raises(ConfigError, match="needs the column answer, but the task's rows have entry"):
         needy.check_columns({"entry": 1})
+    named = judge(tmp_path, "def f(*, prompt, response, answer): return 1")
+    assert named.required == {"answer"} and named.hidden({"response": "x"}) == frozenset()
+    starred = judge(tmp_path, "def f(*, prompt, response, **columns): return 1")
+    assert starred.hidden({"response": "x", "answer": 1}) == {"response"}
 
 
 @pytest.mark.parametrize(
@@ -132,8 +142,12 @@ def test_logs_of_one_sample_need_names(tmp_path: Path) -> None:
     [
         ("def g(prompts, responses): ...", "has no function 'f'; it has g"),
         ("def f(x): ...", "begins with the parameters (x)"),
+        ("def f(*, text, truth): ...", "begins with the parameters (text, truth)"),
+        ("from builtins import max as f", "has parameters that Python does not tell, as functions in C often do"),
         ("def f(:", "does not import: SyntaxError"),
         ("import no_such_package", "does not import: ModuleNotFoundError"),
+        ("import sys\nsys.exit(0)", "calls sys.exit(0) while it is imported; put what it does as a script under if"),
+        ("raise SystemExit", "calls sys.exit(None) while it is imported"),
     ],
 )
 def test_a_function_that_does_not_load_is_refused(tmp_path: Path, source: str, says: str) -> None:
@@ -145,6 +159,20 @@ def test_a_function_that_does_not_load_is_refused(tmp_path: Path, source: str, s
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"rewards.py does not exist"):
         load_judge("no/such/rewards.py:f")
+
+
+def test_a_package_that_ends_python_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_script_of_rewards.py").write_text("import sys\ndef f(prompt, response): return 1\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = r"the reward's module 'a_script_of_rewards' calls sys.exit\(0\) while it is imported"
+    with pytest.raises(ConfigError, match=said):
+        load_judge("a_script_of_rewards:f")
+
+
+@pytest.mark.parametrize("place", [":f", "f"])
+def test_a_place_without_a_module_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward '{place}' names no function; write file.py:function"):
+        parse_reward(place)
 
 
 def module_level(prompt: str, response: str) -> float:
@@ -161,9 +189,14 @@ def test_an_async_function_is_awaited_and_timed(tmp_path: Path) -> None:
     quick = judge(tmp_path, "async def f(prompts, responses): return [1, 2]")
     each = judge(tmp_path, "async def f(prompt, response): return len(response)")
     stuck = judge(tmp_path, "import asyncio\nasync def f(prompts, responses): await asyncio.Event().wait()")
-    for function in (quick, each):
+    named = judge(tmp_path, "async def f(*, prompt, response): return len(response)")
+    for function in (quick, each, named):
         asking = route_of(function, 5.0)
         assert asyncio.run(asking.ask(["p", "q"], ["a", "bb"], [{}, {}])).rewards == (1.0, 2.0)
+    for head in ("prompts, responses", "prompt, response"):
+        ends = judge(tmp_path, f"import sys\nasync def f({head}): sys.exit(0)")
+        with pytest.raises(BadReward, match=r"raised RuntimeError: it called sys.exit\(0\)"):
+            asyncio.run(route_of(ends, 5.0).ask(["p", "q"], ["a", "bb"], [{}, {}]))
     with pytest.raises(BadReward) as error:
         asyncio.run(route_of(stuck, 0.01).ask(["p"], ["a"], [{}]))
     assert error.value.reason == "reward_timed_out"

@@ -118,21 +118,33 @@ def user_code(path: Path) -> Iterator[None]:
     """Turn an exception from the graph file into one line with file and line number.
 
     Catches broadly, because user code may raise anything. An exception whose traceback does not include
-    the file is a flowrl bug and propagates unchanged.
+    the file is a flowrl bug, or the end of a command that prints help, and propagates unchanged.
     """
     try:
         yield
     except FlowrlError:
         raise
-    except Exception as error:  # the boundary to the graph file's code
-        line = _line_in(path, error)
-        if line is None:
+    except SystemExit as end:
+        if _line_in(path, end) is None:
             raise
-        raise ConfigError(f"{path}:{line}: {_sentence(error)}") from error
+        raise _of_file(path, end) from end
+    except Exception as error:  # the boundary to the graph file's code
+        if _line_in(path, error) is None:
+            raise
+        raise _of_file(path, error) from error
 
 
-def _sentence(error: Exception) -> str:
+def _of_file(path: Path, error: BaseException) -> ConfigError:
+    return ConfigError(f"{path}:{_line_in(path, error)}: {_sentence(error)}")
+
+
+def _sentence(error: BaseException) -> str:
     """The last line of Python's traceback, with the closest name for a misspelt attribute."""
+    if isinstance(error, SystemExit):
+        return (
+            f"it calls sys.exit({error.code!r}), which ends flowrl; leave it out, or put it under "
+            "if __name__ == '__main__':"
+        )
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
     lines = traceback.TracebackException.from_exception(error).format_exception_only()

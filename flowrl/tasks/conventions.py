@@ -107,6 +107,17 @@ def _of_verl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
     return _like(call, function)
 
 
+def by_position(function: Call, first: Sequence[inspect.Parameter]) -> Call:
+    """`function`, whose `first` parameters may be for keywords alone, so that it takes them by position."""
+    named = [one.name for one in first if one.kind is one.KEYWORD_ONLY]
+
+    def call(*given: Any, **columns: Any) -> Any:
+        start = len(given) - len(named)
+        return function(*given[:start], **dict(zip(named, given[start:], strict=True)), **columns)
+
+    return _like(call, function) if named else function
+
+
 def _like(call: Call, function: Call) -> Call:
     """`call` as a coroutine function if `function` is one."""
     if not inspect.iscoroutinefunction(function):

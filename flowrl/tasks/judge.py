@@ -4,6 +4,7 @@ A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, respo
 sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
 (`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts; or a mapping of
 names to lists of numbers (numbers), the heads of the reward, which add up to it.
+Both parameters may be for keywords alone.
 Columns are passed by name: those that its signature names, or all if it takes `**columns`, without one that is called
 as the function's parameter for the prompts or responses. Functions with the
 signatures of OpenRLHF, TRL and verl are called as those call them (`flowrl.tasks.signatures`).
@@ -15,13 +16,13 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.conventions import OF_TRL, adapted
+from flowrl.tasks.conventions import OF_TRL, adapted, by_position
 from flowrl.tasks.signatures import Convention, convention_of
 from flowrl.tasks.user_module import one_line, user_module
 
@@ -123,7 +124,7 @@ class Judge:
         """Call an `async` function. Raises BadReward."""
         try:
             called = self._call(prompts, responses, columns)
-            answer = await (asyncio.gather(*called) if self.single else called)
+            answer = await (asyncio.gather(*map(_awaited, called)) if self.single else _awaited(called))
         except Exception as problem:  # the boundary to the user's function
             raise _raised(self.place, problem) from problem
         return self._verdicts(answer, len(responses))
@@ -206,12 +207,12 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def _judge(place: str, function: Callable[..., Any]) -> Judge:
-    parameters = list(inspect.signature(function).parameters.values())
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    convention = convention_of([p.name for p in parameters])
+    parameters = _parameters(place, function)
+    names = [p.name for p in parameters]
+    convention = convention_of(names)
     if convention is None:
         raise ConfigError(
-            f"reward {place} begins with the parameters ({', '.join(positional[:2])}); it needs (prompts, responses) "
+            f"reward {place} begins with the parameters ({', '.join(names[:2])}); it needs (prompts, responses) "
             "for lists, (prompt, response) for one sample, or a signature of OpenRLHF (queries, prompts, labels), TRL "
             "(prompts, completions) or verl (data_source, solution_str, ground_truth)"
         )
@@ -225,16 +226,27 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
         return Judge(
             place, foreign.function, foreign.single, foreign.wanted, foreign.required, foreign.any_of, convention
         )
-    named = [p for p in parameters if p.name not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    first, named = parameters[:2], [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Judge(
         place=place,
-        function=function,
-        single=positional[0] == "prompt",
+        function=by_position(function, first),
+        single=names[0] == "prompt",
         wanted=None if takes_all else frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is p.empty),
-        own=frozenset(p.name for p in parameters if p.name in positional[:2] and p.kind is p.POSITIONAL_OR_KEYWORD),
+        own=frozenset(p.name for p in first if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)),
     )
+
+
+def _parameters(place: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Raises ConfigError for a function that does not tell them."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"reward {place} has parameters that Python does not tell, as functions in C often do; call it in a "
+            "function of your own, def f(prompts, responses), and name that"
+        ) from None
 
 
 def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
@@ -289,6 +301,14 @@ def joined(parts: Sequence[Verdicts]) -> Verdicts:
 
 def _as_head(verdict: Verdicts) -> Verdicts:
     return replace(verdict, logs={**verdict.logs, "reward": verdict.rewards}, heads={"reward": 1.0})
+
+
+async def _awaited(called: Awaitable[Any]) -> Any:
+    """What an `async` function returns. An end of Python becomes an exception: SystemExit would end the event loop."""
+    try:
+        return await called
+    except SystemExit as end:
+        raise RuntimeError(f"it called sys.exit({end.code!r})") from None
 
 
 def _raised(place: str, problem: Exception) -> BadReward:

@@ -309,7 +309,7 @@ def _check(part: Part, whole: str) -> None:
         wrong = [url for url in part.urls if not url.startswith(SCHEMES) or not url.partition("//")[2]]
         if wrong:
             raise ConfigError(f"reward {whole!r}: {wrong[0]!r} is no address; write http://HOST:PORT/PATH,http://…")
-    elif part.place not in (VERIFIER, MODEL) and ":" not in part.place:
+    elif part.place not in (VERIFIER, MODEL) and not part.place.rpartition(":")[0]:
         raise ConfigError(
             f"reward {part.place!r} names no function; write file.py:function, package.module:function or "
             "http://HOST:PORT/PATH"

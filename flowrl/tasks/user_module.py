@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 from flowrl.errors import ConfigError
@@ -26,11 +28,31 @@ def one_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
 
 
-def _package_module(name: str, owner: str) -> ModuleType:
+@contextlib.contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Raise ConfigError where what is imported ends Python. `what` is as "the reward's file r.py"."""
     try:
+        yield
+    except SystemExit as end:
+        raise ConfigError(
+            f"{what} calls sys.exit({end.code!r}) while it is imported; put what it does as a script under "
+            "if __name__ == '__main__':"
+        ) from None
+
+
+@contextlib.contextmanager
+def _importing(what: str) -> Iterator[None]:
+    """Raise ConfigError for whatever the user's module raises."""
+    with no_exit(what):
+        try:
+            yield
+        except Exception as problem:  # the boundary to the user's module
+            raise ConfigError(f"{what} does not import: {one_line(problem)}") from None
+
+
+def _package_module(name: str, owner: str) -> ModuleType:
+    with _importing(f"the {owner}'s module {name!r}"):
         return importlib.import_module(name)
-    except Exception as problem:  # the boundary to the user's module
-        raise ConfigError(f"the {owner}'s module {name!r} does not import: {one_line(problem)}") from None
 
 
 @functools.lru_cache(maxsize=16)
@@ -43,8 +65,6 @@ def _file_module(name: str, owner: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    try:
+    with _importing(f"the {owner}'s file {name}"):
         spec.loader.exec_module(module)
-    except Exception as problem:  # the boundary to the user's module
-        raise ConfigError(f"the {owner}'s file {name} does not import: {one_line(problem)}") from None
     return module

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_module import no_exit, one_line
 
 PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
 """What `flowrl setup environments` installs."""
@@ -18,18 +18,18 @@ PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
 
 def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
     """The module, untyped; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as problem:
-        missing = (problem.name or module).partition(".")[0]
-        needs = distribution if missing == module.partition(".")[0] else missing
-        raise ConfigError(
-            f"environment {name.text!r} needs the package {needs}; {_remedy(needs, of=distribution)}"
-        ) from None
-    except Exception as problem:  # the boundary to the package's import
-        raise ConfigError(
-            f"environment {name.text!r}: the package {distribution} does not import: {one_line(problem)}"
-        ) from None
+    package = f"environment {name.text!r}: the package {distribution}"
+    with no_exit(package):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as problem:
+            missing = (problem.name or module).partition(".")[0]
+            needs = distribution if missing == module.partition(".")[0] else missing
+            raise ConfigError(
+                f"environment {name.text!r} needs the package {needs}; {_remedy(needs, of=distribution)}"
+            ) from None
+        except Exception as problem:  # the boundary to the package's import
+            raise ConfigError(f"{package} does not import: {one_line(problem)}") from None
 
 
 def _remedy(package: str, *, of: str) -> str:
