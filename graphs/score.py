@@ -31,7 +31,8 @@ class Score(ScorerOptions):
 
 
 def graph(cfg: Score) -> Graph:
-    task = cfg.task.with_option("score", "-")  # every row, whatever an earlier run has written into its column `score`
+    # Every row, whatever an earlier run has written into its column `score`, unless min_score asks for that column.
+    task = cfg.task.with_option("score", "-", unless="min_score")
 
     g = Graph("score")
     source = RemainingPrompts(

@@ -206,10 +206,32 @@ def test_answers_that_nothing_compares_may_be_of_any_form(
 
 def test_each_file_of_a_mixture_is_scored_whatever_its_column_score_has(tmp_path: Path) -> None:
     file = load_file("score")
-    options = ["--task", "0.5*a.jsonl:prompt=q as first + b.jsonl + c.jsonl:score=mark"]
+    options = ["--task", "0.5*a.jsonl:prompt=q as first + b.jsonl + c.jsonl:score=mark + d.jsonl:min_score=1 + sticks"]
     source = file.build(file.parse(options)).nodes["prompts"]
     assert isinstance(source, RemainingPrompts)
-    assert source.task.name == "0.5*a.jsonl:prompt=q,score=- as first + b.jsonl:score=- + c.jsonl:score=mark"
+    assert source.task.name == (
+        "0.5*a.jsonl:prompt=q,score=- as first + b.jsonl:score=- + c.jsonl:score=mark + d.jsonl:min_score=1 + sticks"
+    )
+
+
+def test_min_score_says_which_responses_are_scored(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{n}+1=", "response": "r", "score": n / 10} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    file = load_file("score")
+    nodes = file.build(file.parse(["--task", f"{tmp_path}/rows.jsonl:min_score=0.5", "--policy", "tiny"])).nodes
+    prompts, responses = nodes["prompts"], nodes["responses"]
+    assert isinstance(prompts, RemainingPrompts)
+    assert len(prompts.rows()) == 5
+    responses.preflight()
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "sticks:most=9", "reasoning_gym/chain_sum"])
+def test_a_task_that_makes_its_rows_has_no_responses_to_score(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "score", "--task", task, "--out", str(tmp_path / "out.jsonl"), "--preflight"]) == 2
+    said = f"flowrl: {task} makes its rows, which have no responses to be scored; name a file of responses with --task"
+    assert capsys.readouterr().err.strip() == said
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "evaluate", "chat", "merge", "export", "samples"])

@@ -33,6 +33,10 @@ class GivenResponses(Node):
         return Facts(longest_response=self.max_tokens)
 
     def preflight(self) -> None:
+        for source in self.task.made_sources:
+            raise ConfigError(
+                f"{source} makes its rows, which have no responses to be scored; name a file of responses with --task"
+            )
         found = load_demonstrations(self.task, whole=True)
         rows = joined(found.train, found.held_out)
         if lacking := [row for row in rows if not isinstance(row.columns.get(self.column), str)]:

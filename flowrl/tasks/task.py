@@ -15,6 +15,9 @@ from flowrl.tasks.rewards import VERIFIER, parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
 from flowrl.user_path import user_path
 
+MADE = ("arithmetic", "sticks")
+"""Sources that make their rows, besides those of reasoning_gym."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -72,16 +75,23 @@ class Task:
         """The sources of a mixture with their weights, else the task's name alone."""
         return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
 
-    def with_option(self, key: str, value: str) -> Task:
-        """The task with this option of each of its sources that does not have it."""
+    def with_option(self, key: str, value: str, *, unless: str = "") -> Task:
+        """The task with this option of each source that may have files and has neither it nor the option `unless`."""
         found = []
         for term in self.sources:
-            source, options = split_name(term.text)
-            if key not in Task(term.text).options:
-                options = ",".join(filter(None, (options, option_text(key, value))))
+            text, made = term.text, term.text in self.made_sources
+            if not made and Task(text).options.keys().isdisjoint({key, unless}):
+                source, options = split_name(text)
+                text = f"{source}:" + ",".join(filter(None, (options, option_text(key, value))))
             weight = f"{term.weight!r}*" if term.weight != 1 else ""
-            found.append(f"{weight}{source}:{options}" + (f" as {term.name}" if term.name else ""))
+            found.append(f"{weight}{text}" + (f" as {term.name}" if term.name else ""))
         return replace(self, name=" + ".join(found))
+
+    @property
+    def made_sources(self) -> tuple[str, ...]:
+        """The sources that make their rows, and have no files, with their options."""
+        named = {term.text: split_name(term.text)[0] for term in self.sources}
+        return tuple(text for text, name in named.items() if name in MADE or name.startswith("reasoning_gym/"))
 
     @property
     def source_names(self) -> Mapping[str, str]:
