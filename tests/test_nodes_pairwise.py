@@ -72,6 +72,17 @@ def test_the_function_is_tried_before_the_run_and_told_apart_from_rewards(file: 
     assert "compares two responses, and a reward scores one" in problem
 
 
+@pytest.mark.parametrize("graph", ["iterative_dpo", "pairs"])
+@pytest.mark.parametrize("prefer", ["verifier", "reward_model", "{file}:longer + 0.5*verifier"])
+def test_words_for_rewards_of_one_answer_are_refused(
+    file: str, graph: str, prefer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", graph, "--prefer", prefer.format(file=file)]) == 2
+    word = prefer.rpartition("*")[2]
+    said = f"flowrl: --prefer names {word}, which scores one answer; a comparison of two is a function "
+    assert capsys.readouterr().err.startswith(f"{said}(prompts, firsts, seconds), as FILE.py:FUNCTION, or a server")
+
+
 def test_graphs_of_pairs_take_it(file: str) -> None:
     for graph in ("iterative_dpo", "pairs"):
         assert main(["check", graph, "--prefer", f"{file}:longer"]) == 0

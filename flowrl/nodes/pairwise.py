@@ -21,7 +21,7 @@ from flowrl.tasks.away import AWAY_S, Patience
 from flowrl.tasks.indexed_rows import joined
 from flowrl.tasks.judge import BadReward
 from flowrl.tasks.reward_client import RewardClient
-from flowrl.tasks.rewards import Part, check_reward, needs_rows, open_reward, parse_reward
+from flowrl.tasks.rewards import MODEL, VERIFIER, Part, check_reward, needs_rows, open_reward, parse_reward
 from flowrl.tasks.signatures import SECOND
 
 COMPARED_S = 60.0
@@ -32,11 +32,17 @@ class Comparisons:
     """Asks the pairwise reward `text`: a function `(prompts, firsts, seconds, **columns)`, or a server.
 
     It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column, and
-    the conversation, which is that of the sample's row in `task`.
+    the conversation, which is that of the sample's row in `task`. Raises ConfigError for the words of other rewards.
     """
 
     def __init__(self, text: str, task: Task, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
         self.parts: tuple[Part, ...] = parse_reward(text)
+        for part in self.parts:
+            if part.place in (VERIFIER, MODEL):
+                raise ConfigError(
+                    f"--prefer names {part.place}, which scores one answer; a comparison of two is a function "
+                    "(prompts, firsts, seconds), as FILE.py:FUNCTION, or a server"
+                )
         self._task = task
         self._known: KnownRows | None = None
         """The rows of the task, where the reward gets more of them than their columns."""
