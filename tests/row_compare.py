@@ -31,6 +31,7 @@ def rows_in(where: str) -> Iterator[None]:
         patched.setattr(row_loading, "AUTO_BYTES", WHERE[where])
         for load in (row_loading.all_rows, row_loading.all_demonstrations, row_loading.all_texts, load_preferences):
             load.cache_clear()
+        row_loading.UNREPEATED.clear()
         yield
 
 

@@ -159,7 +159,7 @@ class RewardModel(ScoringNode):
         )
         self._known = KnownRows(self.task)
         theirs = tokenizer_of(self.policy, progress=self.context.progress)
-        some = [list(row.turns) for row in self._known.rows[:TRIED_ROWS] if not uses_tools(row.turns, ())]
+        some = [list(row.turns) for row in self._known.of_prompts(TRIED_ROWS) if not uses_tools(row.turns, ())]
         self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
         if not self._same_tokens:
             self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
@@ -58,10 +60,17 @@ def load_rows(task: Task, *, whole: bool = False) -> Rows:
     return _with_training_rows(task, all_rows(task), whole)
 
 
+UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
+"""What `all_rows` has loaded of tasks in which no row repeats a prompt, as long as it is held."""
+
+
 @functools.lru_cache(maxsize=8)
 def all_rows(task: Task) -> Rows:
     """`load_rows` of a task that may have no training rows."""
-    return _loaded(task, RowKind(Keys, files.of_record, _generated))
+    found = _loaded(task, RowKind(Keys, files.of_record, _generated))
+    if not found.repeated:
+        UNREPEATED[task] = found
+    return found
 
 
 def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
@@ -73,25 +82,32 @@ def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
 
 @functools.lru_cache(maxsize=8)
 def all_demonstrations(task: Task) -> Rows:
-    """`load_demonstrations` of a task that has files, and may have no training rows."""
-    return _loaded(task, RowKind(Keys, files.of_record, _generated, every=True))
+    """`load_demonstrations` of a task that has files, and may have no training rows.
+
+    Where no row repeats a prompt, they are the rows of `load_rows`, and are not read again.
+    """
+    return UNREPEATED.get(task) or _loaded(task, RowKind(Keys, files.of_record, _generated, every=True))
 
 
 class KnownRows:
     """Every row of a task by the prompt id of its samples: both parts, and each response of a prompt that has several.
 
-    Loads the rows, which may be slow. Raises ConfigError.
+    These are the demonstrations, of which the first of each prompt is the row of `load_rows`, with its id. Loads them,
+    which may be slow. Raises ConfigError.
     """
 
     def __init__(self, task: Task) -> None:
-        demonstrations, rows = load_demonstrations(task, whole=True), load_rows(task, whole=True)
-        self.rows = joined(rows.train, rows.held_out)
-        self._demonstrations = by_id(joined(demonstrations.train, demonstrations.held_out))
-        self._by_id = by_id(self.rows)
+        found = load_demonstrations(task, whole=True)
+        self._rows = joined(found.train, found.held_out)
+        self._by_id = by_id(self._rows)
 
     def get(self, prompt_id: str) -> Row | None:
         """The row of a sample; None if its prompt is no row of the task."""
-        return self._demonstrations.get(prompt_id) or self._by_id.get(prompt_id)
+        return self._by_id.get(prompt_id)
+
+    def of_prompts(self, most: int) -> list[Row]:
+        """The rows of the first prompts, `most` of them or all, one of each."""
+        return list(itertools.islice((row for row in self._rows if row.prompt_id == row.asked_id), most))
 
 
 def load_texts(task: Task, *, whole: bool = False) -> Rows:
