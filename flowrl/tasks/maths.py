@@ -3,9 +3,6 @@
 The reference may be only an answer, with or without `$...$` (`3\\sqrt{13}`, `[-2,7]`), or a worked solution that ends
 with `#### 72` (GSM8K) or `\\boxed{72}` (MATH). In a response the last such answer counts, else its last formula or
 number.
-
-math-verify reads LaTeX only between delimiters; of other text it takes a number. So a text that is nothing but a
-formula is put between them first.
 """
 
 from __future__ import annotations
@@ -17,20 +14,14 @@ from contextlib import suppress
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.written_numbers import MARK, MARKED, in_digits
+from flowrl.tasks.answer_checks import box_of
+from flowrl.tasks.bare_formulas import bare_formulas, delimited, has_formula, prose
+from flowrl.tasks.written_numbers import MARK, MARKED
 
 SECONDS = 5
-MOST_FORMULA = 400
-"""Characters of a text that may be nothing but a formula."""
-DELIMITED = re.compile(r"\\boxed|(?<!\\)\\[(\[]|(?<!\\)\$.*(?<!\\)\$", re.DOTALL)
-NAMED = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname\*?|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-"""Letters that LaTeX takes for no product of variables: commands, and words inside of them."""
-WORD = re.compile(
-    r"(?<![A-Za-z\d\\^_)}])(?!(?:and|or)\b)(?:[A-Za-z]{3,}(?![A-Za-z\d^_({])|[A-Za-z]{2}(?=\s+\d))|\d\s+(?!or\b)[A-Za-z]{2}\b"
-)
-"""A word of prose: letters that stand alone, unlike those of `3xyz` and `sin(x)`."""
-SPACED = re.compile(r"(?<=\d)(?:\\[,!]|,\\!\s*|\{,\})(?=\d{3}(?!\d))")
-"""Between the thousands of a number in LaTeX."""
+ITEM = re.compile(r"\A-\s+(?=[$€£¥₹]?\.?\d)")
+"""Of a list of Markdown. A reference is no list: there `- 12` is -12."""
+LATEX = re.compile(r"[\\{|]")
 
 
 def score(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
@@ -48,8 +39,10 @@ def equal(response: str, answer: str) -> bool:
     """Whether both denote the same number, set, interval or formula."""
     from math_verify import verify
 
-    said = _read(_marked(response) or response)
-    return bool(said) and bool(verify(_right(answer), said, timeout_seconds=SECONDS))
+    said = _read(_marked(response) or ITEM.sub("", response.strip()))
+    if said and verify(_right(answer), said, timeout_seconds=SECONDS):
+        return True
+    return response.strip() == answer.strip() != ""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,36 +56,32 @@ def _reference(answer: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """The line after the last GSM8K mark that is an answer; a heading of Markdown, with words, is none."""
-    for part in reversed(text.split(MARK)[1:]):
-        line = part.strip().partition("\n")[0].strip()
-        if _is_formula(line) or MARKED.match(f"{MARK}{line}"):
-            return line
+    """The line after the last GSM8K mark that is an answer, or what follows it where that has a box.
+
+    A heading of Markdown with words is no answer, and where a box follows, a heading without is none either.
+    """
+    end = len(text)
+    while (mark := text.rfind(MARK, 0, end)) >= 0:
+        line, _, rest = text[mark + len(MARK) : end].strip().partition("\n")
+        if bare_formulas(line) or MARKED.match(f"{MARK}{line.strip()}"):
+            rest = rest + text[end:]
+            return line.strip() if box_of(rest) is None else rest
+        end = mark
     return None
 
 
-def _is_formula(text: str) -> bool:
-    """Whether the text is one line of mathematics without prose."""
-    if len(text) > MOST_FORMULA or "\n" in text or not any(map(str.isalnum, text)):
-        return False
-    return not WORD.search(NAMED.sub(" ", text))
-
-
 def _read(text: str) -> list[Any]:
+    """What math-verify finds: values, and the texts that they are of; where it cannot parse LaTeX the text alone."""
+    found = [one for formula in bare_formulas(text) for one in _parsed(delimited(formula))] or _parsed(prose(text))
+    if found and all(isinstance(one, str) for one in found) and not LATEX.search(found[0]):
+        found += _parsed(prose(found[0]))  # it is no LaTeX, so it may be a number with a word
+    return found
+
+
+def _parsed(text: str) -> list[Any]:
     from math_verify import parse
 
-    text = SPACED.sub("", in_digits(text.strip()))
-    return list(parse(_delimited(text) if _is_formula(text) else text, parsing_timeout=SECONDS))
-
-
-def _delimited(formula: str) -> str:
-    """The formula as math-verify reads it; of a calculation (`2 * 9 = 18`) what it comes to."""
-    if DELIMITED.search(formula):
-        return formula
-    calculation, _, result = formula.rpartition("=")
-    result = formula if re.search("[A-Za-z]", NAMED.sub(" ", calculation)) else result
-    plain = re.sub(r"\\?\$", "", result)
-    return f"${plain}$"
+    return list(parse(text, parsing_timeout=SECONDS))
 
 
 def check(answers: Mapping[str, str]) -> None:
@@ -113,7 +102,6 @@ def check(answers: Mapping[str, str]) -> None:
 
 
 def is_readable(answer: str) -> bool:
-    """Whether math-verify finds something. It always does in a formula and in text with a digit, which is most of them:
-    it need not be asked, which takes it some milliseconds for each."""
-    text = _reference(answer)
-    return _is_formula(text) or bool(re.search("[0-9]", text)) or bool(_right(answer))
+    """Whether math-verify finds something. It is not asked, which takes it some milliseconds for each answer, and is
+    refused outside of the main thread, where nodes load their rows."""
+    return has_formula(_reference(answer))
