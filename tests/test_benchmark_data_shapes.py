@@ -34,7 +34,7 @@ def test_no_cell_is_a_traceback_or_several_lines(name: str, tmp_path: Path) -> N
         ("pairs as messages", "a row without its key", "rows.jsonl:5: the column 'rejected' is missing", 19),
         ("Alpaca", "a value of another type", "rows.jsonl:5: the instruction with its input", 19),
         ("answers of SFT", "a row without its key", "no answer to learn from, the first at rows.jsonl:5", None),
-        ("answers of SFT", "a value of another type", "rows.jsonl:5: the answer is", None),
+        ("answers of SFT", "a value of another type", "rows.jsonl:5: the answer is", 19),
         ("GSM8K, its answers", "a value of 8 MiB", "rows.jsonl:5: the columns hold 8.0 MiB of text", 19),
         ("GSM8K, its answers", "a row without its key", "rows.jsonl:5: the row has no answer to compare", None),
         ("dataset of the Hub, offline", "empty", "task 'acme/rows' has no rows at all", None),

@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.nodes import PromptSource
+from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
 from flowrl.tasks.code_tests import program_of
@@ -153,7 +153,7 @@ def test_every_check_is_the_verifier_of_its_task_and_scores(check: str) -> None:
     assert load_judge(task.own_verifier)(["", ""], [said, "nothing"], columns).rewards == (1.0, 0.0)
 
 
-def rows_of(path: Path, *answers: str) -> str:
+def rows_of(path: Path, *answers: object) -> str:
     path.write_text(
         "".join(json.dumps({"prompt": f"{path.stem} {n}", "answer": a}) + "\n" for n, a in enumerate(answers))
     )
@@ -190,6 +190,45 @@ def test_references_that_the_check_cannot_use_are_left_out_like_other_malformed_
     assert len(rows.train) + len(rows.held_out) == used
     assert len(rows.skipped) == 4 - used
     assert all(f"the answer is {answers[1]!r}, and check={check} needs" in told for told in rows.skipped[:1])
+
+
+LISTS = ("12", ["12", "13"], {"a": "b"}, "13")
+
+
+def num_rows(task: Task) -> int:
+    """Rows that a source of its prompts takes, whose answers are checked before the run."""
+    PromptSource(task, Policy("tiny"), part="all").preflight()
+    rows = load_rows(task, whole=True)
+    return len(rows.train) + len(rows.held_out)
+
+
+@pytest.mark.parametrize("check", ["exact", "math", "gsm8k", "boxed"])
+def test_lists_are_left_out_where_the_check_compares_with_them(check: str, tmp_path: Path) -> None:
+    file = rows_of(tmp_path / "rows.jsonl", *LISTS)
+    skipping = f"{file}:check={check},malformed=skip"
+    assert num_rows(Task(skipping)) == num_rows(Task(skipping, "verifier + 0.1*rules.py:short")) == 2
+    said = f'rows.jsonl:2: the answer is \'["12", "13"]\', and check={check} needs a text'
+    assert load_rows(Task(skipping), whole=True).skipped[0].endswith(said)
+    with pytest.raises(ConfigError, match=f"check={check} compares with a text; .* with malformed=skip"):
+        num_rows(Task(f"{file}:check={check}"))
+    assert num_rows(Task(skipping, "rules.py:short")) == num_rows(Task(skipping, "reward_model")) == 4
+
+
+def test_lists_in_a_source_of_a_mixture_are_left_out_by_the_reward_of_the_whole(tmp_path: Path) -> None:
+    one, other = rows_of(tmp_path / "a.jsonl", *LISTS), rows_of(tmp_path / "b.jsonl", "A", ["B"])
+    mixture = f"{one}:check=gsm8k,malformed=skip + {other}:check=choice,malformed=skip"
+    assert num_rows(Task(mixture)) == 3
+    assert num_rows(Task(mixture, "rules.py:short")) == 6
+
+
+def test_rows_without_an_answer_are_kept_and_named_where_it_is_needed(tmp_path: Path) -> None:
+    """Distillation and reward models use them."""
+    task = Task(f"{rows_of(tmp_path / 'rows.jsonl', '12', None, '13')}:check=gsm8k,malformed=skip")
+    assert num_rows(task) == 3
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: the row has no answer .* \(malformed=skip does not\)"):
+        Reward(task).preflight()
+    with pytest.raises(ConfigError, match=r"1 of 3 training rows .* \(malformed=skip does not\)"):
+        Demonstrations(task, Policy("tiny"), part="all").preflight()
 
 
 def test_each_source_of_a_mixture_has_its_own_check(tmp_path: Path) -> None:

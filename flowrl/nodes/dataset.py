@@ -174,7 +174,8 @@ def _require_answers(task: Task, rows: Sequence[Row]) -> None:
     if without := [row for row in rows if row.answer is None]:
         raise ConfigError(
             f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "
-            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it"
+            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it, "
+            "or take rows without one out of the data (malformed=skip does not)"
         )
     if other := next((row for row in rows if not row.text_answer), None):
         raise ConfigError(

@@ -49,7 +49,7 @@ class GivenAnswers(Node):
         if without := sum(row.answer is None for row in self._all_rows()):
             raise ConfigError(
                 f"{without} rows of {self.task.name!r} have no answer to learn from; set the option answer= of the "
-                "task to the column that holds it"
+                "task to the column that holds it, or take rows without one out of the data (malformed=skip does not)"
             )
 
     def _all_rows(self) -> Sequence[Row]:

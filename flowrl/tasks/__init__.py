@@ -73,19 +73,24 @@ def asked_columns(parts: Sequence[Part], task: Task, row: Row) -> dict[str, Any]
 
 
 def check_answers(task: Task, rows: Iterable[Row]) -> None:
-    """Raise ConfigError if answers are not what the check of the rows' own source compares with."""
+    """Raise ConfigError if answers are not what the check of the rows' own source compares with.
+
+    Answers that are lists or mappings are left to a reward without the task's own verifier.
+    """
     checks = {term.text: str(Task(term.text).options.get("check", "exact")) for term in task.sources}
     answers: dict[str, dict[str, tuple[str, Any]]] = {term: {} for term in checks}
     mixed = len(task.sources) > 1
     for row in rows:
         term = row.columns[OF_TASK] if mixed else task.sources[0].text  # a file may have a column of this name
         check = checks[term]
-        if row.answer is not None and task.compares and not row.text_answer and check not in STRUCTURED:
+        structured = not row.text_answer and check not in STRUCTURED
+        if structured and task.compares:
             raise ConfigError(
                 f"{row.place}: the answer is {str(row.answer)[:60]!r}, and check={check} compares with a text; "
-                "name the column that has one with answer=, or give the task a reward function"
+                "name the column that has one with answer=, give the task a reward function, or leave such rows out "
+                "with malformed=skip"
             )
-        if row.answer is not None and (check in NEEDED or check in ("math", "code")):
+        if row.answer is not None and not structured and (check in NEEDED or check in ("math", "code")):
             answers[term][row.place or term] = (str(row.answer), row.columns.get("entry_point"))
     for term, check in checks.items():
         texts = {place: text for place, (text, _) in answers[term].items()}

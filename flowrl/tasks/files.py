@@ -151,12 +151,15 @@ def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
     return [source] if found is None else found
 
 
-def of_record(keys: Keys, place: str, record: Record) -> tuple[Row, ...]:
-    """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`."""
+def of_record(keys: Keys, place: str, record: Record, *, compared: bool = True) -> tuple[Row, ...]:
+    """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`.
+
+    `compared`: the task's own verifier compares responses with its answer.
+    """
     row = _row(place, record, keys)
     row.require_short()
     require_score(place, row.score, keys)
-    if keys.malformed == "skip" and (needed := lacking(keys.check, row)):
+    if keys.malformed == "skip" and (needed := lacking(keys.check, row, compared=compared)):
         raise Malformed(f"{place}: the answer is {str(row.answer)[:60]!r}, and check={keys.check} needs {needed}")
     return (row,)
 

@@ -100,7 +100,8 @@ class Judge:
             raise ConfigError(
                 f"{row} has no {', '.join(missing)} to compare responses with (it has "
                 f"{', '.join(columns) or 'the prompt alone'}); set the option answer= of the task to the column that "
-                "holds it, or give the task a reward function"
+                "holds it, take rows without one out of the data (malformed=skip does not), or give the task a "
+                "reward function"
             )
         if missing:
             raise ConfigError(

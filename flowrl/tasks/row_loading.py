@@ -67,7 +67,7 @@ UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
 @functools.lru_cache(maxsize=8)
 def all_rows(task: Task) -> Rows:
     """`load_rows` of a task that may have no training rows."""
-    found = _loaded(task, RowKind(Keys, files.of_record, _generated))
+    found = _loaded(task, _with_answers(task))
     if not found.repeated:
         UNREPEATED[task] = found
     return found
@@ -86,7 +86,12 @@ def all_demonstrations(task: Task) -> Rows:
 
     Where no row repeats a prompt, they are the rows of `load_rows`, and are not read again.
     """
-    return UNREPEATED.get(task) or _loaded(task, RowKind(Keys, files.of_record, _generated, every=True))
+    return UNREPEATED.get(task) or _loaded(task, _with_answers(task, every=True))
+
+
+def _with_answers(task: Task, *, every: bool = False) -> RowKind:
+    """Rows with the answers that the reward of the whole task needs, also where this is a mixture."""
+    return RowKind(Keys, partial(files.of_record, compared=task.compares), _generated, every)
 
 
 class KnownRows:

@@ -11,12 +11,18 @@ from flowrl.tasks.code_tests import missing_tests
 from flowrl.tasks.rows import Row
 
 
-def lacking(check: str, row: Row) -> str:
-    """What the check needs and the row's answer does not have, "" if nothing is missing or there is no answer."""
+def lacking(check: str, row: Row, *, compared: bool) -> str:
+    """What the check needs and the row's answer does not have, "" if nothing is missing.
+
+    A row without an answer lacks nothing: it is a prompt for a teacher, or for a reward that needs no answer. Nor does
+    an answer that is a list or mapping, unless the task's own verifier is `compared` with it.
+    """
     if row.answer is None:
         return ""
     if check == "code":
         return missing_tests(row.answer, row.columns.get("entry_point"))
+    if not row.text_answer:
+        return "a text" if compared else ""
     answer = str(row.answer)
     if check == "math":
         return "" if maths.is_readable(answer) else "a number or formula"
