@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import worker
+from flowrl.tasks import Task, reward_parts, worker
 from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
 from flowrl.tasks.reward_client import route_of
-from flowrl.tasks.rewards import parse_reward
+from flowrl.tasks.rewards import open_reward, parse_reward
 from flowrl.tasks.worker import RewardWorker
 
 
@@ -293,6 +293,33 @@ def test_a_verifier_has_imported_what_it_needs_before_a_call_is_timed(place: str
     """Such an import takes seconds, and more than a call's ten on a machine that is loaded."""
     code = f"import sys; from flowrl.tasks.worker_child import serve; serve({place!r}); assert {needs!r} in sys.modules"
     subprocess.run((sys.executable, "-c", code), stdin=subprocess.DEVNULL, check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "needed"),
+    [
+        ("{0} + {1}:check=math", {"math_verify"}),
+        ("{0} + {1}:check=code + reasoning_gym/chain_sum:size=9", {"reasoning_gym.factory"}),
+        ("{0} + {1}:check=gsm8k", set()),
+    ],
+)
+def test_the_verifier_of_a_mixture_has_imported_what_its_sources_need(
+    mixture: str, needed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing that they do not. What it is asked about needs neither."""
+    task = Task(mixture.format("arithmetic", f"{tmp_path}/rows.jsonl"))
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+
+    async def ask() -> tuple[float, ...]:
+        client = open_reward(reward_parts(task), timeout_s=100.0, concurrency=1)
+        try:
+            return (await client.ask(["1+1="], ["2"], [{"answer": "2", "of_task": "arithmetic"}])).rewards
+        finally:
+            await client.close()
+
+    assert asyncio.run(ask()) == (1.0,)
+    imported = {line.rpartition("|")[2].strip() for line in capfd.readouterr().err.splitlines()}
+    assert imported & {"math_verify", "reasoning_gym.factory"} == needed
 
 
 def test_a_child_that_ends_while_it_loads_is_named(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shaping import Shaping
 from flowrl.nodes.shared_pass import SharedPass
-from flowrl.tasks import KnownRows, Row, Task
+from flowrl.tasks import KnownRows, Row, Task, parts_of
 from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.judge import BadReward, Verdicts
-from flowrl.tasks.rewards import MODEL, beside_model, parse_reward
+from flowrl.tasks.rewards import MODEL, beside_model
 from flowrl.training.layouts import Decision, refused
 from flowrl.training.settings import Dtype, Layout
 
@@ -82,9 +82,7 @@ class RewardModel(ScoringNode):
         self.shaping = shaping or Shaping()
         self.batch = batch
         self.dtype = dtype
-        heads = tuple(task.head_weights.items())
-        parts = parse_reward(task.verifier, verifier=task.own_verifier)
-        self.weight, others = beside_model([dataclasses.replace(part, heads=heads) for part in parts])
+        self.weight, others = beside_model(parts_of(task, task.verifier))
         self._functions: RewardFunctions | None = None
         if others:
             self._functions = RewardFunctions(task, others, timeout_s=timeout_s, processes=concurrency, away_s=away_s)

@@ -41,6 +41,7 @@ __all__ = [
     "load_preferences",
     "load_rows",
     "load_texts",
+    "parts_of",
     "place_of_rows",
     "reward_parts",
     "right_answer",
@@ -52,12 +53,19 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
 
     Without the reward model that a sum may have, which a node of its own asks.
     """
-    heads = tuple(task.head_weights.items())
     if function is None or isinstance(function, str):
-        parts = parse_reward(function or task.verifier, verifier=task.own_verifier)
-        others = tuple(part for part in parts if part.place != MODEL)
-        return tuple(dataclasses.replace(part, heads=heads) for part in others or parse_reward(task.own_verifier))
-    return (Part(place_of(function), name=function.__name__, heads=heads),)
+        parts = parts_of(task, function or task.verifier)
+        return tuple(part for part in parts if part.place != MODEL) or parts_of(task, task.own_verifier)
+    return (Part(place_of(function), name=function.__name__, heads=tuple(task.head_weights.items())),)
+
+
+def parts_of(task: Task, text: str) -> tuple[Part, ...]:
+    """The parts of a reward as text that scores responses to `task`, its reward model included."""
+    heads, own = tuple(task.head_weights.items()), task.own_verifier
+    return tuple(
+        dataclasses.replace(part, heads=heads, asks=task.asked_verifiers if part.place == own else ())
+        for part in parse_reward(text, verifier=own)
+    )
 
 
 def conversation(task: Task, row: Row) -> list[dict[str, str]]:

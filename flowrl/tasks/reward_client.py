@@ -38,13 +38,13 @@ class RewardClient(Protocol):
     async def close(self) -> None: ...
 
 
-def route_of(judge: Judge, timeout_s: float) -> RewardClient:
-    """The client that fits the function."""
+def route_of(judge: Judge, timeout_s: float, *, asks: Sequence[str] = ()) -> RewardClient:
+    """The client that fits the function; `asks` are verifiers that the function asks."""
     if judge.is_async:
         return _Awaited(judge, timeout_s)
     if judge.place.startswith(TRUSTED):
         return _InPlace(judge)
-    return RewardWorker(judge.place, timeout_s=timeout_s, own_s=OWN_LIMITS.get(judge.place))
+    return RewardWorker(judge.place, timeout_s=timeout_s, own_s=OWN_LIMITS.get(judge.place), asks=asks)
 
 
 class _InPlace:

@@ -52,6 +52,8 @@ class Part:
     """(head of its answer, weight): those that do not weigh 1."""
     loaded: Convention | None = None
     """The convention of the function as `check_reward` has loaded it."""
+    asks: tuple[str, ...] = ()
+    """Verifiers that the function asks, as that of a mixture asks those of the sources."""
     hidden: tuple[str, ...] = ()
     """Columns of the rows that `check_reward` was shown which the function takes and cannot be given."""
 
@@ -291,7 +293,7 @@ def _open_http(
 
 def _open(part: Part, timeout_s: float, concurrency: int) -> RewardClient:
     judge = load_judge(part.place)
-    clients = [route_of(judge, timeout_s) for _ in range(concurrency)]
+    clients = [route_of(judge, timeout_s, asks=part.asks) for _ in range(concurrency)]
     return Gathered(clients) if judge.convention in BATCHED else Pool(clients)
 
 

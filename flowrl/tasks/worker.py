@@ -26,12 +26,21 @@ class RewardWorker:
     """One child process for one function. One call at a time.
 
     A function that bounds its calls itself has `own_s`, the longest that it takes; it gets no less time than that.
+    Verifiers that it `asks` are loaded with it.
     """
 
-    def __init__(self, place: str, *, timeout_s: float, own_s: Callable[[Columns], float] | None = None) -> None:
+    def __init__(
+        self,
+        place: str,
+        *,
+        timeout_s: float,
+        own_s: Callable[[Columns], float] | None = None,
+        asks: Sequence[str] = (),
+    ) -> None:
         self.place = place
         self.timeout_s = timeout_s
         self.own_s = own_s
+        self.asks = tuple(asks)
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -42,6 +51,7 @@ class RewardWorker:
             "-m",
             "flowrl.tasks.worker_child",
             self.place,
+            *self.asks,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

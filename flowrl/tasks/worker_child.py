@@ -10,14 +10,17 @@ from flowrl.tasks import child
 from flowrl.tasks.judge import BadReward, load_judge
 
 
-def serve(place: str) -> None:
-    """The main loop of the child process."""
+def serve(place: str, *asks: str) -> None:
+    """The main loop of the child process; `asks` are verifiers that the function asks."""
     child.die_with_parent()
     inbox, outbox = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
         judge = load_judge(place)
         prepare(place)
+        for verifier in asks:
+            load_judge(verifier)
+            prepare(verifier)
     except ConfigError as problem:
         child.write(outbox, {"error": str(problem)})
         return
@@ -40,4 +43,4 @@ def prepare(place: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])
