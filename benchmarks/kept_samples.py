@@ -15,12 +15,14 @@ import math
 import os
 import random
 import resource
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +50,8 @@ class Options:
     """Runs that keep samples in every other window; 0: none."""
     within_steps: int = 1000
     """Steps of each of them."""
+    keep: str = "auto"
+    """--keep-samples of those runs. What `all` costs, divided by how many more are kept, tells small costs better."""
     window_s: float = 4.0
     """Seconds of a window."""
     graph: str = "grpo"
@@ -101,7 +105,7 @@ def _costs_within(options: Options, folder: Path) -> None:
     for number in range(options.within):
         run_dir = folder / f"within-{number}"
         process = psutil.Popen(
-            _command(options, run_dir, "auto", options.within_steps), env=env, stdout=subprocess.DEVNULL
+            _command(options, run_dir, options.keep, options.within_steps), env=env, stdout=subprocess.DEVNULL
         )
         meter = CpuMeter(process, options.window_s)
         meter.watch()
@@ -114,11 +118,13 @@ def _costs_within(options: Options, folder: Path) -> None:
             "CPU seconds": pairs_of(ends_s, options.window_s, meter.spent_s),
         }
         told = {what: compared(some) for what, some in found.items()}
-        print(json.dumps({"run": number, "kept": _num_rows(run_dir), **told}), flush=True)
+        windows = (ends_s[-1] - ends_s[0]) / options.window_s
+        kept = {"kept": _num_rows(run_dir), "of": _num_trained(run_dir), "windows": round(windows)}
+        print(json.dumps({"run": number, **kept, **told}), flush=True)
         for what, some in found.items():
             pairs[what] += some
     for what, some in pairs.items():
-        print(f"{what} of a step with the default share / in the windows around it without: {compared(some)}")
+        print(f"{what} of a step with --keep-samples {options.keep} / in windows without: {compared(some)}")
 
 
 def compared(pairs: Sequence[tuple[float, float]]) -> str:
@@ -155,6 +161,12 @@ def _times(run_dir: Path) -> list[float]:
     """The ends of the steps of a run, in seconds from its start."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["time_s"] for line in lines]
+
+
+def _num_trained(run_dir: Path) -> int:
+    """Samples of the whole run, also in windows in which none are kept."""
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as db:
+        return int(db.execute("SELECT COUNT(*) FROM samples").fetchone()[0])
 
 
 def _num_rows(run_dir: Path) -> int:
