@@ -40,7 +40,10 @@ JOBS: dict[str, tuple[int, str]] = {
         "--schedule.decay linear --evaluate 200 --evaluate-every 15 --steps 45",
     ),
     "agent_tools": (3, "agent_tools --steps 40 --evaluate 512"),
-    "agent_openai": (3, "agent_openai --steps 40 --evaluate 128 --evaluate-samples 4 --episodes-per-process 16"),
+    "agent_openai": (
+        3,
+        "agent_openai --steps 50 --schedule.decay linear --evaluate 128 --evaluate-samples 4 --episodes-per-process 16",
+    ),
     "self_play": (3, "self_play --steps 40"),
     "agent_game": (3, "agent_game --steps 100 --evaluate 512"),
 }
