@@ -45,6 +45,8 @@ def test_the_death_of_vllms_process_ends_a_call_that_it_would_have_answered(tmp_
 
         async def pause() -> None:
             os.kill(pid, signal.SIGSTOP)
+            # Until it has stopped it may still answer.
+            await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
             task = asyncio.ensure_future(sampler.pause())
             await asyncio.wait((task,), timeout=0.5)
             assert not task.done()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flowrl import In, Node
 from flowrl.errors import FlowrlError
+from flowrl.messages import Prompt
 from flowrl.nodes.vllm_processes import (
     CONSEQUENCE,
     DID_NOT_START,
@@ -20,6 +22,8 @@ from flowrl.nodes.vllm_processes import (
     error_in,
     starting,
 )
+from flowrl.testing import NodeRig
+from tests.generator_rig import make_prompt
 from tests.run_process import ROOT
 
 pytestmark = pytest.mark.timeout(30)
@@ -30,6 +34,11 @@ def engine() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(("sleep", "1000")) as process:
         yield process
         process.kill()
+
+
+async def never_answered(processes: EngineProcesses) -> None:
+    async with processes.required():
+        await asyncio.Event().wait()
 
 
 def test_a_call_that_is_never_answered_ends_with_the_process(engine: subprocess.Popen[bytes]) -> None:
@@ -51,17 +60,13 @@ def test_every_block_is_ended_and_each_later_one(engine: subprocess.Popen[bytes]
         processes = EngineProcesses((engine.pid,))
         processes.listen()
 
-        async def call() -> None:
-            async with processes.required():
-                await asyncio.Event().wait()
-
-        calls = [asyncio.ensure_future(call()) for _ in range(3)]
+        calls = [asyncio.ensure_future(never_answered(processes)) for _ in range(3)]
         await asyncio.sleep(0)  # all three have begun
         engine.kill()
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(one) for one in ended] == [EngineDied] * 3
         with pytest.raises(FlowrlError):
-            await call()
+            await never_answered(processes)
 
     asyncio.run(check())
 
@@ -70,15 +75,11 @@ def test_every_block_is_ended_and_each_later_one(engine: subprocess.Popen[bytes]
 def test_a_task_group_whose_task_waits_for_the_process_too_is_not_cancelled(
     engine: subprocess.Popen[bytes], further_tasks: int
 ) -> None:
-    """A generator in an update. What is raised is a failure: a node that ends as cancelled is not missed by its run."""
+    """Whichever of the two tasks is told first."""
 
     async def check() -> None:
         processes = EngineProcesses((engine.pid,))
         processes.listen()
-
-        async def call() -> None:
-            async with processes.required():
-                await asyncio.Event().wait()
 
         async def wait(further: int) -> None:
             if further:
@@ -87,7 +88,7 @@ def test_a_task_group_whose_task_waits_for_the_process_too_is_not_cancelled(
 
         with pytest.raises((EngineDied, BaseExceptionGroup)) as raised:
             async with processes.required(), asyncio.TaskGroup() as tasks:
-                tasks.create_task(call())
+                tasks.create_task(never_answered(processes))
                 await asyncio.sleep(0)  # it has begun
                 engine.kill()
                 await wait(further_tasks)
@@ -95,6 +96,37 @@ def test_a_task_group_whose_task_waits_for_the_process_too_is_not_cancelled(
         assert [type(error) for error in errors] == [EngineDied]
         task = asyncio.current_task()
         assert task is not None and not task.cancelling()
+
+    asyncio.run(check())
+
+
+class Serving(Node):
+    """As a generator in an update: its requests and a task of its own wait for the process, which dies."""
+
+    prompts: In[Prompt]
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    async def run(self) -> None:
+        self.processes = EngineProcesses((self.pid,))
+        self.processes.listen()
+        async with self.processes.required(), asyncio.TaskGroup() as tasks:
+            tasks.create_task(never_answered(self.processes))
+            await self.prompts.each(self._answer, concurrency=4)
+
+    async def _answer(self, prompt: Prompt) -> None:
+        if prompt.prompt_id == "p2":
+            os.kill(self.pid, signal.SIGKILL)
+        await never_answered(self.processes)
+
+
+def test_a_node_whose_engine_died_in_an_update_has_failed(engine: subprocess.Popen[bytes]) -> None:
+    async def check() -> None:
+        with pytest.raises(FlowrlError, match="vLLM's engine process died"):
+            async with NodeRig(Serving(engine.pid)) as rig:
+                rig.feed("prompts", *map(make_prompt, range(3)))
+                await rig.finished(leftovers=True)
 
     asyncio.run(check())
 
@@ -136,11 +168,7 @@ def test_a_cancelled_block_stays_cancelled(engine: subprocess.Popen[bytes]) -> N
         processes = EngineProcesses((engine.pid,))
         processes.listen()
 
-        async def call() -> None:
-            async with processes.required():
-                await asyncio.Event().wait()
-
-        task = asyncio.ensure_future(call())
+        task = asyncio.ensure_future(never_answered(processes))
         await asyncio.sleep(0)  # it has begun
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -95,7 +95,7 @@ class EngineProcesses:
         finally:
             inside = False
             ended.remove_done_callback(cancel)
-            if cancelled:  # whatever the block raises: a node that fails while it is cancelled is not a failed one
+            if cancelled:  # whatever the block raises, else the task counts as cancelled from then on
                 task.uncancel()
 
     def _report(self) -> None:
