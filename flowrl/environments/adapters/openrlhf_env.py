@@ -3,11 +3,13 @@
 The file defines `AgentInstance`, a class with `reset(states)` and `step(states)`, or another class that derives from
 `AgentInstanceBase`. What the file imports from `openrlhf.utils.agent` is a stand-in.
 
-`reset` receives the question of a task as `observation` and the row's answer as `label`; `step` receives also
-`observation_text` (all that was said so far), `action_text` and `sampling_params` (None, or what the last step gave).
-What `step` returns as `environment_feedback` is the next message of the user: the chat template is the model's own, so
-the file adds no markup of it. `rewards` add up, `scores` and the numbers of `extra_logs` are metrics, and of
-`sampling_params` the fields `max_tokens` and `stop` are for the next reply. All options but `task` are the task's.
+The names of the states are those of all releases of the package. `reset` receives the question of a task as
+`observation` and `prompt`, and the row's answer as `label`; `step` receives `prompt` and `label` again, all that was
+said so far as `observation_text` and `observation`, the reply as `action_text` and `action`, and `sampling_params`
+(None, or what the last step gave), which is an argument as well if the method takes it. What `step` returns as
+`environment_feedback` is the next message of the user: the chat template is the model's own, so the file adds no markup
+of it. `rewards` add up, `scores` and the numbers of `extra_logs` are metrics, and of `sampling_params` the fields
+`max_tokens` and `stop` are for the next reply. Images are refused. All options but `task` are the task's.
 """
 
 from __future__ import annotations
@@ -57,20 +59,21 @@ class OpenrlhfEnv(Env):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         row = self._questions.row(EnvironmentRow(task["name"], task["options"], seed))
-        self._agent, self._label = await _made(self._kind), row.answer or ""
-        found = await self._agent.reset({"observation": row.prompt, "label": self._label})
+        self._agent = await _made(self._kind)
+        self._asked = {"prompt": row.prompt, "label": row.answer or ""}
+        found = await self._agent.reset({"observation": row.prompt, **self._asked})
         self._said = _text("reset", found, "observation", ("observation",))
         return question_of(row) if self._said == row.prompt else Observation(self._said)
 
     async def step(self, action: Action) -> Step:
-        states = {
-            "observation_text": self._said,
-            "action_text": action.text,
-            "label": self._label,
-            "sampling_params": self._sampling,
-        }
-        found = await self._agent.step(states)
+        told = {"observation": self._said, "action": action.text}
+        texts = {f"{name}_text": text for name, text in told.items()}
+        sampling = {"sampling_params": self._sampling}
+        step = self._agent.step
+        found = await step(told | texts | self._asked | sampling, **(sampling if _takes(step, *sampling) else {}))
         feedback = _text("step", found, "environment_feedback", RETURNED)
+        if found.get("environment_images"):
+            raise MalformedValue("the agent's step returned environment_images; images are not supported")
         self._said += action.text + feedback
         self._sampling = found.get("sampling_params")
         return Step(
@@ -112,6 +115,12 @@ async def _made(kind: Any) -> Any:
     agent = kind.__new__(kind)
     await agent.__init__()
     return agent
+
+
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    """Whether it takes a keyword argument of that name."""
+    kinds = {one.name: one.kind for one in inspect.signature(method).parameters.values()}
+    return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def _text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
