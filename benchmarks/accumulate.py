@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in CASES[:: -1 if repetition % 2 else 1]:
                 case = Case(name, options.staleness, ("--accumulate", name, *given))
                 run(file.path, case, repetition, options.run_dir / f"{name}-{repetition}", options.steps)
-                tell(options, name, repetition)
+                show(options, name, repetition)
     except (FlowrlError, ValueError) as error:
         print(f"accumulate: {error}", file=sys.stderr)
         return 2
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def tell(options: argparse.Namespace, name: str, repetition: int) -> None:
+def show(options: argparse.Namespace, name: str, repetition: int) -> None:
     """One JSON object for a finished run."""
     found = figures(options, name, repetition)
     print(json.dumps({"benchmark": "accumulate", "case": name, "repetition": repetition, **found}), flush=True)
 
 
 def figures(options: argparse.Namespace, name: str, repetition: int) -> dict[str, float]:
-    """Of the steps after the first ones: the median seconds of a step, and the mean busy seconds of both sides."""
+    """Median seconds of a step and mean busy seconds of both sides, without the first steps."""
     lines = read(options.run_dir / f"{name}-{repetition}" / "metrics.jsonl")
     times = [line["time_s"] for line in lines]
     steps = [after - before for before, after in itertools.pairwise(times)][options.skip - 1 :]

@@ -37,10 +37,10 @@ TWO_SIDED = 1.96
 @dataclass(frozen=True)
 class Options:
     steps: int = 24
-    """Of each run, with 64 episodes each."""
+    """Steps of each run, with 64 episodes a step."""
     repetitions: int = 2
     chance: float = 0.05
-    """Of each of the four faults."""
+    """Chance of each of the four faults, in each attempt."""
     step_s: float = 0.2
     """Seconds of a step of the environment."""
 

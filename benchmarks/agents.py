@@ -59,7 +59,7 @@ class Options:
     """Servers, each in a process of its own."""
     callers: int = 2
     sessions: int = 120
-    """Of each caller, in one repetition."""
+    """Sessions of each caller, in one repetition."""
     alive: int = 16
     """Sessions that a caller has at a time."""
     turns: int = 8
@@ -73,7 +73,7 @@ class Options:
     real: bool = False
     """Runs on the real stack in place of servers that sleep."""
     steps: int = 10
-    """Of each of these runs."""
+    """Steps of each of these runs."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Outcome:
     """What one system did in one repetition."""
 
     busy_s: tuple[float, ...]
-    """Of each replica."""
+    """Busy seconds of each replica."""
     stayed: float
     rate: float
 

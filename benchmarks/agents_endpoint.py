@@ -40,9 +40,9 @@ class Options:
     """Whose tokenizer and chat template are used."""
     sessions: int = 64
     calls: int = 8
-    """Of each conversation."""
+    """Calls of each conversation."""
     words: int = 40
-    """Of each message and reply."""
+    """Words of each message and reply."""
     measure_s: float = 5.0
     repeats: int = 3
     client: str = ""

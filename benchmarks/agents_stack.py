@@ -75,9 +75,9 @@ class Played:
     ages: Sequence[tuple[int, int, int]]
     """(turn, age, tokens)"""
     versions: Sequence[int]
-    """Of each episode: how many versions it was played under, the first to the last."""
+    """For each episode, the number of versions from its first to its last."""
     turns: Sequence[tuple[int, str]]
-    """Of each episode, with what became of it."""
+    """(number of turns, what became of it) for each episode."""
 
     def figures(self) -> dict[str, float]:
         return {

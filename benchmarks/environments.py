@@ -49,7 +49,7 @@ def children(pid: int | None) -> list[int]:
 
 
 async def forked(options: Options) -> tuple[list[float], list[float], list[float]]:
-    """Of each episode: ms to the first observation one after another, ms a step, MiB."""
+    """For each episode: ms to its first observation, ms a step, MiB."""
     rows = environment_rows(options.name).train
     begin_ms, step_ms = [], []
     async with Episodes(options.name) as pool:
@@ -68,7 +68,7 @@ async def forked(options: Options) -> tuple[list[float], list[float], list[float
 
 
 def fresh(options: Options) -> tuple[list[float], list[float]]:
-    """Of each interpreter: ms to the first observation one after another, and MiB."""
+    """For each interpreter: ms to its first observation, and MiB."""
     begin_ms, mib = [], []
     for seed in range(options.fresh):
         began_s = time.perf_counter()

@@ -32,7 +32,7 @@ from flowrl.nodes.environment_source import prompt_fields
 from flowrl.testing import NodeRig
 
 TOKENS = 400
-"""Of an episode; the sequences of the benchmark are shorter."""
+"""Most tokens of an episode; the sequences of the benchmark are shorter."""
 
 
 @dataclass(frozen=True)

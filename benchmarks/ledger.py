@@ -38,22 +38,22 @@ class Options:
 
 def write(directory: Path, samples: int) -> tuple[float, int]:
     """A run's records in `directory`: (seconds of processor time, commits)."""
-    book, began_s, commits = Ledger(directory / "ledger.sqlite", TERMS), time.process_time(), 0
+    ledger, began_s, commits = Ledger(directory / "ledger.sqlite", TERMS), time.process_time(), 0
     with open(directory / "metrics.jsonl", "w") as lines:
         for step in range(1, samples // (MEMBERS * GROUPS) + 1):
             version = max(step - 2, 0)
             for group in range((step - 1) * GROUPS, step * GROUPS):
-                admit(book, group, version)
-                generate(book, group, version)
+                admit(ledger, group, version)
+                generate(ledger, group, version)
                 commits += 2
-            train(book, step, version)
+            train(ledger, step, version)
             commits += 1
             figures = {"tokens_trained": GROUPS * sum(map(tokens, range(MEMBERS))), "staleness_max": step - 1 - version}
-            line = json.dumps({"step": step, **figures, "ledger_head": book.head})
+            line = json.dumps({"step": step, **figures, "ledger_head": ledger.head})
             lines.write(line + "\n")
-            book.add("line", line_hash(line), "trainer", step)
-    book.add("ended in order", time.time())
-    book.close()
+            ledger.add("line", line_hash(line), "trainer", step)
+    ledger.add("ended in order", time.time())
+    ledger.close()
     return time.process_time() - began_s, commits
 
 
@@ -66,35 +66,35 @@ def digest(sample: str) -> str:
     return f"{hash(sample) % (1 << 64):032x}"
 
 
-def admit(book: Ledger, group: int, version: int) -> None:
-    book.add("ticket", group, f"group{group:08d}", json.dumps({"trainer": version}))
+def admit(ledger: Ledger, group: int, version: int) -> None:
+    ledger.add("ticket", group, f"group{group:08d}", json.dumps({"trainer": version}))
     for member in range(MEMBERS):
         name = f"group{group:08d}"
-        book.add("admitted", f"{name}/{member}", name, f"prompt{group:08d}", 0, member, 60, version, time.time())
-    book.commit()
+        ledger.add("admitted", f"{name}/{member}", name, f"prompt{group:08d}", 0, member, 60, version, time.time())
+    ledger.commit()
 
 
-def generate(book: Ledger, group: int, version: int) -> None:
+def generate(ledger: Ledger, group: int, version: int) -> None:
     for member in range(MEMBERS):
         sample = f"group{group:08d}/{member}"
-        book.add("generated", "generator/0", tokens(member), version, version, time.time(), sample)
+        ledger.add("generated", "generator/0", tokens(member), version, version, time.time(), sample)
         place, ages = (sample, sample, 0, 0, digest(sample)), (version, version)
         number = group * MEMBERS + member
-        book.add("request", number, *place, tokens(member), 60, None, *ages, "generator/0", "stop", time.time())
-        book.add("scored", 0.5, time.time(), sample)
-    book.commit()
+        ledger.add("request", number, *place, tokens(member), 60, None, *ages, "generator/0", "stop", time.time())
+        ledger.add("scored", 0.5, time.time(), sample)
+    ledger.commit()
 
 
-def train(book: Ledger, step: int, version: int) -> None:
+def train(ledger: Ledger, step: int, version: int) -> None:
     for group in range((step - 1) * GROUPS, step * GROUPS):
         for member in range(MEMBERS):
             sample = f"group{group:08d}/{member}"
-            book.add("used", sample, "trainer", step - 1, step, tokens(member), 0, 0, version)
-            book.add("span", sample, "trainer", step, 60, tokens(member), digest(sample))
-            book.add("trained", tokens(member), 0, 0, version, step - 1, step, time.time(), sample)
-        book.add("settled", "trained", step, group)
-    book.add("step", "trainer", step, time.time())
-    book.commit()
+            ledger.add("used", sample, "trainer", step - 1, step, tokens(member), 0, 0, version)
+            ledger.add("span", sample, "trainer", step, 60, tokens(member), digest(sample))
+            ledger.add("trained", tokens(member), 0, 0, version, step - 1, step, time.time(), sample)
+        ledger.add("settled", "trained", step, group)
+    ledger.add("step", "trainer", step, time.time())
+    ledger.commit()
 
 
 def sequence(turns: int, said: int, replied: int) -> Sample:

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 Lines = Sequence[Mapping[str, Any]]
-"""Of `metrics.jsonl`, in order."""
+"""Lines of `metrics.jsonl`, in order."""
 
 
 @dataclass(frozen=True)

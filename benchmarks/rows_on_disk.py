@@ -210,7 +210,7 @@ def measured(kind: str, paths: Sequence[Path], options: argparse.Namespace) -> l
 
 
 def _bytes_of(home: Path, pattern: str) -> int:
-    """Of the files and directories that match."""
+    """Size of the files and directories that match."""
     found = [file for path in home.glob(pattern) for file in (path.rglob("*") if path.is_dir() else [path])]
     return sum(file.stat().st_size for file in found if file.is_file())
 

@@ -147,7 +147,7 @@ class SleepingTrainer(Node):
     weights: Out[Weights]
 
     groups = 0
-    """Of a batch, for the time of a piece; 0: batches come whole."""
+    """Groups of a batch, to know the time of a piece; 0: batches come whole."""
     accumulate: Accumulate = "off"
 
     def __init__(self, seconds: float) -> None:

@@ -39,7 +39,7 @@ class StepJob:
 
     @classmethod
     def parse(cls, text: str) -> StepJob:
-        """Of PROMPTSxSAMPLESxTOKENS. Raises ValueError with a sentence."""
+        """The job that PROMPTSxSAMPLESxTOKENS names. Raises ValueError with a sentence."""
         try:
             prompts, samples, max_tokens = (int(part) for part in text.split("x"))
         except ValueError:

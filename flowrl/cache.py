@@ -27,12 +27,12 @@ from typing import Any
 
 Progress = Callable[[str], None]
 RECIPE = "flowrl.json"
-"""What a directory was made from. It was last changed when the directory was last asked for, but for a day."""
+"""File that says what its directory was made from. Its mtime is the directory's last use, to within a day."""
 DAY_S = 24 * 60 * 60
 LEFTOVER_DAYS = 30
 """What killed processes left is removed after so many days where directories themselves stay for good."""
 ENTRY = re.compile(r"(.+-[0-9a-f]{12})(\.part-.+|\.lock)?")
-"""A name in the cache: of a directory, of one that is being made or removed, or of the lock of both."""
+"""A name in the cache: a directory, one that is being made or removed, or the lock of both."""
 LOCK = ".lock"
 Entries = Mapping[str, Path]
 """Suffix of a name, as ENTRY has it -> the path; "" is the suffix of the directory itself."""
@@ -42,6 +42,15 @@ DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 def cache_dir() -> Path:
     """`$FLOWRL_CACHE`, else `~/.cache/flowrl`."""
     return Path(os.environ.get("FLOWRL_CACHE") or Path.home() / ".cache" / "flowrl")
+
+
+def origin_of(directory: Path) -> Path:
+    """The directory that one of the cache was made from, if its recipe names an `origin`; any other directory itself."""
+    try:
+        recipe = json.loads((directory / RECIPE).read_text())
+    except (OSError, ValueError):
+        return directory
+    return Path(recipe["origin"]) if isinstance(recipe, dict) and "origin" in recipe else directory
 
 
 def cached_model(name: str, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> Path:

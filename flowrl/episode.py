@@ -49,9 +49,9 @@ class Turn(Message):
     attempt: int
     """From 0."""
     ticket: int
-    """Of the group; requests with a smaller one are served first. -1 for held-out episodes, which come last."""
+    """The group's ticket: smaller tickets are served first. -1 for held-out episodes, which come last."""
     seed: int
-    """Of the sampler: a hash of the sample's seed, the attempt, the turn, and whether an opponent is asked."""
+    """Seed of the sampler: a hash of the sample's seed, the attempt, the turn, and whether an opponent is asked."""
     token_ids: Int32
     """The whole context."""
     max_tokens: int
@@ -106,7 +106,7 @@ class EpisodeRecord(Record):
     seconds: float = 0.0
     """Since the attempt began."""
     replies: tuple[Reply, ...] = ()
-    """Of the attempt's turns, in order."""
+    """Replies of the attempt's turns, in order."""
     context_ids: Int32 = field(default_factory=no_ids)
     """[T], everything fed and sampled until the newest request that it has asked."""
     first: tuple[Mapping[str, Any], ...] | None = None

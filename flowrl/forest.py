@@ -103,7 +103,7 @@ class Prefixes:
 
     def __init__(self) -> None:
         self.num_places = 0
-        """Of the forest of these sequences."""
+        """Number of places in the forest of these sequences."""
         self._keys: list[bytes] = []
         self._sequences: list[Tokens] = []
 

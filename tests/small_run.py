@@ -112,7 +112,7 @@ class SmallRun:
             max_groups=None if self.steps is None else (self.steps - self.start_version) * 2,
         )
         self.accounting = Accounting(self.directory, tickets, on_step=self.on_step, resume=self.resume)
-        self.metrics = Metrics(self.directory, Statistics(), roles={}, book=self.accounting.line)
+        self.metrics = Metrics(self.directory, Statistics(), roles={}, record_line=self.accounting.line)
         self.accounting.serve(self.wire)
         self.client = LedgerClient(self.wire, "generator/0")
         self.rng = random.Random(self.seed)
@@ -200,7 +200,7 @@ class TwoTrainers:
         consumers = [("generator/0", "actor"), ("critic/0", "critic")]
         tickets = Tickets(2, 1, consumers=consumers, trainers=["actor", "critic"])
         self.accounting = Accounting(directory, tickets, on_step=self.on_step, bound=1, own_clock=["critic"])
-        self.metrics = Metrics(directory, Statistics(), roles={}, book=self.accounting.line)
+        self.metrics = Metrics(directory, Statistics(), roles={}, record_line=self.accounting.line)
         wire = Wire()
         self.accounting.serve(wire)
         self.client = LedgerClient(wire, "generator/0")

@@ -92,17 +92,17 @@ def test_rows_that_stand_twice_are_counted_twice() -> None:
 
 
 def test_a_commit_that_fails_leaves_the_chain_and_can_be_repeated(tmp_path: Path) -> None:
-    book = Ledger(tmp_path / "ledger.sqlite")
-    head = book.head
-    book.add("ticket", 0, "g0", "{}")
-    book.add("used", "g0/0", POLICY, 0, 1, "many", None, 0, 0)  # a column that may not be NULL
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    head = ledger.head
+    ledger.add("ticket", 0, "g0", "{}")
+    ledger.add("used", "g0/0", POLICY, 0, 1, "many", None, 0, 0)  # a column that may not be NULL
     with pytest.raises(FlowrlError, match="cannot be written"):
-        book.commit()
-    assert book.head == head
-    book._rows["used"].clear()
-    book.commit()
-    assert book.head != head
-    book.close()
+        ledger.commit()
+    assert ledger.head == head
+    ledger._rows["used"].clear()
+    ledger.commit()
+    assert ledger.head != head
+    ledger.close()
     with closing(open_to_read(tmp_path / "ledger.sqlite")) as db:
         assert list(check_chain(db)) == []
 
@@ -197,11 +197,11 @@ def test_a_ledger_damaged_beyond_reading_is_replaced(run_dir: Path) -> None:
 def test_the_log_of_a_killed_run_does_not_get_into_the_rewound_ledger(tmp_path: Path) -> None:
     async def killed() -> Path:
         await run_with_checkpoints(tmp_path / "run")
-        book = Ledger(tmp_path / "run" / "ledger.sqlite")
-        book.add("ticket", 999, "g999", "{}")
-        book.commit()
+        ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+        ledger.add("ticket", 999, "g999", "{}")
+        ledger.commit()
         copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
-        book.close()
+        ledger.close()
         return copy
 
     (tmp_path / "run").mkdir()

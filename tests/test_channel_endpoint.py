@@ -129,7 +129,7 @@ class Silent:
     def sent(self, lane: SendLane) -> None:
         pass
 
-    def owed(self, lane: ReceiveLane) -> None:
+    def flush_soon(self, lane: ReceiveLane) -> None:
         pass
 
     def opened(self, lane: ReceiveLane) -> None:

@@ -72,7 +72,7 @@ def test_a_node_that_has_the_device_to_itself_waits_for_nobody(tmp_path: Path) -
 
 
 def ask(node: str, claim: int = 1) -> dict[str, Any]:
-    return {"name": "gpu", "node": f"{node}/0", "party": node, "claim": claim}
+    return {"name": "gpu", "claimant": f"{node}/0", "party": node, "claim": claim}
 
 
 def test_a_reserved_lock_passes_by_those_who_may_not_have_it() -> None:

@@ -47,12 +47,12 @@ def answering(topology: str, cards: Sequence[str]) -> Ask:
 
 
 def test_a_matrix_with_network_cards_and_underlined_heads_is_read() -> None:
-    assert {way for at, row in enumerate(H100.ways) for other, way in enumerate(row) if at != other} == {"NV18"}
+    assert {link for at, row in enumerate(H100.links) for other, link in enumerate(row) if at != other} == {"NV18"}
     assert H100.cores[3] == (*range(52), *range(104, 156)) and H100.cores[4] == (*range(52, 104), *range(156, 208))
 
 
 def test_pairs_and_sockets_are_read() -> None:
-    assert PAIRS.ways[0] == ("X", "PXB", "NODE", "NV12", "SYS", "SYS", "SYS", "SYS")
+    assert PAIRS.links[0] == ("X", "PXB", "NODE", "NV12", "SYS", "SYS", "SYS", "SYS")
     assert [PAIRS.closeness(0, other) for other in (1, 2, 3, 4)] == [3, 1, 22, 0]
     assert PAIRS.groups(PAIRS.has_nvlink) == [[0, 3], [1, 2], [4, 7], [5, 6]]
     assert PAIRS.cores[0] == tuple(range(32)) and PAIRS.cores[7] == tuple(range(32, 64))
@@ -147,26 +147,26 @@ def test_a_process_gets_a_linked_pair_and_leaves_the_others_theirs() -> None:
 
 def test_a_large_machine_is_not_searched_set_by_set() -> None:
     """32 GPUs in fours; NVLink joins 0, 8, 16, 24, and so on."""
-    ways = tuple(tuple("NV4" if one % 8 == other % 8 else "SYS" for other in range(32)) for one in range(32))
-    assert sorted(linked(GpuLinks(ways, ((),) * 32), range(32), 4)) == [0, 8, 16, 24]
+    links = tuple(tuple("NV4" if one % 8 == other % 8 else "SYS" for other in range(32)) for one in range(32))
+    assert sorted(linked(GpuLinks(links, ((),) * 32), range(32), 4)) == [0, 8, 16, 24]
 
 
 def machines(most: int = 8) -> st.SearchStrategy[GpuLinks]:
     def joined(size: int) -> st.SearchStrategy[GpuLinks]:
         pairs = list(combinations(range(size), 2))
-        ways = st.lists(
+        links = st.lists(
             st.sampled_from(["NV12", "NV4", "PIX", "NODE", "SYS"]), min_size=len(pairs), max_size=len(pairs)
         )
-        return ways.map(lambda drawn: made(size, dict(zip(pairs, drawn, strict=True))))
+        return links.map(lambda drawn: made(size, dict(zip(pairs, drawn, strict=True))))
 
     return st.integers(1, most).flatmap(joined)
 
 
-def made(size: int, ways: dict[tuple[int, int], str]) -> GpuLinks:
-    def way(one: int, other: int) -> str:
-        return "X" if one == other else ways[min(one, other), max(one, other)]
+def made(size: int, links: dict[tuple[int, int], str]) -> GpuLinks:
+    def link(one: int, other: int) -> str:
+        return "X" if one == other else links[min(one, other), max(one, other)]
 
-    return GpuLinks(tuple(tuple(way(i, j) for j in range(size)) for i in range(size)), ((),) * size)
+    return GpuLinks(tuple(tuple(link(i, j) for j in range(size)) for i in range(size)), ((),) * size)
 
 
 def worst(links: GpuLinks, gpus: Sequence[int]) -> int:
@@ -198,8 +198,8 @@ def test_ranks_one_by_one_get_what_they_would_get_together(links: GpuLinks, rank
 
 
 @given(st.integers(1, 8), st.sampled_from(["NV18", "PIX", "SYS"]), st.data())
-def test_where_all_are_alike_the_order_is_plain(size: int, way: str, data: st.DataObject) -> None:
-    alike = made(size, dict.fromkeys(combinations(range(size), 2), way))
+def test_where_all_are_alike_the_order_is_plain(size: int, link: str, data: st.DataObject) -> None:
+    alike = made(size, dict.fromkeys(combinations(range(size), 2), link))
     free = sorted(data.draw(st.sets(st.integers(0, size - 1))))
     count = data.draw(st.integers(0, len(free)))
     assert sorted(linked(alike, free, count)) == sorted(neighbours(free, count))

@@ -275,17 +275,19 @@ BROAD_EXCEPTS = {
     "environments/tools/sandbox/python_tool.py: PythonSession.python",
     "environments/tools/sandbox/sandbox_interpreter.py: _executed",
     "environments/tools/sandbox/sandbox_interpreter.py: _show",
+    "environments/tools/sandbox/sandbox_interpreter.py: main",
     "environments/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
     "models/tool_form.py: _text",
     "training/model/logit_scaling.py: _Stand.logits",
     "runtime/activity/lease.py: Lease._move",
+    "runtime/activity/lease.py: Lease.begin",
     "runtime/activity/lease.py: _hook",
     "runtime/driver/cluster.py: RayCluster.start",
     "runtime/driver/unless_ended.py: _call",
     "runtime/driver/driver.py: Driver.run",
-    "runtime/host/actor.py: HostActor._turn_loop",
+    "runtime/host/actor.py: HostActor._run_loop",
     "runtime/host/context.py: _called",
     "runtime/host/failures.py: attributed",
     "runtime/host/host_engine.py: HostEngine._named",
@@ -313,11 +315,11 @@ hand the exception to those who wait."""
 
 
 def broad_excepts(path: Path) -> Iterator[tuple[str, int]]:
-    """("channel/link.py: Listener._drain", line) for each handler of Exception, BaseException or everything."""
+    """("channel/link.py: Listener._drain", line) for each place that catches or suppresses any exception."""
 
     def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ExceptHandler) and (child.type is None or ast.unparse(child.type) in BROAD):
+            if is_broad(child):
                 yield f"{path.relative_to(ROOT / 'flowrl')}: {'.'.join(within)}", child.lineno
             named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             yield from visit(child, (*within, child.name) if named else within)
@@ -325,7 +327,34 @@ def broad_excepts(path: Path) -> Iterator[tuple[str, int]]:
     return visit(ast.parse(path.read_text(encoding="utf-8")), ())
 
 
-BROAD = ("Exception", "BaseException")
+BROAD = {"Exception", "BaseException"}
+
+
+def is_broad(node: ast.AST) -> bool:
+    """Whether it catches or suppresses any exception, also as one of several."""
+    match node:
+        case ast.ExceptHandler(type=None):
+            return True
+        case ast.ExceptHandler(type=ast.Tuple(elts=caught)) | ast.Call(func=ast.Name(id="suppress"), args=caught):
+            return any(ast.unparse(one) in BROAD for one in caught)
+        case ast.ExceptHandler(type=ast.expr() as caught):
+            return ast.unparse(caught) in BROAD
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("try: f()\nexcept: pass", True),
+        ("try: f()\nexcept Exception: pass", True),
+        ("try: f()\nexcept (Exception, KeyError): pass", True),
+        ("with suppress(BaseException): f()", True),
+        ("try: f()\nexcept (KeyError, OSError): pass", False),
+        ("with suppress(KeyError): f()", False),
+    ],
+)
+def test_what_catches_any_exception_is_seen(code: str, expected: bool) -> None:
+    assert any(is_broad(node) for node in ast.walk(ast.parse(code))) == expected
 
 
 def test_any_exception_is_caught_at_known_boundaries_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import deque
 from types import SimpleNamespace
@@ -53,6 +54,7 @@ def test_every_tensor_leaves_and_comes_back_as_it_was(
     sizes: list[tuple[int, torch.dtype]], wraps: list[int], views: bool
 ) -> None:
     tensors = [torch.randint(-100, 100, (size,)).to(dtype) for size, dtype in sizes]
+    gc.freeze()  # what other tests and imports have made: each turn collects garbage, in a second for a million objects
     held: list[torch.Tensor] = [tensor[tensor.numel() // 2 :] if views else tensor for tensor in tensors]
     root = SimpleNamespace(parts=[WRAPPED[wrap](tensor) for wrap, tensor in zip(wraps, held, strict=False)])
     root.itself = root

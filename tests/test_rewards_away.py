@@ -253,7 +253,7 @@ def test_a_pause_that_a_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch)
     clock = [100.0]
     monkeypatch.setattr("flowrl.tasks.away.time.monotonic", lambda: clock[0])
     lines: list[str] = []
-    outage = Outage(["u"], Patience(60.0, tell=lines.append))
+    outage = Outage(["u"], Patience(60.0, report=lines.append))
     outage.failed("u", "answered 503", 20.0)
     assert (outage.candidates(), outage.wait_s()) == ([], 20.0)
     clock[0] += 20.0

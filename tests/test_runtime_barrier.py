@@ -12,7 +12,7 @@ from tests.ticks import ticks
 
 
 def ask(node: str) -> dict[str, str]:
-    return {"name": "weights", "node": node}
+    return {"name": "weights", "claimant": node}
 
 
 def test_turns_go_in_order_of_asking() -> None:
@@ -83,7 +83,7 @@ def test_giving_up_a_wait_does_not_end_another_turn_of_the_same_node() -> None:
 
 def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
     def asks(node: str) -> dict[str, str]:
-        return {"name": "gpu", "node": node, "party": node.split("/")[0]}
+        return {"name": "gpu", "claimant": node, "party": node.split("/")[0]}
 
     async def main() -> list[bool]:
         locks = Locks()
@@ -171,10 +171,10 @@ class Link:
 
     async def request(self, host: str, kind: str, body: dict[str, str]) -> None:
         await self.locks.take(host, body)
-        self.log.append(f"{body['node']} has it")
+        self.log.append(f"{body['claimant']} has it")
 
     def notify(self, host: str, kind: str, body: dict[str, str]) -> None:
-        self.log.append(f"{body['node']} gives it back")
+        self.log.append(f"{body['claimant']} gives it back")
         self.locks.release(host, body)
 
 

@@ -132,7 +132,7 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         async with asyncio.timeout(10):
             answer = await actor.run()
             assert answer is not None, "it ended as if nothing had happened"
-        assert [report["node"] for report in await actor.waits()], "the loop answers"
+        assert [report["replica_id"] for report in await actor.waits()], "the loop answers"
         failed: dict[str, Any] = answer["failure"]
         return failed
     finally:

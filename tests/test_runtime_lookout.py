@@ -23,8 +23,8 @@ from flowrl.testing import VirtualClock
 CYCLE = Topology(
     producers={"b.inputs": ("a",)}, consumers={"a.items -> b.inputs": ("b",)}, servers={}, ticket_holders=()
 )
-A = {"node": "a/0", "moves": 3, "alive": [], "waits": [("credit", "a.items -> b.inputs", 9.0)], "ended": False}
-B = {"node": "b/0", "moves": 4, "alive": [], "waits": [("item", "b.inputs", 9.0)], "ended": False}
+A = {"replica_id": "a/0", "moves": 3, "alive": [], "waits": [("credit", "a.items -> b.inputs", 9.0)], "ended": False}
+B = {"replica_id": "b/0", "moves": 4, "alive": [], "waits": [("item", "b.inputs", 9.0)], "ended": False}
 
 
 class Process:
@@ -119,7 +119,7 @@ def test_a_link_that_does_not_come_to_rest_proves_nothing() -> None:
 
 
 def test_a_host_that_does_not_answer_is_named_once_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout_module, "TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(lookout_module, "REPORT_AFTER_S", 0.0)
 
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         processes["b"].stopped = True
@@ -145,7 +145,7 @@ def test_whose_answer_is_long_in_coming_is_told() -> None:
             return 1
 
         asked = asyncio.create_task(lookout.answers("pause", {"a": now(), "b": late}))
-        await asyncio.sleep(lookout_module.TELL_AFTER_S - 1)  # of virtual time
+        await asyncio.sleep(lookout_module.REPORT_AFTER_S - 1)  # of virtual time
         assert not told
         await asyncio.sleep(2)  # of virtual time
         late.set_result(2)

@@ -19,7 +19,7 @@ CREDIT = ("credit", "a.items -> b.inputs", 9.0)
 def report(
     node: str, *waits: tuple[str, str, float], moves: int = 0, alive: Sequence[str] = (), ended: bool = False
 ) -> dict[str, Any]:
-    return {"node": node, "moves": moves, "alive": list(alive), "waits": list(waits), "ended": ended}
+    return {"replica_id": node, "moves": moves, "alive": list(alive), "waits": list(waits), "ended": ended}
 
 
 def stuck(*reports: dict[str, Any], driver: Sequence[str] = ()) -> set[str]:

@@ -140,6 +140,50 @@ def test_options_that_were_given_up_do_not_come_back() -> None:
     assert [short(path) for path in texts if "--turns" in path.read_text(encoding="utf-8")] == []
 
 
+WORDS_GIVEN_UP = {
+    "desk": "open items",
+    "tally": "stats",
+    "bury": "send a tombstone",
+    "hasty": "urgent",
+    "ripe": "due",
+    "owe": "unflushed, or expect",
+    "owes": "unflushed, or expect",
+    "owed": "unflushed, or expected",
+    "owing": "unflushed",
+    "doorman": "authenticator",
+    "inlet": "listener",
+    "mend": "fix or recover",
+    "rung": "case",
+    "thaw": "resume",
+    "cutter": "snapshotter",
+    "standing": "waiting",
+    "books": "ledger",
+}
+"""Word of an identifier -> what is said in its place."""
+
+
+def test_no_part_of_a_name_is_a_word_that_was_given_up() -> None:
+    found = [
+        f"{short(path)}:{line}: {name}: {WORDS_GIVEN_UP[word]}"
+        for path in CODE
+        for name, line in identifiers(path)
+        for word in map(str.lower, re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
+        if word in WORDS_GIVEN_UP
+    ]
+    assert not found
+
+
+def test_no_text_about_a_name_begins_with_of() -> None:
+    """ "Of a reply." says whose it is, and not what it is: "Tokens of a reply."."""
+    found = [
+        f"{short(path)}:{number}: {line.strip()}"
+        for path in CODE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.match(r"\s*\"\"\"Of ", line)
+    ]
+    assert not found
+
+
 SLEEP = re.compile(r"\bsleep\(")
 
 

@@ -10,7 +10,7 @@ from flowrl.channel.cost import MOST_VALUES
 CHUNK_VALUES = MOST_VALUES // 4
 """Values of one chunk. Decoding it takes some 10 ms of the receiver's event loop."""
 VALUE_LENGTH = 50
-"""So many characters of a text, or bytes, count as a further value: a chunk's texts stay below `MOST_TEXT_BYTES`."""
+"""Characters of text, or bytes, that count as one more value; so a chunk's texts stay below `MOST_TEXT_BYTES`."""
 
 T = TypeVar("T")
 

@@ -311,7 +311,7 @@ class Decoder:
         bodies = self.unpack(data)
         try:
             if len(bodies) != len(heads):
-                raise WireError(f"{len(bodies)} bodies where there are heads of {len(heads)} messages")
+                raise WireError(f"got {len(bodies)} bodies for {len(heads)} message headers")
             return schema.put_together(heads, bodies)
         except UNPARSABLE as error:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error

@@ -24,7 +24,7 @@ class OutEdge:
     """The lanes of one edge that start at one producing node replica."""
 
     def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule, *, lanes_per_part: int = 1) -> None:
-        """Of a rule that splits, `lanes_per_part` consecutive lanes carry the same part."""
+        """`lanes_per_part`: for a rule that splits, so many consecutive lanes carry the same part."""
         assert lanes, "an edge has at least one lane"
         assert len(lanes) % lanes_per_part == 0, f"{len(lanes)} lanes in groups of {lanes_per_part}"
         self._lanes_per_part = lanes_per_part

@@ -115,7 +115,7 @@ class LaneOwner(Protocol):
     def sent(self, lane: SendLane) -> None:
         """Send the frames of the lane's machine. Raises WireError for a value that cannot be sent."""
 
-    def owed(self, lane: ReceiveLane) -> None:
+    def flush_soon(self, lane: ReceiveLane) -> None:
         """The lane's machine has credits, acks or other frames to flush soon."""
 
     def opened(self, lane: ReceiveLane) -> None:
@@ -232,7 +232,7 @@ class ReceiveLane:
         machine.on_unflushed = self._unflushed
 
     def _unflushed(self, machine: ReceiverLane | LatestReceiver) -> None:
-        self._owner.owed(self)
+        self._owner.flush_soon(self)
 
     def open(self, taker: Taker, changed: Callable[[ReceiveLane], None]) -> None:
         """Let `taker` take the lane's messages from now on."""
@@ -251,7 +251,7 @@ class ReceiveLane:
     def fail(self, reason: str) -> None:
         """Fail the lane from this end: the producer's sends raise LaneFailed."""
         self.machine.refuse(reason)
-        self._owner.owed(self)
+        self._owner.flush_soon(self)
 
     def statistics(self) -> LaneStatistics:
         return self.machine.statistics()

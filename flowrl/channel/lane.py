@@ -132,7 +132,7 @@ class SenderLane:
         A credit for messages that were never sent fails the lane; senders that wait for credit wake up even then.
         """
         if taken > self._next:
-            self.fail(f"a credit for {taken} messages, of which {self._next} were sent")
+            self.fail(f"received a credit for {taken} messages, but only {self._next} were sent")
             taken = self._next
         if taken <= self._taken:
             return []
@@ -278,13 +278,13 @@ class ReceiverLane:
                 queue.append((seq, envelope))
                 self.ready = True
             else:
-                queue.append((seq, None))
+                queue.append((seq, None))  # in its place, so that credits return in the order of the messages
                 self._skip()
             seq += 1
 
     def _out_of_order(self, seq: int) -> None:
         if seq > self._expected and self._asked != self._expected:
-            self._asked = self._expected
+            self._asked = self._expected  # ask once for each gap: the sender repeats all from there on
             self.out.append((RESEND, self._number, self.session, self._expected, None))
 
     def _skip(self) -> None:
@@ -293,7 +293,7 @@ class ReceiverLane:
         while queue and queue[0][1] is None:
             queue.popleft()
             self._taken += 1
-            self._owe()
+            self._note_unflushed()
         self.ready = bool(queue)
 
     def take(self) -> Envelope:
@@ -319,9 +319,9 @@ class ReceiverLane:
             self._acks.append(seq)
             self.num_finished += 1
             if not self._unflushed:
-                self._owe()
+                self._note_unflushed()
 
-    def _owe(self) -> None:
+    def _note_unflushed(self) -> None:
         if not self._unflushed:
             self._unflushed = True
             self.on_unflushed(self)
@@ -377,7 +377,7 @@ class ReceiverLane:
         """Return, and remove, all frames to be sent now: `out`, then credit, then acks."""
         self._unflushed = False
         frames, self.out = self.out, []
-        if self._reported != self._taken:
+        if self._reported != self._taken:  # before the acks: a blocked sender waits for credit alone
             self._reported = self._taken
             frames.append((CREDIT, self._number, self.session, self._taken, None))
         if self._acks:

@@ -89,7 +89,7 @@ class Target:
     url: str
     """As zmq takes it: "ipc://PATH" or "tcp://IP:PORT"."""
     keys: CurveKeys | None = None
-    """Of a tcp connection, which is encrypted with them."""
+    """Keys that encrypt a tcp connection; None for other transports."""
 
 
 class SocketLink:

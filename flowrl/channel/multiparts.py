@@ -88,8 +88,8 @@ class MessageEncoder:
         """The last record of the current multipart, if the next messages of its lane can still join it."""
         self._frames = 0
         self._num_bytes = self._beside_bytes = self._cost = 0
-        """Of the current multipart: bytes of its bodies and of the arrays beside them, and what it costs. The messages
-        of the open record are added when it is closed."""
+        """The current multipart: bytes of its bodies, bytes of the arrays beside them, and its cost. Messages of the
+        open record are added when the record is closed."""
 
     @property
     def pending(self) -> int:
@@ -131,7 +131,7 @@ class MessageEncoder:
             or session != record.session
             or record.num_bytes + num_bytes > RECORD_BYTES
             or encoder.cost
-        ):  # seldom on a busy lane: there nearly all messages join the open record, and are counted with it
+        ):  # rare on a busy lane, where nearly all messages join the open record
             record = self._record_for(lane, session, seq, schema, body)
             if record is None:
                 self._cut()

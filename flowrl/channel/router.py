@@ -79,7 +79,7 @@ class Router:
             session = self.session(lane.spec)
             if lane.machine.session != session:
                 lane.machine.restart(session)
-                self._tell(lane)
+                self._wake(lane)
             peer.unflushed.append(lane.machine)
         link.add(peer.outgoing.unconfirmed())
         for frame, error in peer.say_pending(link):
@@ -100,7 +100,7 @@ class Router:
         self.control.gone(host, reason)
         for lane in lanes:
             lane.machine.failed = f"the process at the other end failed: {reason}"
-            self._tell(lane)
+            self._wake(lane)
 
     def reconnected(self, host: str) -> None:
         """The connection to `host` was lost and restored: find out which frames are missing, and repeat them."""
@@ -110,9 +110,8 @@ class Router:
             peer.unflushed.append(lane.machine)
         peer.unflushed.append(peer.incoming)
         self._send_due(peer)
-        if (
-            peer.link is not None
-        ):  # after the lanes' frames, so that a request still follows the messages sent before it
+        if peer.link is not None:
+            # After the lanes' frames, so that a request still follows the messages sent before it.
             peer.link.add(peer.outgoing.unconfirmed())
             peer.link.flush()
 
@@ -131,7 +130,7 @@ class Router:
         lanes: list[SendLane | ReceiveLane] = [*self.senders.values(), *self.receivers.values()]
         for lane in lanes:
             lane.machine.failed = lane.machine.failed or "this endpoint was closed"
-            self._tell(lane)
+            self._wake(lane)
 
     def close_links(self) -> None:
         for peer in self._peers.values():
@@ -189,7 +188,7 @@ class Router:
         elif not peer.dirty:
             self._mark(peer)
 
-    def owed(self, lane: ReceiveLane) -> None:
+    def flush_soon(self, lane: ReceiveLane) -> None:
         """See `ends.LaneOwner`."""
         peer = self._peers[lane.spec.producer_host]
         peer.unflushed.append(lane.machine)
@@ -256,7 +255,7 @@ class Router:
             self._dirty.append(peer)
             if not self._scheduled and not self.closed:
                 self._scheduled = True
-                self.loop.call_soon(self._flush)
+                self.loop.call_soon(self._flush)  # once a tick, for all peers with frames
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -272,10 +271,10 @@ class Router:
         """Process the frames that `host` sent in `incarnation`."""
         peer = self.peer(host)
         if peer.incarnation is None or incarnation > peer.incarnation:
-            peer.early.append((incarnation, frames))
+            peer.early.append((incarnation, frames))  # its process has not joined yet: `join` takes them up
             return
         if incarnation < peer.incarnation or peer.failed or self.closed:
-            return
+            return  # a dead incarnation's: its successor repeats what was not acked
         self._tick += 1
         touched: dict[ReceiveLane, None] = {}
         lane: ReceiveLane | None = None
@@ -284,7 +283,7 @@ class Router:
             if isinstance(frame, Refused):
                 self._refused(host, frame)
             elif frame[0] in TO_RECEIVER:
-                if frame[1] != number:
+                if frame[1] != number:  # frames of one lane arrive together: one look-up for all
                     number = frame[1]
                     lane = self.receivers.get(number)
                     if lane is not None and lane.changed is not None:
@@ -321,7 +320,7 @@ class Router:
         if lane.changed is not None:
             lane.changed(lane)
         if lane.machine.out or lane.machine.has_unflushed:
-            self.owed(lane)
+            self.flush_soon(lane)
 
     def _to_sender(self, lane: SendLane, frame: Frame) -> None:
         machine = lane.machine
@@ -335,7 +334,7 @@ class Router:
         if machine.out:
             self.sent(lane)
 
-    def _tell(self, lane: SendLane | ReceiveLane) -> None:
+    def _wake(self, lane: SendLane | ReceiveLane) -> None:
         if isinstance(lane, SendLane):
             lane.gate.wake()
         elif lane.changed is not None:
@@ -353,7 +352,7 @@ class Router:
             self._failed(WireError(f"host {host!r} sent {frame.reason}"))
         elif frame.session == lane.machine.session:
             lane.fail(f"refused a message: {frame.reason}")
-            self._tell(lane)
+            self._wake(lane)
 
 
 def _register(lanes: dict[int, Any], lane: SendLane | ReceiveLane) -> None:

@@ -224,7 +224,7 @@ def _columns(
 
 
 def _of_text(text: bytes) -> int:
-    """Bytes of memory that the characters of this UTF-8 take at most: one outside of ASCII may make all take four."""
+    """Upper bound of the decoded text's bytes: one character outside of ASCII can make each take four."""
     return len(text) if text.isascii() else 4 * len(text)
 
 

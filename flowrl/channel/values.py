@@ -22,7 +22,7 @@ MAX_DEPTH = 32
 """Most messages, lists and read-only mappings that may be nested around a message: each takes some 40 KiB of
 the receiver's stack."""
 MAX_NESTED = 64
-"""Most tuples and dicts that may be nested within one of these."""
+"""Deepest nesting of tuples and dicts within one of these."""
 MAX_AXES = 8
 
 FREE, TEXT, WHOLE, NUMBER, ARRAY, TUPLE, DICT, LIST, PROXY, MESSAGE = range(10)

@@ -62,7 +62,7 @@ def parse_new(args: list[str]) -> GraphCopy:
             origins.append(arg.partition("=")[2] or next(rest, ""))
         elif arg.startswith("-"):
             raise ConfigError(
-                f"flowrl new has no option {arg}; it has {FROM} alone: flowrl new my_graph.py {FROM} grpo"
+                f"flowrl new has no option {arg}; its only option is {FROM}: flowrl new my_graph.py {FROM} grpo"
             )
         else:
             names.append(arg)

@@ -39,7 +39,7 @@ RESERVE_BYTES = 64 << 20
 ENDS_WITHIN_S = 0.1
 """For threads and tasks of an episode that is over: libraries end theirs a moment later."""
 MOST_KEPT = 0.25
-"""Of the memory limit, what earlier episodes may keep: the limit is that of the process."""
+"""Share of the process's memory limit that earlier episodes in it may keep."""
 
 
 def play(

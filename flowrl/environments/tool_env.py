@@ -29,7 +29,7 @@ from flowrl.tasks.judge import BadReward, Judge, load_judge
 
 DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
 NAME_BYTES = 256
-"""Of a tool's name and a call's id as the policy wrote them."""
+"""Most bytes of a tool's name and a call's id, as the policy wrote them, that are shown."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ToolEnv(Env):
 
     @property
     def _metrics(self) -> dict[str, float]:
-        """Of the episode so far."""
+        """Metrics of the episode so far."""
         return {"tool_calls": self._calls, "tool_errors": self._errors}
 
     async def _answers(self, calls: Sequence[ToolCall]) -> tuple[Mapping[str, str], ...]:

@@ -147,7 +147,7 @@ class Zygote:
                 self._report_exit(ended)
 
     def _report_exit(self, ended: Any) -> None:
-        """The pid is taken until `waitpid`, so the group that is killed is the episode's."""
+        """Until `waitpid` nobody else gets the pid, so the process group that is killed is the episode's."""
         pid: int = ended.si_pid
         episode = self._episodes.pop(pid, None)
         with suppress(ProcessLookupError):

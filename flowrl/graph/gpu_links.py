@@ -29,19 +29,19 @@ Ask = Callable[..., str | None]
 class GpuLinks:
     """The GPUs of one machine, by their numbers."""
 
-    ways: tuple[tuple[str, ...], ...]
-    """GPU -> its way to each GPU, as nvidia-smi names it: NV18 (18 lanes of NVLink), PIX, PXB, PHB, NODE, SYS."""
+    links: tuple[tuple[str, ...], ...]
+    """GPU -> its link to each GPU, as nvidia-smi names it: NV18 (18 lanes of NVLink), PIX, PXB, PHB, NODE, SYS."""
     cores: tuple[tuple[int, ...], ...]
     """GPU -> the cores of its NUMA node; (): not known."""
 
     def __len__(self) -> int:
-        return len(self.ways)
+        return len(self.links)
 
     def closeness(self, one: int, other: int) -> int:
         """The larger, the faster; 0 between NUMA nodes."""
-        way = self.ways[one][other]
-        lanes = re.fullmatch(r"NV(\d+)", way)
-        return NVLINK + int(lanes[1]) if lanes else ON_ONE_NODE.get(way, 0)
+        link = self.links[one][other]
+        lanes = re.fullmatch(r"NV(\d+)", link)
+        return NVLINK + int(lanes[1]) if lanes else ON_ONE_NODE.get(link, 0)
 
     def has_nvlink(self, one: int, other: int) -> bool:
         return self.closeness(one, other) > NVLINK
@@ -57,8 +57,8 @@ class GpuLinks:
 
     def of(self, gpus: Sequence[int]) -> GpuLinks:
         """Those GPUs, numbered anew in that order."""
-        ways = tuple(tuple(self.ways[one][other] for other in gpus) for one in gpus)
-        return GpuLinks(ways, tuple(self.cores[gpu] for gpu in gpus))
+        links = tuple(tuple(self.links[one][other] for other in gpus) for one in gpus)
+        return GpuLinks(links, tuple(self.cores[gpu] for gpu in gpus))
 
 
 def parse_links(text: str) -> GpuLinks | None:
@@ -70,9 +70,9 @@ def parse_links(text: str) -> GpuLinks | None:
     gpus = [row for row in rows if re.fullmatch(r"GPU\d+", row[0]) and len(row) >= len(gpu_columns(columns)) + 1]
     if not gpus or [row[0] for row in gpus] != gpu_columns(columns):
         return None
-    ways = tuple(tuple(row[columns[name]] for name in gpu_columns(columns)) for row in gpus)
+    links = tuple(tuple(row[columns[name]] for name in gpu_columns(columns)) for row in gpus)
     beside = columns.get("CPU Affinity", len(head))
-    return GpuLinks(ways, tuple(core_list(row[beside] if beside < len(row) else "") for row in gpus))
+    return GpuLinks(links, tuple(core_list(row[beside] if beside < len(row) else "") for row in gpus))
 
 
 def gpu_columns(names: Sequence[str] | dict[str, int]) -> list[str]:

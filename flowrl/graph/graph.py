@@ -62,7 +62,7 @@ class Edge:
     dispatch: str = SHARE.name
     """As declared. `rule` is its meaning."""
     affinity_margin: int | None = None
-    """Of a call edge, see `Graph.call`."""
+    """Only for call edges; see `Graph.call`."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Edge:
 
     @property
     def rule(self) -> DispatchRule:
-        """SHARE for a name that there is no rule of, which `Graph.connect` has noted as a mistake."""
+        """The rule of this name; SHARE for an unknown name, which `Graph.connect` has recorded as a mistake."""
         return RULES.get(self.dispatch, SHARE)
 
 

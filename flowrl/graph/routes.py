@@ -49,7 +49,7 @@ class WeightRoute:
     num_workers: int = 1
     """vLLM worker processes of the replica: its GPUs, 1 on CPU."""
     dtype: str = ""
-    """Of the reader's parameters, as `Facts.weights_dtype` says."""
+    """Dtype of the reader's parameters, from `Facts.weights_dtype`."""
 
 
 def through_hosts(routes: Sequence[WeightRoute]) -> tuple[WeightRoute, ...]:
@@ -73,7 +73,7 @@ def common_transport(routes: Sequence[WeightRoute]) -> WeightTransport:
 
 
 NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of an element of weights."""
+"""Bytes of one element of weights, by dtype."""
 
 
 def readers_dtype(dtypes: Iterable[str], *, auto: str) -> str | None:

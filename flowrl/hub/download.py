@@ -156,11 +156,11 @@ def _lines(name: HubName, num_bytes: int, progress: Progress) -> Iterator[None]:
     blobs, ended = repo_dir(name) / "blobs", threading.Event()
     before = _bytes_in(blobs)
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(TOLD_EVERY_S):
             progress(f"{name}: {gigabytes(_bytes_in(blobs) - before)} of {gigabytes(num_bytes)}")
 
-    thread = threading.Thread(target=tell, name="download-progress", daemon=True)
+    thread = threading.Thread(target=report, name="download-progress", daemon=True)
     thread.start()
     try:
         yield

@@ -17,7 +17,7 @@ from flowrl.models.policy import SMOLLM2_CONTEXT, Policy
 NAMED = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z])")
 SMOLLM2_PARAMETERS = 134_515_008
 BYTES_OF_PICKLED = 2
-"""Of a parameter in weights without a header, which are mostly in 16 bits."""
+"""Bytes assumed for a parameter in weights without a header, which mostly are in 16 bits."""
 
 
 @dataclass(frozen=True)

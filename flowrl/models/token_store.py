@@ -18,7 +18,7 @@ from flowrl.messages import Int32
 PART_TOKENS = 1 << 18
 """Tokens that are gathered before they are written."""
 BYTES = 4
-"""Of one token."""
+"""Bytes of one token."""
 
 
 class TokenStore(Protocol):

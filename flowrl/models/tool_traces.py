@@ -113,7 +113,7 @@ class ToolTraces:
         return float((calls & self._imitated(model, traces, 1, given=0, greedy=greedy)).mean())
 
     def _imitated(self, model: Any, traces: Sequence[Lesson], reply: int, *, given: int, greedy: bool) -> Bool:
-        """Of which traces the model, after all before a reply and the first `given` ids of it, goes on as they do."""
+        """Which traces the model continues as they do, from their context and the first `given` ids of the reply."""
         contexts, rests = [], []
         for ids, labels in traces:
             start, end = _replies(labels)[reply]

@@ -46,7 +46,7 @@ class Recipe:
         return demonstrator(task)
 
     def learning_rate(self, step: int) -> float:
-        """Of a step; the first is 1."""
+        """The learning rate of a step; the first step is 1."""
         return self.lr * min(1.0, step / self.warmup_steps)
 
     def reached(self, step: int, sampled: float, greedy: float) -> bool:

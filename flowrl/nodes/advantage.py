@@ -10,7 +10,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
-from flowrl.nodes.curriculum import GroupOutcome, Noted, tell_outcome
+from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
 from flowrl.training.advantage.estimate import Estimate, unvalued
@@ -62,7 +62,7 @@ class GroupAdvantage(Node):
 
     async def _settle(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
         """Filter the group or send it; `taken` are the messages that delivered its samples."""
-        await tell_outcome(self.outcomes, members.items)
+        await report_outcome(self.outcomes, members.items)
         reason = self._why_filtered(members)
         if reason:
             for sample in taken:

@@ -27,7 +27,7 @@ from flowrl.nodes.turn_figures import TurnFigures
 
 MALFORMED_IN_A_ROW = 3
 NAME_BYTES = 256
-"""Of a tool's name as the policy wrote it."""
+"""Most bytes of a tool's name, as the policy wrote it, that are shown."""
 
 
 @dataclass(frozen=True)

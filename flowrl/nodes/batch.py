@@ -291,7 +291,7 @@ def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: 
 
 
 def branch_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
-    """Of a batch in which episodes have several sequences: how many, and the share of tokens fed more than once.
+    """How many sequences an episode of the batch has, and the share of tokens that are fed more than once.
 
     A token is repeated if it is in the longest prefix that its sequence shares with an earlier one of its sample.
     """

@@ -75,7 +75,7 @@ class Noted(Message):
     """False if a later outcome of the prompt, or this one, was noted before."""
 
 
-async def tell_outcome(outcomes: Call[GroupOutcome, Noted], samples: Sequence[Scored]) -> None:
+async def report_outcome(outcomes: Call[GroupOutcome, Noted], samples: Sequence[Scored]) -> None:
     """Tell the source how a group was rewarded, if the graph has an edge for that and a sample was scored."""
     if outcomes.connected and samples:
         first, rewards = samples[0], tuple(float(sample.raw_reward) for sample in samples)

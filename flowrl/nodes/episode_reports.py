@@ -19,7 +19,7 @@ from flowrl.nodes.played import Played
 from flowrl.training.batch.batch_stats import length_name
 
 RETOKENIZED_ONE_IN = 8
-"""Of the episodes, so many are tokenized again: at 0.1 ms and more a reply it would cost as much as all the rest."""
+"""One episode in so many is tokenized again: a reply takes 0.1 ms and more, as much as all else together."""
 
 
 class EpisodeReports:

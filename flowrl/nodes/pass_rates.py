@@ -49,7 +49,7 @@ class PassRates:
         self._rows = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
         self._names = tuple(prompt_ids)
         self._number = 0
-        """Of groups asked."""
+        """Number of groups asked."""
         self._known: dict[str, list[float]] = {}
         """Prompt -> [times asked, visit of its newest outcome or −1, the pass rate then, number of the group then]."""
         order = random.Random(f"{seed}/buckets").sample(range(len(self._names)), len(self._names))

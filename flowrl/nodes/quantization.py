@@ -14,7 +14,7 @@ FP8: Mapping[str, str] = {name: name for name in (CHANNEL, "fp8_per_tensor", "fp
 """Methods of engines that receive weights -> vLLM's name. fp8 has a scale for each output channel of a weight and for
 each token: of the three, vLLM computes this one on every CPU, too."""
 LEAST_CAPABILITY = 8.9
-"""Of GPUs that multiply in fp8. Below it vLLM repacks fp8 weights for kernels that multiply in 16 bits, if it can."""
+"""Lowest compute capability of GPUs that multiply in fp8. Below it vLLM repacks fp8 weights for 16-bit kernels."""
 CACHE_FLAGS = frozenset({"avx512f", "amx_tile"})
 """CPUs with one of these hold vLLM's KV cache in fp8."""
 OVERRIDE = "quantization_config"

@@ -64,7 +64,7 @@ class RateBuckets:
         return len(self.names)
 
     def pass_rate(self, bucket: int) -> float:
-        """Of what is known; 0 of nothing."""
+        """Mean pass rate of the samples known; 0 if there are none."""
         return self._passed[bucket] / self._samples[bucket] if self._samples[bucket] else 0.0
 
     def weight(self, bucket: int) -> float:

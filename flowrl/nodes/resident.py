@@ -15,7 +15,7 @@ class ResidentNode(Node):
     """
 
     _residence: Any = None
-    """Of the class Residence; ports are found by evaluating annotations, and its module imports torch."""
+    """A Residence. Its type is not named: ports are found by evaluating annotations, and its module imports torch."""
 
     def resident(self) -> object:
         """What leads to all that is on the GPU; made by `setup`."""

@@ -26,7 +26,7 @@ from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined, prompt_ids
 from flowrl.user_path import user_path
 
-TELL_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response_tokens", "truncated")
 
 
@@ -171,7 +171,7 @@ class ResponseWriter(Node):
     def _tell(self, lines: int) -> None:
         self._lines += lines
         self.context.metric("responses_written", lines)
-        if time.monotonic() - self._told_s >= TELL_EVERY_S:
+        if time.monotonic() - self._told_s >= REPORT_EVERY_S:
             self._told_s = time.monotonic()
             lost = f", {self._lost} failed" if self._lost else ""
             self.context.progress(f"{self._lines} responses written to {self.path}{lost}")

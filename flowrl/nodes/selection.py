@@ -17,7 +17,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
-from flowrl.nodes.curriculum import GroupOutcome, Noted, tell_outcome
+from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
 from flowrl.nodes.dynamic import DynamicSampling, GroupFilter
 from flowrl.nodes.judged import Judged
 from flowrl.nodes.one_sequence import require_one_sequence
@@ -98,7 +98,7 @@ class BestOfN(Selection):
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             require_one_seat(members.items, "a BestOfN")
-            await tell_outcome(self.outcomes, members.items)
+            await report_outcome(self.outcomes, members.items)
             if self._filtered(members.items):
                 continue
             best = ranked(members.items)[0]
@@ -184,7 +184,7 @@ class PairMaker(Selection):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            await tell_outcome(self.outcomes, members.items)
+            await report_outcome(self.outcomes, members.items)
             if self._filtered(members.items):
                 continue
             try:

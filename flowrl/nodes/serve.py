@@ -30,9 +30,9 @@ class ServeOptions:
     port: int = 8100
     """0 takes one that is free."""
     device: str = "cpu"
-    """Of the model: cpu, cuda, cuda:1."""
+    """Device of the model: cpu, cuda, cuda:1."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the model."""
+    """Dtype of the model."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model."""
     timeout_s: float = 10.0
@@ -42,7 +42,7 @@ class ServeOptions:
     weights: str = ""
     """Weights of the values of a function that returns several, as correct=1,format=0.2; those not named weigh 1."""
     label: str = ""
-    """Of a model with several labels, the one that is the score, by name or number; or a weighted sum of them, as
+    """For a model with several labels: the one that is the score, by name or number; or a weighted sum of them, as
     helpfulness=0.8,verbosity=-0.2. All are answered."""
 
     def __post_init__(self) -> None:

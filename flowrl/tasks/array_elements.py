@@ -48,7 +48,7 @@ class ArrayScan:
         self._path, self._file = path, file
         self._text, self._at = "", 0
         self._offset, self._line = 0, 1
-        """Of the beginning of `_text`."""
+        """Where `_text` begins in the file: character and line."""
         self._decoder = json.JSONDecoder()
 
     def pass_over(self, wanted: str) -> bool:

@@ -203,7 +203,7 @@ def _trl_answer(answer: Any) -> Any:
 
 
 def _verl_answer(answer: Any) -> Any:
-    """Of a dict `score` is the reward, and the numbers beside it are logged."""
+    """If the answer is a dict, its `score` is the reward, and its other numbers are logged."""
     if not isinstance(answer, Mapping):
         return _flat(answer)
     if "score" not in answer:

@@ -48,14 +48,14 @@ class Keys:
     answer: str = ""
     """Text, a number, or a list of one turn of the assistant's; "" is `answer`, or `completion` where there is none."""
     score: str = "score"
-    """Of several answers to one prompt the one with the highest score is taken; `-`: they have none."""
+    """Column of an answer's score: among several answers to one prompt, the highest is taken. `-`: there is none."""
     min_score: float = -math.inf
     """Rows of a lower score are left out."""
     chosen: str = "chosen"
-    """Of pairs: the better completion, as text or as the messages that follow the prompt's or hold them, too."""
+    """Column of a pair's better completion: a text, or messages that follow the prompt's or include them."""
     rejected: str = "rejected"
     completion: str = "completion"
-    """Of labelled completions, with `label` true (desirable) or false."""
+    """Column of a labelled completion; its `label` is true (desirable) or false."""
     label: str = "label"
     tools: str = "tools"
     """Definitions of the tools that a conversation may call, as a list or as JSON text; none: there are none."""
@@ -68,9 +68,9 @@ class Keys:
     number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice), code (a
     Python program, run in a sandbox against the answer's tests)."""
     case_s: float = CASE_S
-    """Of check=code: seconds for each test of an answer. A row's own column of this name comes first."""
+    """For check=code: seconds for each test of an answer. A row's own column of this name takes precedence."""
     total_s: float = TOTAL_S
-    """Of check=code: seconds for all tests of one response. A row's own column comes first here, too."""
+    """For check=code: seconds for all tests of one response. A row's own column takes precedence here, too."""
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
     rows: str = "auto"

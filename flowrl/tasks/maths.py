@@ -20,7 +20,7 @@ from flowrl.tasks.written_numbers import MARK, MARKED
 
 SECONDS = 5
 ITEM = re.compile(r"\A-\s+(?=[$€£¥₹]?\.?\d)")
-"""Of a list of Markdown. A reference is no list: there `- 12` is -12."""
+"""The mark of an item in a list of Markdown. A reference answer is no list: there `- 12` is -12."""
 LATEX = re.compile(r"[\\{|]")
 
 

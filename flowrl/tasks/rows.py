@@ -43,7 +43,7 @@ class Row:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All else that the row holds; `answer`, where there is one, is text, or a list or mapping as the data have it."""
     score: float = 0.0
-    """Of a scored answer: among several to one prompt the highest is taken."""
+    """Score of the answer; of several answers to one prompt, the one with the highest score is taken."""
     as_messages: bool = False
     """Whether its source has messages rather than text."""
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -55,7 +55,7 @@ def plain_file(path: Path, split: str = "") -> Path:
 
 
 def num_bytes(path: Path, split: str = "") -> int:
-    """Of a file, or of the rows of one split that save_to_disk has written."""
+    """Size of a file, or of the rows of one split that save_to_disk has written."""
     return sum(file.st_size for file in _stats(path, split))
 
 

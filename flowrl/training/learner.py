@@ -118,7 +118,7 @@ class Learner:
         return replace(update, tokens_computed=sum(self.engine.gang.parts(so_far.computed)))
 
     def _divisor(self) -> MeanOver:
-        """What the gradient of the pieces is divided by. Raises FlowrlError if that is not all there is to do."""
+        """The denominator of the pieces' gradient. Raises FlowrlError if this objective needs the whole batch."""
         over = self.objective.mean_over
         if over is None or self._epochs > 1 or self.objective.needs_mismatched or self._balance_coef:
             raise FlowrlError(
@@ -238,7 +238,7 @@ class Learner:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Of what is told of a batch in `Update.stats`."""
+        """Names of the statistics in `Update.stats`."""
         return ("loss", *self.objective.stats, *((BALANCE,) if self._balance_coef else ()))
 
     def _add_gaps(self, sums: Sums, micro_batch: MicroBatch, inputs: LossInputs) -> None:

@@ -33,7 +33,7 @@ class WeightBackend:
 
     sender: Callable[[Publication], Sender]
     receiver: Callable[[Sequence[WeightRoute], str, str], Receiver]
-    """Of (routes, the reader's replica id, run id)."""
+    """(routes, replica id of the reader, run id) -> its receiver."""
 
 
 def sender(routes: Sequence[WeightRoute], run_id: str, policy: str, *, narrowing: Narrowing) -> Sender:

@@ -31,7 +31,7 @@ DRIFT = 3.0
 """Multiple of the first probe's difference that later ones may have: sharper distributions round more coarsely."""
 _LENGTHS = (5, 11, 17, 24)
 PROBE_TOKENS = max(_LENGTHS)
-"""Of its longest sequence."""
+"""Tokens of the probe's longest sequence."""
 
 
 class ProbeMismatch(FlowrlError):

@@ -72,7 +72,7 @@ def calculated(name: str, arguments: str) -> str:
 
 
 def value(node: ast.expr) -> Number:
-    """Of an arithmetic expression. Raises ValueError for anything else."""
+    """The value of an arithmetic expression. Raises ValueError for anything else."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

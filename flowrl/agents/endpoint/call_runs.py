@@ -130,7 +130,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         return run
 
     def _known(self, key: bytes) -> CallRun[Sampled, Delivered] | None:
-        """Of several runs of equal calls that one whose client is gone, else the latest."""
+        """Among runs of equal calls, the one whose client has left; else the latest."""
         equal = [run for run in self._runs if run.key == key]
         lost = [run for run in equal if not run.waiting and not run.received]
         return next(reversed(lost or equal), None)

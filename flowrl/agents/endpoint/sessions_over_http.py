@@ -31,7 +31,7 @@ class SessionAccess:
     session_id: str
     api_key: str
     url: str
-    """Of the endpoint."""
+    """Base URL of the endpoint."""
 
     @property
     def openai_base_url(self) -> str:

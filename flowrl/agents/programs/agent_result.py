@@ -19,7 +19,7 @@ class AgentResult:
 
     @classmethod
     def of(cls, returned: object) -> AgentResult:
-        """Of a number, a mapping, or None. Raises TypeError for anything else, and for what is not finite."""
+        """The result for a number, a mapping or None. Raises TypeError for all else, and for what is not finite."""
         if not isinstance(returned, Mapping):
             return cls(None if returned is None else _finite("", returned))
         numbers = {str(name): _finite(f"{name}=", value) for name, value in returned.items() if value is not None}
@@ -27,7 +27,7 @@ class AgentResult:
 
     @classmethod
     def of_line(cls, line: str) -> AgentResult:
-        """Of the last line that a program printed; a line that is no JSON of a result gives nothing."""
+        """The result on the last line that a program printed; none if that is no JSON of a result."""
         try:
             return cls.of(json.loads(line))
         except (ValueError, TypeError, RecursionError):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 METHODS = tuple(dict.fromkeys(FP8.values()))
 """By vLLM's names. On a CPU the first one alone."""
 UPDATED_LIMIT = 1e-3
-"""Of the mean difference of a logprob between an updated engine and a fresh one, which hold the same bytes and score
-one sequence at a time: a tenth of what bfloat16 makes of float32. On a CPU it is 0.0; on a GPU, kernels that are chosen
-by their speed may round in another order."""
+"""Limit of the mean difference of a logprob between an updated engine and a fresh one, which hold the same bytes and
+score one sequence at a time: a tenth of what bfloat16 makes of float32. On a CPU it is 0.0; on a GPU, kernels that are
+chosen by their speed may round in another order."""
 Scored = list[list[float]]
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flowrl.training.model.policy_model import PolicyModel
 
 FLOAT32_LIMIT, BFLOAT16_LIMIT = 1e-3, 0.05
-"""Of relative differences of gradients, and of mean differences of logprobs."""
+"""Limits of relative differences of gradients and of mean differences of logprobs."""
 REPETITIONS = 3
 Passed = tuple[Tensor, dict[str, Tensor]]
 """Logprobs and gradients."""

@@ -26,7 +26,7 @@ class Signal(Message):
 @dataclass(frozen=True)
 class SeenDevices:
     gpus: int = 2
-    """Of the machine."""
+    """Number of GPUs of the machine."""
     ask_torch: bool = True
     """Also write down what torch sees."""
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from flowrl.training.engine.gang import Gang
 
 LIMIT, BFLOAT16_LIMIT = 1e-4, 0.05
-"""Of differences of gradients and their norm, in parts of the norm, and of the mean difference of a logprob."""
+"""Limits of the differences of gradients and of their norm, as shares of the norm, and of the mean difference of a
+logprob; in float32 and in bfloat16."""
 LONG_TOKENS = 4096
 KINDS: tuple[SequenceKind, SequenceKind] = ("ulysses", "ring")
 POSITIONS = {
@@ -47,7 +48,7 @@ RING = {
     "ring, packed": GradientCase({"stage": 3, "packing": True}),
     "ring, bfloat16": GradientCase({"stage": 3, "dtype": "bfloat16"}, BFLOAT16_LIMIT),
 }
-"""Of `POSITIONS`, with keys and values that travel around all ranks."""
+"""As `POSITIONS`, with keys and values that travel around all ranks."""
 MATRICES = {
     "stage 0": GradientCase({"stage": 0}),
     "stage 1": GradientCase({"stage": 1}),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 GAP_LIMIT = 2e-3
-"""Of the mean difference of a logprob of float32 by vLLM, whose attention may compute in TF32."""
+"""Limit of the mean difference of a float32 logprob from vLLM's, whose attention may compute in TF32."""
 READER = "generator/0"
 UTILIZATION = 0.4
 ENGINE: dict[str, Any] = {"concurrency": 8, "max_model_len": 256, "dtype": "float32"}

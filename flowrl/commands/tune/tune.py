@@ -61,7 +61,7 @@ class TuneOptions:
     json: bool = False
     """Print one object of JSON in place of the table."""
     cluster: str = ""
-    """Machines as `flowrl check --cluster` takes them, in place of this one: with --dry-run, or of RAY_ADDRESS."""
+    """Machines to plan for in place of this one, as in `flowrl check --cluster`; needs --dry-run or RAY_ADDRESS."""
     config: Path | None = None
     """Read options from this run file (YAML). Those given here have precedence, and both stay as they are given."""
     save_config: Path | None = None
@@ -187,14 +187,14 @@ class Tuning:
         how = "measured before" if known is not None else "measuring"
         if known is None and not self._has_time():
             how = f"left out, --budget {self.options.budget:g} is over"
-        self._tell(f"{purpose} {which}: {placement.words}: {how}")
+        self._report(f"{purpose} {which}: {placement.words}: {how}")
         if known is not None or not self._has_time():
             return known
         try:
             step = self._run(key, placement)
         except RunTimedOut:
             self._over = True
-            self._tell(f"{purpose} {which}: ended, --budget {self.options.budget:g} is over")
+            self._report(f"{purpose} {which}: ended, --budget {self.options.budget:g} is over")
             return None
         self._longest_s = max(self._longest_s, step.wall_s)
         self._measurements.add(key, step)
@@ -238,7 +238,7 @@ class Tuning:
         }
 
     @staticmethod
-    def _tell(text: str) -> None:
+    def _report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 

@@ -25,7 +25,7 @@ from flowrl.environments.protocol import Action, Env, MalformedValue, Observatio
 from flowrl.errors import ConfigError
 
 SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
-"""Of the address, and that of its pages; aiohttp opens websockets by either."""
+"""Scheme of the address -> scheme of its pages; aiohttp opens websockets by either."""
 MOST_MALFORMED = 3
 """Replies in a row that are no action; this many truncate the episode."""
 MESSAGE_BYTES = 100 << 20

@@ -15,7 +15,7 @@ from flowrl.environments.tools.tool import ToolError
 
 MOST_CHARACTERS = 1000
 MOST_BITS = 10_000
-"""Of a whole number: some 3,000 digits, which Python still prints."""
+"""Most bits of a whole number: some 3,000 digits, which Python still prints."""
 DIGITS = 15
 """Significant digits of a number that is not whole."""
 

@@ -37,7 +37,7 @@ from flowrl.tasks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, lim
 T = TypeVar("T")
 MEMORY_BYTES = 512 << 20
 OUTPUT_BYTES = 1 << 20
-"""Of what is printed, besides as much as has to be printed."""
+"""Most bytes that a program may print beyond what it has to print."""
 STREAMS = """
 def _set_streams():
     import os, sys

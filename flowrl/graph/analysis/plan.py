@@ -86,9 +86,9 @@ class WeightPlan:
     producer: str
     consumer: str
     transport: WeightTransport | None
-    """None where there is none; no plan that runs has such a reader."""
+    """None: no transport reaches the reader; `check` refuses such a plan."""
     dtype: str = ""
-    """Of the reader's parameters, as `Facts.weights_dtype` says."""
+    """Dtype of the reader's parameters, from `Facts.weights_dtype`."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ OUTSIDE = "outside"
 """The kind of a wait that something outside the graph ends."""
 
 
-def _tell_loop(error: BaseException) -> None:
+def _report_to_loop(error: BaseException) -> None:
     asyncio.get_running_loop().call_exception_handler({"message": str(error), "exception": error})
 
 
@@ -47,7 +47,7 @@ class Activity:
     moves: int = 0
     """Increases with every event: an item taken, a message sent, a ticket received, a call returned."""
     waits: dict[int, Wait] = field(default_factory=dict)
-    died: Callable[[BaseException], None] = _tell_loop
+    died: Callable[[BaseException], None] = _report_to_loop
     """Called when a task dies that the node started and nobody awaits."""
     _token: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,14 +75,14 @@ class Activity:
         token = self._token
         self.waits[token] = Wait(kind, what, time.monotonic(), asyncio.current_task())
         if inside is not None:
-            inside.stand(+1)
+            inside.count_wait(+1)
         try:
             yield
         finally:
             del self.waits[token]
             self.moves += 1
             if inside is not None:
-                inside.stand(-1)
+                inside.count_wait(-1)
 
     async def idle(self) -> None:
         """Wait until no invocation is inside user code."""
@@ -99,7 +99,7 @@ class ActiveInvocation:
         self._waits = 0
         self._over = False
 
-    def stand(self, change: int) -> None:
+    def count_wait(self, change: int) -> None:
         """Count a wait of the invocation that begins (+1) or has ended (-1)."""
         stood = self._waits > 0
         self._waits += change

@@ -39,12 +39,12 @@ class Lease:
     """One host's side of a lease. Without a name, invocations begin without waiting."""
 
     def __init__(self, name: str, host: str, link: LockLink) -> None:
-        self._body: dict[str, Any] = {"name": name, "node": host, "party": host.split("/")[0]}
+        self._body: dict[str, Any] = {"name": name, "claimant": host, "party": host.split("/")[0]}
         self.name = name
         self.nodes: Sequence[Node] = ()
         self._link = link
         self._claims = itertools.count(1)
-        self._turns = 0
+        self._num_invocations = 0
         """Number of invocations that are open, or wait to begin."""
         self._held = False
         self._change: asyncio.Task[None] | None = None
@@ -71,11 +71,11 @@ class Lease:
         """Begin an invocation; returns when this host holds the devices. Raises FlowrlError if a hook failed."""
         if not self.name:
             return
-        self._turns += 1
+        self._num_invocations += 1
         try:
             while not self._held or self._change is not None:
                 await self._changed()
-        except (Exception, asyncio.CancelledError):
+        except (Exception, asyncio.CancelledError):  # whatever a hook raised, the invocation has not begun
             await self.end()
             raise
 
@@ -83,9 +83,9 @@ class Lease:
         """End an invocation. A cancel is raised only after the change of the lease that it would interrupt."""
         if not self.name:
             return
-        self._turns -= 1
+        self._num_invocations -= 1
         cancel: asyncio.CancelledError | None = None
-        while not self._turns and (self._held or self._change is not None):
+        while not self._num_invocations and (self._held or self._change is not None):
             if self._asking is not None:
                 self._asking.cancel()
             try:
@@ -117,13 +117,13 @@ class Lease:
     async def _take(self) -> None:
         self._body["claim"] = next(self._claims)
         try:
-            if await self._granted() and self._turns:
+            if await self._granted() and self._num_invocations:
                 for node in self.nodes:
                     await _hook(node, "on_acquire", node.on_acquire)
                 self._held = True
         finally:
             if not self._held:
-                self._tell_over()  # also after a cancel: the driver may have granted the lock already
+                self._report_over()  # also after a cancel: the driver may have granted the lock already
 
     async def _granted(self) -> bool:
         """Request the lock from the driver; False if no invocation here needs it any more."""
@@ -141,9 +141,9 @@ class Lease:
                 await _hook(node, "on_release", node.on_release)
         finally:
             self._held = False
-            self._tell_over()
+            self._report_over()
 
-    def _tell_over(self) -> None:
+    def _report_over(self) -> None:
         self._link.notify("driver", "unlock", dict(self._body))
 
 

@@ -183,7 +183,7 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
     ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that the lines must follow
-    newest = {METRICS: version, EVALUATIONS: version or -1}  # from version 0 on the one before training is made again
+    newest = {METRICS: version, EVALUATIONS: version or -1}  # from version 0 the evaluation before training is repeated
     for records, step in newest.items():
         if (run_dir / records).exists():
             rewind_metrics(run_dir / records, step)

@@ -41,7 +41,7 @@ class Locks:
         """Inside, only these parties are granted the lock; begins when no other party holds it."""
         self._reserved[name] = frozenset(parties)
         freed = self._freed[name] = asyncio.Event()
-        self._tell_freed(name)
+        self._report_freed(name)
         try:
             await freed.wait()
             yield
@@ -50,7 +50,7 @@ class Locks:
             if name not in self._holders:
                 self._call_next(name)
 
-    def _tell_freed(self, name: str) -> None:
+    def _report_freed(self, name: str) -> None:
         if name in self._reserved and self._may(name, self._holders.get(name, ("", []))[0]):
             self._freed[name].set()
 
@@ -60,7 +60,7 @@ class Locks:
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
         name, claim = body["name"], _claim(body)
-        party = body.get("party", body["node"])
+        party = body.get("party", body["claimant"])
         if self._joins(name, party, claim):
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -84,7 +84,7 @@ class Locks:
         claims.remove(claim)
         if not claims:
             del self._holders[name]
-            self._tell_freed(name)
+            self._report_freed(name)
             self._call_next(name)
 
     def _joins(self, name: str, party: str, claim: Claim) -> bool:
@@ -107,7 +107,7 @@ class Locks:
 
 
 def _claim(body: dict[str, Any]) -> Claim:
-    return body["node"], body.get("claim", 0)
+    return body["claimant"], body.get("claim", 0)
 
 
 class BatchEnd:
@@ -134,7 +134,7 @@ class BatchEnd:
 
     async def arrive(self, host: str, body: dict[str, Any]) -> None:
         version = int(body["version"])
-        if body.get("node", "").partition("/")[0] in self._passing or not self._due(version):
+        if body.get("replica_id", "").partition("/")[0] in self._passing or not self._due(version):
             return
         opened = self._open.setdefault(version, asyncio.Event())
         self._arrived[version] = self._arrived.get(version, 0) + 1

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: after so many steps, after so many minutes, or as soon as can be."""
+"""When a checkpoint is due: after so many steps, after so many minutes, or as soon as possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowrl.runtime.driver.options import RunOptions
 RANKS_APART = 8
 """Ranks of a gang are not further apart than that, in batches."""
 TOLD_FROM_S = 1.0
-"""What a checkpoint costs is told from that on."""
+"""Checkpoints that take longer report their cost."""
 
 
 class CheckpointClock:
@@ -44,7 +44,7 @@ class CheckpointClock:
         self._soon = True
 
     def saved(self, began_s: float) -> str:
-        """A checkpoint that began then is complete. What it has cost, in words."""
+        """Note that a checkpoint begun at `began_s` is complete. Returns its cost in words."""
         now_s = time.monotonic()
         took_s, since_s = now_s - began_s, now_s - self._saved_s
         self._saved_s, self._soon = now_s, False

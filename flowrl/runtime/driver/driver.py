@@ -83,7 +83,7 @@ class Driver:
         self._samples: KeptSamples
         """Opened with the other records."""
         self._tables = SampleTables(job.options.tracking)
-        self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", self._tell_trace_level)
+        self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", self._send_trace_level)
         self._interrupted = False
         self._clock = CheckpointClock(job.options)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,10 +125,10 @@ class Driver:
             watch=self._early_stop.look,
             watch_evaluation=self._early_stop.evaluated,
             limits=job.options.alarms,
-            book=self.accounting.line,
+            record_line=self.accounting.line,
         )
         self.accounting.serve(self._endpoint)
-        self.lookout.books = self.accounting
+        self.lookout.accounting = self.accounting
         self.begun = True
 
     async def run(self) -> Outcome:
@@ -240,14 +240,14 @@ class Driver:
     async def _start_hosts(self) -> None:
         plan = self.job.plan
         num_ranks = sum(len(self.orders.replicas(name)) for name in plan.trainers if name not in plan.own_clock)
-        batch_end = BatchEnd(num_ranks, self._stands_at, self._at_batch_end, passing=plan.own_clock)
+        batch_end = BatchEnd(num_ranks, self._waits_at, self._at_batch_end, passing=plan.own_clock)
         self.tickets.pause("start")
         for kind, handler in (
             ("warning", lambda host, body: self.view.warning(f"{body['node']}: {body['text']}")),
             ("statistics", self._absorb),
             ("episode", lambda host, body: self._episodes.add(**body)),
             ("samples", lambda host, body: self._samples.add(body)),
-            ("give up", self._tell_all),
+            ("give up", self._broadcast),
             ("lock", self._locks.take),
             ("unlock", self._locks.release),
             ("step_done", batch_end.arrive),
@@ -256,7 +256,7 @@ class Driver:
             self._endpoint.on(kind, handler)
         self.view.progress("driver", f"starting {len(self.job.slots)} processes")
         await self.hosts.start(self.job.slots, self.job.specs)
-        self._tell_trace_level(self._trace.level)
+        self._send_trace_level(self._trace.level)
 
     async def _lead(self) -> dict[str, dict[str, float]]:
         with self.lookout.doing("the set-up of the nodes"):
@@ -272,7 +272,7 @@ class Driver:
             await asyncio.gather(*running.values(), return_exceptions=True)
 
     async def _begin(self) -> None:
-        """All hosts are set up: from here on the run is what its files tell of."""
+        """All hosts are set up: open the run's files, from the checkpoint if it resumes, and begin."""
         source = self.job.resume_from
         state = {"messages": []} if source is None else await asyncio.to_thread(checkpoint.read_state, source)
         if source is not None:
@@ -319,13 +319,13 @@ class Driver:
         self._tables.add(row)
         self.view.sample(row)
 
-    def _tell_trace_level(self, level: int) -> None:
+    def _send_trace_level(self, level: int) -> None:
         for host in self.hosts:
             self._endpoint.notify(host, "trace level", level)
 
     # Checkpoints
 
-    def _stands_at(self, version: int) -> bool:
+    def _waits_at(self, version: int) -> bool:
         return self._clock.is_due(version) or self.phases.due(version)
 
     async def _at_batch_end(self, version: int) -> None:
@@ -371,7 +371,7 @@ class Driver:
         self.best = best or self.best
         self.view.progress("driver", f"checkpoint {name} {self._clock.saved(start_s)}")
 
-    def _tell_all(self, host: str, body: dict[str, Any]) -> None:
+    def _broadcast(self, host: str, body: dict[str, Any]) -> None:
         """A node has dropped a whole group: every host ends what it has of it."""
         for other in self.hosts:
             self._endpoint.notify(other, "give up", body)

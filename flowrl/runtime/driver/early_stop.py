@@ -24,7 +24,7 @@ class StopRule:
     below: float | None = None
     """End when it is below this."""
     patience: int = 0
-    """End when it has not improved for so many of its values; a value from before training is one to beat. 0: never."""
+    """End after so many values without an improvement, counting from the value before training. 0: never."""
     best: Literal["highest", "lowest"] = "highest"
     """Which value is an improvement."""
     for_values: int = 1

@@ -141,7 +141,7 @@ class Launch:
                     raise KeyboardInterrupt from None
         finally:
             view.close()
-        cluster.stop()  # others may use its GPUs while this process proves the books
+        cluster.stop()  # others may use its GPUs while this process audits the ledger
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
@@ -359,7 +359,7 @@ class _signals:
     def __init__(self, driver: Driver, view: View) -> None:
         self._driver = driver
         self._view = view
-        self._telling: set[asyncio.Task[None]] = set()
+        self._describing: set[asyncio.Task[None]] = set()
 
     def __enter__(self) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -374,19 +374,19 @@ class _signals:
 
         loop.add_signal_handler(signal.SIGINT, stop, self._driver.interrupt)
         loop.add_signal_handler(signal.SIGTERM, stop, self._driver.terminate)
-        loop.add_signal_handler(signal.SIGUSR1, self._tell)
+        loop.add_signal_handler(signal.SIGUSR1, self._describe)
 
     def __exit__(self, *error: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _tell(self) -> None:
+    def _describe(self) -> None:
         async def report() -> None:
             self._view.warning(await self._driver.lookout.describe())
 
         task = asyncio.get_running_loop().create_task(report())
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._describing.add(task)
+        task.add_done_callback(self._describing.discard)
 
 
 def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:

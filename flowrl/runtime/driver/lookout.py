@@ -24,13 +24,13 @@ from flowrl.runtime.driver.stall import Report, Standstill, Topology, deadlocked
 LOOK_EVERY_S = 5.0
 FLUSHES = 3
 FLUSHED_WITHIN_S = 5.0
-TELL_AFTER_S = 10.0
+REPORT_AFTER_S = 10.0
 """Silence after which a host is named in a warning; the warning repeats each time the silence has doubled."""
 SILENT = "it is stopped, or its code does not release the GIL"
 
 
-class Booking(Protocol):
-    """What is asked of the accounting: what it books may move the run."""
+class AccountingState(Protocol):
+    """What the lookout reads of the accounting, whose pending records may move the run."""
 
     def is_booking(self) -> bool: ...
     async def booked(self) -> None: ...
@@ -57,22 +57,22 @@ class Lookout:
         self._show_progress = progress
         self._standstill = Standstill()
         self._doing: list[str] = []
-        self.books: Booking | None = None
+        self.accounting: AccountingState | None = None
         """The accounting, from its opening on."""
         self._blocking: set[str] = set()
         """Lines of code already reported as blocking an event loop."""
-        self._tell_of_host_at_s: dict[str, float] = {}
+        self._report_host_at_s: dict[str, float] = {}
         """Silent host -> length of silence, in seconds, at which the next warning is due."""
         endpoint.on("ping", self._ping)
         endpoint.on("progress", self._progress)
 
     async def _ping(self, host: str, body: Any) -> None:
         """The reply proves that everything `host` sent before has arrived and is booked."""
-        if self.books is not None:
-            await self.books.booked()
+        if self.accounting is not None:
+            await self.accounting.booked()
 
     def _progress(self, host: str, body: Any) -> None:
-        """Who tells of progress may be slow, and does not stand still."""
+        """A node that reports progress may be slow, but is not stuck."""
         self._standstill.moved(time.monotonic())
         self._show_progress(body["node"], body["text"])
 
@@ -93,8 +93,8 @@ class Lookout:
 
     async def look(self) -> None:
         reports = await self._reports()
-        self._tell_of_blocking(reports)
-        self._tell_of_silence()
+        self._report_blocking(reports)
+        self._report_silence()
         if self._stuck(reports) and (proof := await self._proof()):
             raise Stalled(f"the run is deadlocked: no node works and nothing is in flight.\n{proof}")
         if (for_s := self._standstill.look(reports, time.monotonic())) is not None:
@@ -110,7 +110,7 @@ class Lookout:
     # Deadlocks
 
     def _stuck(self, reports: list[Report]) -> set[str]:
-        booking = ["bookings"] if self.books is not None and self.books.is_booking() else []
+        booking = ["bookings"] if self.accounting is not None and self.accounting.is_booking() else []
         return deadlocked(reports, self._topology, driver=[*self._doing, *booking])
 
     async def _proof(self) -> str:
@@ -120,7 +120,7 @@ class Lookout:
             return ""
         second = await self._reports()
         stuck = self._stuck(first) & self._stuck(second)
-        moved = {report["node"] for report in first} - _unmoved(first, second)
+        moved = {report["replica_id"] for report in first} - _unmoved(first, second)
         return "" if not stuck or stuck & moved else self._described(second)
 
     async def _flushed(self) -> bool:
@@ -145,35 +145,35 @@ class Lookout:
 
     def _of_silent(self, replica_id: str, host: str, for_s: float) -> Report:
         text = f"its process, host {host!r}, has not answered for {for_s:.0f} s: {SILENT}"
-        return {"node": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
+        return {"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
 
-    def _tell_of_blocking(self, reports: list[Report]) -> None:
+    def _report_blocking(self, reports: list[Report]) -> None:
         """Name code that blocks an event loop now, once per line; the host reports the duration afterwards."""
         for report in reports:
             if (where := report.get("still")) and where not in self._blocking:
                 self._blocking.add(where)
-                self._warn(f"{report['node']}: its event loop is blocked at {where}")
+                self._warn(f"{report['replica_id']}: its event loop is blocked at {where}")
 
-    def _tell_of_silence(self) -> None:
+    def _report_silence(self) -> None:
         """Warn about silent hosts at doubling intervals, and report when they answer again."""
         silent = self._hosts.silent()
-        for host in [host for host in self._tell_of_host_at_s if host not in silent]:
-            del self._tell_of_host_at_s[host]
+        for host in [host for host in self._report_host_at_s if host not in silent]:
+            del self._report_host_at_s[host]
             self._warn(f"host {host!r} answers again")
         for host, for_s in silent.items():
-            if for_s >= self._tell_of_host_at_s.get(host, TELL_AFTER_S):
-                self._tell_of_host_at_s[host] = 2 * for_s
+            if for_s >= self._report_host_at_s.get(host, REPORT_AFTER_S):
+                self._report_host_at_s[host] = 2 * for_s
                 nodes = ", ".join(self._hosts.replica_ids(host))
                 self._warn(f"host {host!r} ({nodes}) has not answered for {for_s:.0f} s: {SILENT}")
 
     async def answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
         """The answers of hosts to `kind`. Warns about hosts whose answer is late. Raises the first failure."""
         tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
-        began, tell_after_s = time.monotonic(), TELL_AFTER_S
+        began, report_after_s = time.monotonic(), REPORT_AFTER_S
         try:
             while True:
                 done, late = await asyncio.wait(
-                    tasks.values(), timeout=tell_after_s, return_when=asyncio.FIRST_EXCEPTION
+                    tasks.values(), timeout=report_after_s, return_when=asyncio.FIRST_EXCEPTION
                 )
                 for task in done:
                     task.result()
@@ -181,7 +181,7 @@ class Lookout:
                     return [task.result() for task in tasks.values()]
                 names = ", ".join(host for host, task in tasks.items() if task in late)
                 self._warn(f"{kind!r} waits for {names}, for {time.monotonic() - began:.0f} s now")
-                tell_after_s *= 2
+                report_after_s *= 2
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -190,5 +190,5 @@ class Lookout:
 
 def _unmoved(first: list[Report], second: list[Report]) -> set[str]:
     """The replicas that have not moved between two looks."""
-    before = {report["node"]: report["moves"] for report in first}
-    return {report["node"] for report in second if before.get(report["node"]) == report["moves"]}
+    before = {report["replica_id"]: report["moves"] for report in first}
+    return {report["replica_id"] for report in second if before.get(report["replica_id"]) == report["moves"]}

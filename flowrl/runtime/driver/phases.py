@@ -63,7 +63,7 @@ class Phases:
         """The trainers that a checkpoint halts."""
         self.at_checkpoint = [*(name for name in plan.trainers if name not in own), *self.own_clocks]
         """The trainers that stand still from a checkpoint's beginning to its end."""
-        self._standing = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in own]
+        self._gated = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in own]
         """The trainers that wait at the end of a batch after which an evaluation is due."""
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
@@ -131,7 +131,7 @@ class Phases:
     async def _gate(self, *, open_: bool) -> None:
         """Open or close the gates of the trainers."""
         gate = self._orders.gate
-        await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._standing))
+        await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._gated))
 
     def _better(self, figures: Mapping[str, float] | None) -> Best | None:
         """The current version, if it is the best so far by the first evaluation, and --keep-best is on; else None."""
@@ -142,7 +142,7 @@ class Phases:
 
     def node_ended(self, host: str, body: Mapping[str, str]) -> None:
         """Handle a host's report that the body of a node replica has returned."""
-        self._ended[body["node"]].set()
+        self._ended[body["replica_id"]].set()
 
     async def _end_of_training(self) -> None:
         """Wait until all trainers have ended; without trainers, until all nodes not in `_kept_open` have ended."""
@@ -170,7 +170,7 @@ class Phases:
 
 def shown_sets(figures: Mapping[str, float]) -> list[str]:
     """The prefixes of an evaluation's sets. Plain figures after those of a named set repeat them, and are not shown."""
-    found = [key.removesuffix("exact_match") for key in figures if key.endswith("exact_match")]
+    found = [key.removesuffix("num_answers") for key in figures if key.endswith("num_answers")]
     return [task for task in found if task or found[0] == ""]
 
 

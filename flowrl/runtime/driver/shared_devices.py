@@ -1,4 +1,4 @@
-"""GPUs in turns during a checkpoint: trainers need theirs to export their weights, one trainer after the other.
+"""Lends time-shared GPUs to the trainers during a checkpoint, one trainer after the other, to export their weights.
 
 A trainer gets its GPU when the node that has it gives it back, at the end of its last open invocation. In a pause that
 might never come, because an invocation may wait for what is paused. So the other nodes give their GPUs back first,

@@ -80,7 +80,7 @@ def deadlocked(reports: Iterable[Report], topology: Topology, *, driver: Sequenc
         stuck.add(DRIVER)
     while free := {node for node in stuck if not _enders(by_node.get(node, ()), topology) <= stuck}:
         stuck -= free
-    return {str(r["node"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
+    return {str(r["replica_id"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
 
 
 def _moves_by_itself(report: Report) -> bool:
@@ -92,7 +92,7 @@ def _enders(replicas: Iterable[Report], topology: Topology) -> set[str]:
 
 
 def _node(report: Report) -> str:
-    return str(report["node"]).split("/")[0]
+    return str(report["replica_id"]).split("/")[0]
 
 
 def wait_for_cycle(waits: Mapping[str, Sequence[tuple[str, str]]], topology: Topology) -> list[str]:
@@ -140,11 +140,11 @@ def describe(reports: Iterable[Report], topology: Topology) -> str:
 
 def _line(report: Report) -> str:
     if report["ended"]:
-        return f"{report['node']} has ended"
+        return f"{report['replica_id']} has ended"
     waits = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
     if not report["alive"]:
-        return f"{report['node']} waits: {waits or 'nothing it could name'}"
-    return f"{report['node']} works: {'; '.join(report['alive'])}" + (f" (waits: {waits})" if waits else "")
+        return f"{report['replica_id']} waits: {waits or 'nothing it could name'}"
+    return f"{report['replica_id']} works: {'; '.join(report['alive'])}" + (f" (waits: {waits})" if waits else "")
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Standstill:
 
     def look(self, reports: Iterable[Report], now_s: float) -> float | None:
         """Seconds for which nothing has moved, if a report is due now; otherwise None."""
-        moves = {report["node"]: (report["moves"], report["ended"]) for report in reports}
+        moves = {report["replica_id"]: (report["moves"], report["ended"]) for report in reports}
         if moves != self._last:
             self._last, self._since_s, self._due_after_s = moves, now_s, STALL_S
             return None

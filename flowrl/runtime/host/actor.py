@@ -81,7 +81,7 @@ class HostActor:
         self._spec = spec
         self._gpus = reserved_gpus()
         self._loop = HostLoop()
-        self._thread = threading.Thread(target=self._turn_loop, name="flowrl-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="flowrl-engine", daemon=True)
         self._thread.start()
         self._engine = asyncio.run_coroutine_threadsafe(self._make(spec), self._loop).result()
         self._done = threading.Event()
@@ -93,7 +93,7 @@ class HostActor:
     async def _make(spec: HostSpec) -> HostEngine:
         return HostEngine(spec)
 
-    def _turn_loop(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         while True:
             try:
@@ -136,15 +136,15 @@ class HostActor:
         asking = asyncio.ensure_future(self._on_loop(self._engine.waits()))
         while not asking.done():
             if (still := self._still) is not None:
-                return [self._standing_still(*still)]
+                return [self._blocked_report(*still)]
             await asyncio.wait((asking,), timeout=BLOCKED_S)
         return asking.result()
 
-    def _standing_still(self, node: str, where: str, since: float) -> dict[str, Any]:
+    def _blocked_report(self, node: str, where: str, since: float) -> dict[str, Any]:
         replica_id = f"{node}/{self._spec.places[0].replica}" if node else self._spec.host
         waits = [("return", where, time.monotonic() - since)]
         return {
-            "node": replica_id,
+            "replica_id": replica_id,
             "alive": [where],
             "moves": -1,
             "waits": waits,

@@ -161,7 +161,7 @@ class NodeContext:
     @asynccontextmanager
     async def exclusive(self, name: str) -> AsyncIterator[None]:
         """Inside, hold the run-wide lock `name`: one holder at a time, in order of request."""
-        body = {"name": name, "node": self.place.replica_id, "claim": next(self._claims)}
+        body = {"name": name, "claimant": self.place.replica_id, "claim": next(self._claims)}
         try:
             with self.activity.waiting("lock", name, inside=None):
                 await self.endpoint.request(DRIVER, "lock", body)
@@ -182,7 +182,7 @@ class NodeContext:
     async def step_done(self, version: int) -> None:
         """Report a batch's end; returns at once, or after the checkpoint that is due here."""
         with self.activity.waiting("barrier", "the end of a checkpoint", inside=in_invocation.get()):
-            await self.endpoint.request(DRIVER, "step_done", {"node": self.place.replica_id, "version": version})
+            await self.endpoint.request(DRIVER, "step_done", {"replica_id": self.place.replica_id, "version": version})
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -184,7 +184,7 @@ class HostEngine:
 
     async def _run_node(self, replica: Replica) -> None:
         await self._named(replica, replica.run())
-        self.endpoint.notify(DRIVER, "ended", {"node": replica.place.replica_id})
+        self.endpoint.notify(DRIVER, "ended", {"replica_id": replica.place.replica_id})
 
     async def _named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
         """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""

@@ -161,15 +161,15 @@ class Replica:
 
     async def leave(self, items: Sequence[Item]) -> None:
         """See `inbound.Losses`. If the caller is cancelled, the work continues in its own task."""
-        if len(self.outbound) > 1 and (leaving := self._tell_elsewhere(items)) is not None:
+        if len(self.outbound) > 1 and (leaving := self._report_elsewhere(items)) is not None:
             await asyncio.shield(leaving)
 
     def use_up(self, items: Sequence[Item]) -> None:
-        if len(self.outbound) == 1 or self._tell_elsewhere(items) is None:
+        if len(self.outbound) == 1 or self._report_elsewhere(items) is None:
             for item in items:
                 self.open_items.end(item)
 
-    def _tell_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
+    def _report_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
         """On ports that count samples, send tombstones for samples sent on other ports only; None if there are none."""
         outs = [out for out in self._unheard(items) if out.counted]
         if not outs or not any(item.sent_on for item in items) or any(item.lost for item in items):
@@ -242,7 +242,7 @@ class Replica:
         if self._stopped_by and not self.ended:
             waits.append(("barrier", "the driver, which keeps its ports closed", 0.0))
         return {
-            "node": self.place.replica_id,
+            "replica_id": self.place.replica_id,
             "ended": self.ended,
             "moves": self.activity.moves,
             "waits": waits,

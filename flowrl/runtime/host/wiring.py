@@ -26,20 +26,20 @@ from flowrl.runtime.ports.requests import LiveCall, LiveServe
 def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
     """Give every port of `replica` its live side. An ignored port gets one without lanes, an unused Call port none."""
     node = graph.nodes[replica.place.node]
-    ways = by_name(plan.ports)
-    admitted = [ways[plan.admission["out"]]] if plan.admission is not None else plan.ports
-    replica.every_trainer = frozenset(trainer for way in admitted for trainer in _ends(plan, way))
+    port_plans = by_name(plan.ports)
+    admitted = [port_plans[plan.admission["out"]]] if plan.admission is not None else plan.ports
+    replica.every_trainer = frozenset(trainer for port_plan in admitted for trainer in _ends(plan, port_plan))
     ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
     for port in node.ports.values():
         label = f"{replica.place.node}.{port.name}"
         port.connected = label in ends
         if isinstance(port, In):
-            arrivals = ways[label].arrivals
+            arrivals = port_plans[label].arrivals
             port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, arrivals, sink=sink)
-            replica.trainers |= frozenset(_ends(plan, ways[label]))
+            replica.trainers |= frozenset(_ends(plan, port_plans[label]))
         elif isinstance(port, Out):
-            port.live = replica.outbound[port.name] = _outbound(replica, graph, plan, endpoint, ways[label])
+            port.live = replica.outbound[port.name] = _outbound(replica, graph, plan, endpoint, port_plans[label])
         elif isinstance(port, Call):
             port.live = _call(replica, plan, endpoint, label)
         elif isinstance(port, Serve):
@@ -60,9 +60,9 @@ def _spec(lane: LanePlan) -> LaneSpec:
     )
 
 
-def _ends(plan: Plan, way: PortPlan) -> tuple[str, ...]:
+def _ends(plan: Plan, port_plan: PortPlan) -> tuple[str, ...]:
     """The trainers downstream of a port; in a graph without trainers, the single end "" of all branches."""
-    return way.trainers if plan.trainers else ("",)
+    return port_plan.trainers if plan.trainers else ("",)
 
 
 def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arrivals: int, *, sink: bool) -> Inbound:
@@ -79,8 +79,8 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arriv
     return port
 
 
-def _outbound(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, way: PortPlan) -> Outbound:
-    label = way.name
+def _outbound(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, port_plan: PortPlan) -> Outbound:
+    label = port_plan.name
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
         if lane.producer == replica.place.replica_id and lane.edge.startswith(f"{label} -> "):
@@ -93,24 +93,24 @@ def _outbound(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, wa
     ]
     for out in edges:
         out.on_taken(replica.open_items.arrived)
-    return Outbound(label, edges, replica, _ends(plan, way), counted=way.counted)
+    return Outbound(label, edges, replica, _ends(plan, port_plan), counted=port_plan.counted)
 
 
 def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:
-    ways = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
-    if not ways:
+    calls = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
+    if not calls:
         return None
-    live = LiveCall(label, ways, endpoint, replica.activity, replica.context.metric)
+    live = LiveCall(label, calls, endpoint, replica.activity, replica.context.metric)
     replica.calls.append(live)
     return live
 
 
 def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
-    ways = [w for w in plan.calls if w.server == replica.place.replica_id and w.edge.endswith(f" -> {label}")]
-    if not ways:
+    calls = [w for w in plan.calls if w.server == replica.place.replica_id and w.edge.endswith(f" -> {label}")]
+    if not calls:
         return None
     doors: Any = _Doors(endpoint, replica)
-    return LiveServe(label, ways, doors, replica.activity, replica.lease, replica.context.gauge)
+    return LiveServe(label, calls, doors, replica.activity, replica.lease, replica.context.gauge)
 
 
 class _Doors:

@@ -32,7 +32,7 @@ from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
 from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
 from flowrl.runtime.ledger.ledger_file import LEDGER
 from flowrl.runtime.ledger.long_tables import LongTables
-from flowrl.runtime.ledger.request_book import RequestBook
+from flowrl.runtime.ledger.request_ledger import RequestLedger
 from flowrl.runtime.ledger.terms import Terms
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
@@ -78,7 +78,7 @@ class Accounting:
         self._other_records: dict[str, Any] = {}
         self._fates = Fates(tickets.trainers)
         self._ids = AdmittedIds(self.ledger, self._fates.groups)
-        self._requests = RequestBook(self.ledger)
+        self._requests = RequestLedger(self.ledger)
         self._generated_before, self._scored_before = set[str](), set[str]()
         self._tables = LongTables()
         self._waiters: list[asyncio.Future[None]] = []
@@ -139,7 +139,7 @@ class Accounting:
                     return None
                 await self._change()
             self._open(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
-            await self._bookings.this_turn()
+            await self._bookings.this_tick()
             return ticket
 
     def _open(self, ticket: int, group_id: str, rows: Sequence[Row], trainers: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ Invariants
   holds a part of a step.
 - A job yields where the loop may do other things. If nothing is before it, its first piece is done at once; a job that
   does not yield is over then.
-- An admission that waits for `this_turn` is answered when the transaction with its rows is committed.
+- An admission that waits for `this_tick` is answered when the transaction with its rows is committed.
 
 Waits: `done` waits for jobs, which wait for nothing but the loop.
 """
@@ -62,7 +62,7 @@ class Bookings:
         """Returns when the jobs that are there now are over."""
         if self._jobs:
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.do(_tell(over))
+            self.do(_resolve(over))
             await over
 
     def _piece(self) -> None:
@@ -116,7 +116,7 @@ class Bookings:
         """Commit as the last of the jobs."""
         self.do(self.committing())
 
-    def this_turn(self) -> asyncio.Future[None]:
+    def this_tick(self) -> asyncio.Future[None]:
         """One shared commit for all admissions of this tick of the loop, or of the time until a job is over."""
         if self._admissions is None:
             loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ class Bookings:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit_soon)
 
 
-def _tell(over: asyncio.Future[None]) -> Iterator[None]:
+def _resolve(over: asyncio.Future[None]) -> Iterator[None]:
     """The job that resolves a future."""
     if not over.done():
         over.set_result(None)

@@ -111,9 +111,9 @@ class Inbound:
             self._closed_by.discard(by)
         else:
             self._closed_by.add(by)
-        self._turn_gate()
+        self._set_gate()
 
-    def _turn_gate(self) -> None:
+    def _set_gate(self) -> None:
         if self._closed_by and self.num_taken >= self._wanted:
             self._gate.clear()
         else:
@@ -122,7 +122,7 @@ class Inbound:
     async def reach(self, num_taken: int) -> None:
         """Let deliveries in until the node has taken `num_taken`, whatever the gates say, and wait for that."""
         self._wanted = max(self._wanted, num_taken)
-        self._turn_gate()
+        self._set_gate()
         if self.num_taken < num_taken:
             reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._reached.append((num_taken, reached))
@@ -131,7 +131,7 @@ class Inbound:
     def _count(self) -> None:
         self.num_taken += 1
         if self._wanted:
-            self._turn_gate()
+            self._set_gate()
             for number, reached in self._reached:
                 if number <= self.num_taken and not reached.done():
                     reached.set_result(None)
@@ -214,7 +214,7 @@ class Inbound:
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
-                    await each.slots.acquire()
+                    await each.slots.acquire()  # first: an item without a slot stays in the inbox, which snapshots save
                     item = await self._next()
                     if item is None:
                         return

@@ -167,7 +167,7 @@ class OpenItems:
             item.accounted = True
             item.children.append(child_id)
 
-    def owes(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
+    def expect_takers(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
         """`child_id`, made from `parents`, is being sent: consumers on `num_lanes` lanes have to take it."""
         self._custody.child([item.place for item in parents], child_id, num_lanes)
 

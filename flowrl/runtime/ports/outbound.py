@@ -311,7 +311,7 @@ class Outbound:
             self._mark(parents, envelope.id)
         try:
             for number, edge in enumerate(self.edges):
-                again = not number and _makes_again(parents)
+                again = not number and _makes_again(parents)  # later edges need the message that the first one has
                 self._waiting[envelope.id] = WaitingSend(envelope, number, again, not parents)
                 await self._send_on(edge, envelope, parents)
         finally:
@@ -320,15 +320,15 @@ class Outbound:
 
     async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
         """Send on one edge. Until every consumer has taken the message, the parents are not acked."""
-        owed = edge.arrivals(envelope) if parents else []
-        for key, num_lanes in owed:  # before the send, so that no ack can arrive first
-            self._open_items.owes(parents, key, num_lanes)
+        arrivals = edge.arrivals(envelope) if parents else []
+        for key, num_lanes in arrivals:  # before the send, so that no ack can arrive first
+            self._open_items.expect_takers(parents, key, num_lanes)
         began = time.time_ns()
         try:
             with self._activity.waiting("credit", edge.name, inside=in_invocation.get()):
                 await edge.send(envelope)
         except BaseException:  # a send is all or nothing: no consumer will ack a message that was not sent
-            for key, num_lanes in owed:
+            for key, num_lanes in arrivals:
                 self._open_items.arrived([key] * num_lanes)
             raise
         self._owner.waited(f"credit {edge.name}", began)

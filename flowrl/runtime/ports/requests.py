@@ -34,21 +34,21 @@ Meter = Callable[[str, float], None]
 
 
 class LiveCall:
-    """One Call port of one replica; `ways`, at least one, lead to the replicas that serve it.
+    """One Call port of one replica; `calls`, at least one, lead to the replicas that serve it.
 
     `count` adds to the counter `requests_moved`: requests whose session was on another replica before.
     """
 
     def __init__(
-        self, port: str, ways: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, count: Meter
+        self, port: str, calls: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, count: Meter
     ) -> None:
         self.port = port
-        self._ways = tuple(ways)
+        self._calls = tuple(calls)
         self._endpoint = endpoint
         self._activity = activity
         self._count = count
-        self._slots = [PrioritySlots(way.capacity) for way in ways]
-        self._router = SessionRouter(len(ways), margin=ways[0].affinity_margin, caller=ways[0].caller)
+        self._slots = [PrioritySlots(call.capacity) for call in calls]
+        self._router = SessionRouter(len(calls), margin=calls[0].affinity_margin, caller=calls[0].caller)
 
     async def call(self, request: Message, *, session: str, group: str, priority: int, timeout_s: float | None) -> Any:
         with self._activity.waiting("reply", self.port, inside=in_invocation.get()):
@@ -68,7 +68,7 @@ class LiveCall:
             if choice.moved:
                 self._count("requests_moved", 1)
             async with self._slots[choice.replica].held(priority):
-                reply = await self._ask(self._ways[choice.replica], request, priority)
+                reply = await self._ask(self._calls[choice.replica], request, priority)
             others = reply["others"]
         finally:
             self._router.end(choice.replica, others)
@@ -76,20 +76,20 @@ class LiveCall:
             self._router.leave(choice.replica)
         return reply
 
-    async def _ask(self, way: CallPlan, request: Message, priority: int) -> Any:
-        body = {"request": request, "priority": priority, "way": way.name}
-        return await self._endpoint.request(way.server_host, f"call:{way.server}:{way.edge}", body)
+    async def _ask(self, call: CallPlan, request: Message, priority: int) -> Any:
+        body = {"request": request, "priority": priority, "call": call.name}
+        return await self._endpoint.request(call.server_host, f"call:{call.server}:{call.edge}", body)
 
     def forget(self, session: str) -> None:
         self._router.forget(session)
 
     def close(self) -> None:
-        for way in self._ways:
-            self._endpoint.notify(way.server_host, f"callers:{way.server}:{way.edge}", {"closed": way.caller})
+        for call in self._calls:
+            self._endpoint.notify(call.server_host, f"callers:{call.server}:{call.edge}", {"closed": call.caller})
 
 
 class LiveServe:
-    """One Serve port of one replica; `ways` come from the replicas that may call it.
+    """One Serve port of one replica; `calls` come from the replicas that may call it.
 
     `gauge` gets the number of open requests, by the name "open_" and the port's, with each that arrives.
     """
@@ -97,7 +97,7 @@ class LiveServe:
     def __init__(
         self,
         port: str,
-        ways: Sequence[CallPlan],
+        calls: Sequence[CallPlan],
         endpoint: Endpoint,
         activity: Activity,
         lease: Lease,
@@ -107,19 +107,19 @@ class LiveServe:
         self._slots = PrioritySlots(0)
         """Requests that come before `serve` wait for its first slots."""
         self._open: Counter[str] = Counter()
-        """Name of a way -> its requests that wait or run."""
+        """Name of a call -> its requests that wait or run."""
         self.num_open = 0
-        """Those of all ways together."""
-        self._callers = {way.caller for way in ways}
+        """Those of all calls together."""
+        self._callers = {call.caller for call in calls}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._port = port
         self._activity = activity
         self._lease = lease
         self._gauge = gauge
-        for way in ways:
-            endpoint.on(f"call:{way.server}:{way.edge}", self._answer)
-            endpoint.on(f"callers:{way.server}:{way.edge}", self._closed)
-        if not ways:
+        for call in calls:
+            endpoint.on(f"call:{call.server}:{call.edge}", self._answer)
+            endpoint.on(f"callers:{call.server}:{call.edge}", self._closed)
+        if not calls:
             self._ended.set_result(None)
 
     async def serve(self, body: Body, concurrency: int) -> None:
@@ -131,18 +131,18 @@ class LiveServe:
             await self._ended
 
     async def _answer(self, host: str, message: dict[str, Any]) -> dict[str, Any]:
-        way = message["way"]
-        self._opened(way, +1)
+        call = message["call"]
+        self._opened(call, +1)
         self._gauge(f"open_{self._port.rpartition('.')[2]}", self.num_open)
         try:
             async with self._slots.held(message["priority"]):
                 reply = await self._reply(message["request"])
         finally:
-            self._opened(way, -1)
-        return reply | {"others": self.num_open - self._open[way]}
+            self._opened(call, -1)
+        return reply | {"others": self.num_open - self._open[call]}
 
-    def _opened(self, way: str, change: int) -> None:
-        self._open[way] += change
+    def _opened(self, call: str, change: int) -> None:
+        self._open[call] += change
         self.num_open += change
 
     async def _reply(self, request: Any) -> dict[str, Any]:

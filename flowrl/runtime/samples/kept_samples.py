@@ -173,7 +173,7 @@ class KeptSamples:
 
 
 def _attempt(run_dir: Path, rows: list[SampleRecord], number: int) -> bool | str:
-    """Write rows; whether old files were removed for them, or the problem as text."""
+    """Write rows. Returns whether old files were removed for them, or the problem as text."""
     try:
         write_rollouts(run_dir, rows, number)
         return bound_rollouts(run_dir)

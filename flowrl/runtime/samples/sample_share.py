@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flowrl.errors import ConfigError
 
 PART_OF_TIME = 0.004
-"""Of a replica's time that keeping may take under `auto`. The driver, in its own process, spends about as much."""
+"""Share of a replica's time that keeping may take under `auto`. The driver's process spends about as much."""
 FIRST_S, MOST_S = 0.002, 1.0
 """The time that may be spent at the beginning, and the most that is saved up."""
 

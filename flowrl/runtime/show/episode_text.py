@@ -25,7 +25,7 @@ class Block:
 
     sampled: bool
     turn: int
-    """Of the episode, or of its seat, counted from 1 through all sequences; what was fed belongs to the next reply."""
+    """Number of the turn in the episode or its seat, from 1, across sequences; fed tokens belong to the next reply."""
     start: int
     """Index of the first token, counted through all sequences."""
     pieces: list[tuple[str, int]] = field(default_factory=list)

@@ -21,9 +21,9 @@ from typing import Any
 FOLDER = "episodes"
 RECENT, CHOSEN = "recent", "chosen"
 MOST_BYTES = 32 << 20
-"""Of one file; there are at most four."""
+"""Largest size of one file; there are at most four files."""
 ONE_IN = 100
-"""Of the episodes that did not fail, so many are chosen."""
+"""One episode in so many is kept beside the recent and the failed ones."""
 
 Record = Mapping[str, Any]
 

@@ -60,8 +60,8 @@ class Metrics:
     """Writes the lines. `roles` maps a node's name to the name under which its busy time is reported.
 
     A graph may call its generator "actor": `generator_busy_s` is still the busy time of that node. `time_s` counts
-    from the start of the run; in a resumed run it continues from the last line of the file. `book` gets the step and
-    the hash of each written line, for the ledger. `tables` has samples for the sinks.
+    from the start of the run; in a resumed run it continues from the last line of the file. `record_line` gets the step
+    and the hash of each written line, for the ledger. `tables` has samples for the sinks.
     `watch` gets the numbers of each line, `watch_evaluation` the phase and the numbers of each evaluation.
     """
 
@@ -73,7 +73,7 @@ class Metrics:
         roles: Mapping[str, str],
         sinks: Sequence[Sink] = (),
         limits: AlarmThresholds | None = None,
-        book: Callable[[int, str], None] | None = None,
+        record_line: Callable[[int, str], None] | None = None,
         tables: SampleTables | None = None,
         watch: Callable[[Mapping[str, float]], None] = lambda values: None,
         watch_evaluation: Callable[[str, Mapping[str, float]], None] = lambda phase, values: None,
@@ -81,7 +81,7 @@ class Metrics:
         self._statistics = statistics
         self._roles = dict(roles)
         self._sinks = tuple(sinks)
-        self._book = book
+        self._record_line = record_line
         self._tables = tables or SampleTables(Tracking())
         self._watch, self._watch_evaluation = watch, watch_evaluation
         self._step = 0
@@ -105,8 +105,8 @@ class Metrics:
         self._file.write(text + "\n")
         self._file.flush()
         self._step = full["step"]
-        if self._book is not None:
-            self._book(self._step, line_hash(text))
+        if self._record_line is not None:
+            self._record_line(self._step, line_hash(text))
         scalars = {name: value for name, value in flat(full).items() if name != "step"}
         self._watch(scalars)
         scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}

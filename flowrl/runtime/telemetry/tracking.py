@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError
 
 COLUMNS = ("step", "task", "prompt", "response", "reward", "advantage", "state")
 MOST_CHARACTERS = 2000
-"""Of a prompt, from its end, and of a response, from its beginning."""
+"""Most characters shown: the last ones of a prompt, the first ones of a response."""
 PROJECT = "flowrl"
 
 

@@ -67,7 +67,7 @@ class Estimate:
     shuffle_rewards: bool = False
     """A control that must not learn: the rewards of a group are shuffled among its members."""
     credit: Credit = "episode"
-    """Of episodes: whether a token's advantage is that of its episode, or of its turn; see `turn_credit`."""
+    """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_credit`."""
 
     def problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
@@ -170,7 +170,7 @@ class Estimate:
 
     def kl(self, samples: Sequence[Scored]) -> Array:
         """kl_t of every policy token to the reference, with the behavior policy's logprobs."""
-        behavior_KT = stack([sample.behavior_logprobs for sample in samples])
+        behavior_KT = stack([sample.whole_logprobs for sample in samples])
         reference_KT = stack([self._needed(sample, "ref_logprobs") for sample in samples])
         return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
 

@@ -35,7 +35,7 @@ def require_one_seat(samples: Sequence[Scored], user: str) -> None:
 def of_seat(sample: Scored, seat: int) -> Scored:
     """The sample as this seat's alone: its reward, its turns, and a policy mask of its tokens.
 
-    The sequences and all indices stay. A seat without a turn has its reward as that of one turn.
+    The sequences and all indices stay. A seat without a turn gets its reward as that of a single turn.
     """
     masks = [one.policy_mask & (number == seat) for one, number in zip(sample.sequences, sample.seats, strict=True)]
     branches = [replace(branch, policy_mask=mask) for branch, mask in zip(sample.branches, masks[1:], strict=True)]

@@ -40,7 +40,7 @@ class ReverseKL(Objective):
     """`entropies_BT` are relative to the teacher: minus the divergence."""
     figure: ClassVar[str] = "reverse_kl"
     beta: ClassVar[float] = 1.0
-    """Of the divergence that this is a case of, see `GeneralizedJSD`."""
+    """Parameter of the divergence that this is a case of; see `GeneralizedJSD`."""
 
     @property
     def mean_over(self) -> MeanOver:

@@ -125,9 +125,9 @@ class Objective(ABC):
 
     @property
     def correction_name(self) -> str | None:
-        """What in the loss corrects that another policy than π_p has sampled, "" if nothing does.
+        """Name of the loss's term that corrects for sampling by another policy than π_p; "" if it has none.
 
-        None: the loss does not depend on who has sampled, or may correct it unseen.
+        None: the loss does not depend on the sampling policy, or it is not known whether it corrects for it.
         """
         return None
 

@@ -41,7 +41,7 @@ class Taught:
     bias_V: Tensor | None
     scaling: LogitScaling = UNSCALED
     beta: float = 1.0
-    """Of the divergence that student and teacher are compared by (`flowrl.training.model.divergence`)."""
+    """Parameter of the divergence that student and teacher are compared by (`flowrl.training.model.divergence`)."""
 
     def at(self, places_M: Tensor) -> Taught:
         """The distributions at some of the places."""

@@ -41,7 +41,7 @@ class ModelWriter:
         self._state: dict[str, Tensor] = {}
         self._bytes = 0
         self._shards: list[dict[str, int]] = []
-        """Of each: name -> bytes."""
+        """One mapping for each shard: name of a tensor -> bytes."""
 
     def add(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Copy these tensors, which may change afterwards."""

@@ -30,7 +30,7 @@ class OutputLayer:
     bias_V: Tensor | None
     scaling: LogitScaling = UNSCALED
     beta: float = 1.0
-    """Of the divergence, see `Taught`."""
+    """Parameter of the divergence; see `Taught`."""
 
     def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
         """`rows` with the teacher's distribution; unchanged if there are no samples, only padding."""

@@ -70,7 +70,7 @@ class Placement:
     """For every sequence, the flat index of each of its tokens."""
     tree: TreeAttention | None = None
     bounds: PackedBounds | None = None
-    """Of a packed row."""
+    """Bounds of the sequences in a packed row; None for other layouts."""
 
 
 def place(sequences: Sequence[Int32], layout: Placing, device: torch.device | None = None) -> Placement:
@@ -91,7 +91,7 @@ def place(sequences: Sequence[Int32], layout: Placing, device: torch.device | No
 
 
 def saves(sequences: Sequence[Int32]) -> bool:
-    """Whether a tree has so few places that it is worth its attention, which is slower per place than a row's."""
+    """Whether a tree saves so many places that its attention, slower for each place than a row's, is worth it."""
     return num_unique(sequences) <= TREE_SHARE * len(sequences) * max(map(len, sequences))
 
 

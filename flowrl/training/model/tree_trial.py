@@ -43,7 +43,7 @@ def require_slices(
     dtype: Dtype,
     device: torch.device,
 ) -> None:
-    """Raise ConfigError if ranks with a slice of the positions each give other results than each alone; collective."""
+    """Raise ConfigError unless ranks that share the positions get the results that each gets alone; collective."""
     with torch.no_grad():
         rows = _rows(layout, vocab_size, device)
         difference = _difference(sliced(rows), whole(rows))

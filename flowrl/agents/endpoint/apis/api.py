@@ -23,7 +23,7 @@ class ApiCall:
     messages: Messages = ()
     tools: Messages = ()
     prompts: Sequence[Prompt] = ()
-    """Of /v1/completions, in place of messages."""
+    """Only for /v1/completions, in place of messages."""
     n: int = 1
     """Replies to the messages, or to each prompt."""
     max_tokens: int | None = None
@@ -132,7 +132,7 @@ def usage(answer: CallAnswer) -> Mapping[str, Any]:
 
 
 def token_logprobs(choice: Choice) -> list[Mapping[str, Any]]:
-    """Of each sampled token, the end token included, as OpenAI's APIs list them."""
+    """One entry for each sampled token, the end token included, in the form of OpenAI's APIs."""
     values = choice.answer.logprobs.tolist()
     return [
         {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}

@@ -96,7 +96,7 @@ def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
 
 
 def check_numbers(body: Mapping[str, Any], *names: str) -> None:
-    """Of sampling parameters that take the graph's values: they have to be numbers all the same."""
+    """Check that sampling parameters are numbers, although the graph's values are used in their place."""
     for name in names:
         value = body.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):

@@ -91,7 +91,7 @@ def _prompt(name: str, prompt: Any) -> Prompt:
 
 
 def _wants_logprobs(asked: Any) -> bool:
-    """Of the sampled tokens alone, which 0 asks for: those of others are not kept."""
+    """Whether logprobs are asked for: only 0, the sampled tokens alone, is served; those of others are not kept."""
     if asked is not None and asked != 0:
         raise invalid("logprobs", f"logprobs={fields.short(asked)} asks for tokens that were not sampled; give 0")
     return asked is not None and asked is not False

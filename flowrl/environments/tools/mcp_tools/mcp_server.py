@@ -36,9 +36,9 @@ class McpServer(ToolSource):
     address: str
     """A URL, or a command line as a shell splits it; it is executed without a shell."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Of every request to a URL, as for a key."""
+    """Headers of every request to a URL, such as a key."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment of a command, besides those of the run."""
+    """Environment variables of a command, in addition to those of the run."""
     call_s: float = 30.0
     observation_bytes: int = OBSERVATION_BYTES
 

@@ -38,7 +38,7 @@ HANDSHAKE = "legacy"
 """The package's word for versions of the protocol that have sessions."""
 CONNECT_S = 30.0
 MOST_PAGES = 100
-"""Of a server's list of tools."""
+"""Most pages of a server's list of tools."""
 
 
 class McpSession:

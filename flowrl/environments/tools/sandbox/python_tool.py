@@ -42,11 +42,11 @@ class PythonTool(ToolSource):
     """ "limits" does without namespaces: the code may then read files and use the network as the run's user."""
     call_s: float = CALL_S
     memory_bytes: int = 1 << 30
-    """Of address space, of each process."""
+    """Address space of each process."""
     disk_bytes: int = 64 << 20
-    """Of the working directory with namespaces, of each file without."""
+    """Size of the working directory (with namespaces), or of each file (without)."""
     output_bytes: int = 8192
-    """Of a call's output; the middle of a longer one is left out."""
+    """Largest output of a call; the middle of a longer one is left out."""
 
     def __post_init__(self) -> None:
         if self.sandbox not in get_args(SandboxKind):

@@ -34,7 +34,7 @@ WORK = "/sandbox"
 LENGTH = struct.Struct("<I")
 START, INTERPRETER = (Path(__file__).with_name(f"sandbox_{name}.py") for name in ("start", "interpreter"))
 CPU_S = 600
-"""Of the interpreter in all: an end for threads that go on between calls, which are limited by wall clock."""
+"""CPU seconds of the interpreter in all. It ends threads that go on between calls, which have a limit of time."""
 NUM_FILES = 64
 NUM_PROCESSES = 32
 """Threads too. Namespaces alone count those of one sandbox; without them there are none besides the interpreter."""
@@ -59,7 +59,7 @@ class SandboxSettings:
     memory_bytes: int = 1 << 30
     """Address space of each process."""
     disk_bytes: int = 64 << 20
-    """Of the working directory with namespaces, of each file without."""
+    """Size of the working directory (with namespaces), or of each file (without)."""
     output_bytes: int = 8192
 
 

@@ -89,17 +89,17 @@ def _refuse(control: socket.socket, problem: Exception) -> None:
 def _enter_namespaces() -> None:
     outer = _own_user() if os.geteuid() == 0 else os.geteuid()
     outer_group = outer if os.geteuid() == 0 else os.getegid()
-    tell, told = os.pipe()
+    read_end, write_end = os.pipe()
     helper = os.fork()
     if helper == 0:
-        os.read(tell, 1)
+        os.read(read_end, 1)
         os._exit(_map_users(os.getppid(), outer, outer_group))
     everything = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     failed = libc.unshare(everything)
     error = ctypes.get_errno()
-    os.write(told, b"x")
-    os.close(tell)
-    os.close(told)
+    os.write(write_end, b"x")
+    os.close(read_end)
+    os.close(write_end)
     status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if failed:
         raise NotAllowed(f"unshare: {os.strerror(error)}")

@@ -214,7 +214,7 @@ class _SoFar:
         )
 
     def add(self, chunk: BlockBatch, out_BhQgD: Tensor, top_BhQg: Tensor, sum_BhQg: Tensor) -> None:
-        """Merge what the queries of a chunk found at its keys."""
+        """Merge a chunk's partial attention into the sums of its queries."""
         rows_X = chunk.q_BQ.flatten()
         parts = [part.transpose(1, 2).flatten(0, 1) for part in (out_BhQgD, top_BhQg, sum_BhQg)]
         if chunk.padded:

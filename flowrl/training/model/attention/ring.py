@@ -142,7 +142,7 @@ def _parted(keys_values: Tensor, key: Tensor) -> Sequence[Tensor]:
 def _gradients(
     block: RingBlock, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the queries, keys and values of a block."""
+    """Gradients of the queries, keys and values of a block."""
     grad, q, out, lse = (one[:, :, block.queries] for one in (grad, q, out, lse))
     return block.kernel.backward(grad, q, k, v, out, lse)
 

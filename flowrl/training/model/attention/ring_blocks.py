@@ -19,7 +19,7 @@ from torch import Tensor
 SCORES_A_CHUNK = 1 << 24
 """Scores that `PlainBlock` computes at a time, 64 MiB in fp32."""
 CAPABILITY = (8, 0)
-"""Of GPUs, the least that torch's flash attention needs."""
+"""Lowest compute capability of a GPU that torch's flash attention runs on."""
 WIDEST_HEAD = 256
 
 
@@ -88,7 +88,7 @@ class PlainBlock:
 
     scale: float
     seen: Callable[[slice], tuple[slice, Tensor]]
-    """For some of the queries, the keys of which they may see something, and whether they do, [queries, keys]."""
+    """Slice of queries -> slice of the keys that any of them sees, and the mask [queries, keys]."""
     cap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

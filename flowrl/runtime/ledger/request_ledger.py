@@ -1,0 +1,201 @@
+"""The request ledger: what becomes of every request to the policy.
+
+Invariants
+- A request is booked when it has ended, and abandoned at most once. The tokens of an abandoned request are redone
+  tokens of its sample.
+- Reports of generators and reports about episodes come from different hosts, so they arrive in any order, also after
+  the sample has its fate. The result is the same. Only the reports on one request have one order: a turn that was
+  asked twice is answered by the newer one.
+- No process of a run starts again by itself, so attempts and turns count up within an incarnation. After a resume
+  they count on where the checkpoint has a record of the episode; otherwise the episode begins again with attempt 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.runtime.ledger.ledger import Ledger
+
+KEPT_CLOSED = 4096
+"""Number of samples with a known fate whose requests are kept in memory, for late reports."""
+ASKED_AGAIN = "asked again"
+GENERATED_AGAIN = "generated again"
+REDONE = "redone"
+"""The sample is held by a checkpoint as generated, so this copy is not sent."""
+RESUMED = "resumed"
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """A request that is not abandoned."""
+
+    number: int
+    request_id: str
+    attempt: int
+    turn: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class SampleRequests:
+    """What is known about the requests of one sample."""
+
+    live: list[Request] = field(default_factory=list)
+    void: dict[int, str] = field(default_factory=dict)
+    """Void attempt of this incarnation -> its cause."""
+
+
+class RequestLedger:
+    """The requests of the samples in flight. Adds rows to the ledger; `Accounting` commits them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._next = ledger.next_request()
+        """Number of the next request."""
+        self._taken_up: list[tuple[str, bool, Request]] = []
+        """(sample, whether it is generated, request) for each found by a resume. `kept` decides what becomes of it."""
+        self._before: set[int] = set()
+        """Numbers of requests of samples that were generated before a resume. If such a sample is lost, and made
+        again, they are abandoned all together."""
+        self._samples: dict[str, SampleRequests] = {}
+        self._closed: deque[str] = deque()
+        """Samples with a known fate, the oldest first."""
+        self._sample_of: dict[str, str] = {}
+        """Id of a live request of a turn -> its sample."""
+        self._early: dict[str, str] = {}
+        """Id of a request that was abandoned, but is not booked yet -> the reason."""
+        self._kept: set[str] = set()
+
+    def take_up(self) -> None:
+        """Load the requests of the samples that a resume finds in flight."""
+        for sample_id, is_generated, *row in self._ledger.live_requests():
+            request = Request(*row)
+            self._of(sample_id).live.append(request)
+            self._taken_up.append((sample_id, bool(is_generated), request))
+
+    def kept(self, generated: Collection[str], requests: Collection[str]) -> None:
+        """Settle what `take_up` has loaded, by what the checkpoint holds: samples that are generated, and `requests`.
+
+        Whatever is asked for these samples again is redone work, and these requests count on. All other requests of
+        unfinished samples are abandoned.
+        """
+        self._kept |= set(generated)
+        for sample_id, is_generated, request in self._taken_up:
+            if is_generated:
+                self._before.add(request.number)
+            elif request.request_id in requests:
+                self._sample_of[request.request_id] = sample_id
+            else:
+                self._abandon(sample_id, request, RESUMED)
+        self._taken_up = []
+
+    def close(self, sample_id: str) -> None:
+        """The sample has its fate: forget its requests, if no report about it can come any more."""
+        if sample_id in self._samples:
+            self._closed.append(sample_id)
+            if len(self._closed) > KEPT_CLOSED:
+                for request in self._samples.pop(self._closed.popleft()).live:
+                    self._sample_of.pop(request.request_id, None)
+
+    # Reports
+
+    def generated(
+        self, sample_id: str, generator: str, at_s: float, finish_reason: str, spans: Sequence[Sequence[Any]]
+    ) -> None:
+        """Book a sample that was not asked turn by turn: a request for each of its policy spans."""
+        for earlier in list(self._of(sample_id).live):
+            self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
+        for turn, (start, tokens, digest, oldest, newest) in enumerate(spans):
+            sizes = (tokens, start, None)
+            self._book(sample_id, sample_id, 0, turn, digest, *sizes, oldest, newest, generator, finish_reason, at_s)
+
+    def request(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
+        """Book the request of a turn; `rest` is the rest of its event."""
+        state = self._of(sample_id)
+        for earlier in [r for r in self._new(state) if (r.attempt, r.turn) == (attempt, turn)]:
+            self._abandon(sample_id, earlier, ASKED_AGAIN)
+        request = self._book(request_id, sample_id, attempt, turn, *rest)
+        self._sample_of[request_id] = sample_id
+        early = self._early.pop(request_id, None)
+        reason = REDONE if sample_id in self._kept else state.void.get(attempt, early)
+        if reason is not None:
+            self._abandon(sample_id, request, reason)
+
+    def lost(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
+        """Book a request that its generator could not finish; `rest` is that of `request`, and the reason.
+
+        Another generator is asked under the same id, and its report may have come already: this one touches no other.
+        """
+        *of_request, reason = rest
+        request = self._row(request_id, sample_id, attempt, turn, *of_request)
+        self._ledger.add("abandon", reason, request.number)
+        self._ledger.add("redone", request.tokens, sample_id)
+
+    def abandoned(self, request_id: str, reason: str) -> None:
+        """Abandon the newest request of this id, now or when its report arrives."""
+        sample_id = self._sample_of.get(request_id)
+        if sample_id is None:
+            self._early[request_id] = reason
+            return
+        mine = [r for r in self._samples[sample_id].live if r.request_id == request_id]
+        self._abandon(sample_id, mine[-1], reason)
+
+    def void(self, sample_id: str, attempt: int, cause: str) -> None:
+        """Abandon all requests of the attempt, also those whose reports come later. A repeated call changes nothing."""
+        state = self._of(sample_id)
+        if attempt in state.void or sample_id in self._kept:
+            return
+        state.void[attempt] = cause
+        self._ledger.add("void", sample_id, attempt, cause)
+        for request in [r for r in self._new(state) if r.attempt == attempt]:
+            self._abandon(sample_id, request, cause)
+
+    def episode(self, sample_id: str, row: Sequence[Any]) -> None:
+        """Book a finished episode. If a resume has lost it, and it was played again, its first requests are redone."""
+        state = self._of(sample_id)
+        for earlier in [r for r in state.live if r.number in self._before]:
+            self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
+        environment, attempts, turns, truncated, seconds, ended_s = row
+        self._ledger.add("episode", sample_id, environment, attempts, turns, truncated, None, seconds, ended_s)
+
+    def episode_failed(self, sample_id: str, row: Sequence[Any]) -> None:
+        """Book an episode that failed in all its attempts."""
+        environment, attempts, turns, cause, seconds, ended_s = row
+        if sample_id not in self._kept:
+            self.void(sample_id, attempts - 1, cause)
+            self._ledger.add("episode", sample_id, environment, attempts, turns, None, cause, seconds, ended_s)
+
+    # Rows
+
+    def _of(self, sample_id: str) -> SampleRequests:
+        return self._samples.setdefault(sample_id, SampleRequests())
+
+    def _new(self, state: SampleRequests) -> list[Request]:
+        """The live requests of the episode that is played now."""
+        return [request for request in state.live if request.number not in self._before]
+
+    def _book(self, request_id: str, sample_id: str, *rest: Any) -> Request:
+        request = self._row(request_id, sample_id, *rest)
+        self._of(sample_id).live.append(request)
+        return request
+
+    def _row(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> Request:
+        tokens, context, cached, oldest, newest, generator, finish_reason, at_s = rest
+        request = Request(self._next, request_id, attempt, turn, tokens)
+        self._next += 1
+        place, sizes = (request_id, sample_id, attempt, turn), (tokens, context, cached)
+        ages = (oldest, newest)
+        self._ledger.add("request", request.number, *place, digest, *sizes, *ages, generator, finish_reason, at_s)
+        return request
+
+    def _abandon(self, sample_id: str, request: Request, reason: str, *, redone: bool = True) -> None:
+        """Book the reason. Without `redone`, the sample's own event counts the tokens as redone."""
+        self._ledger.add("abandon", reason, request.number)
+        if redone:
+            self._ledger.add("redone", request.tokens, sample_id)
+        self._samples[sample_id].live.remove(request)
+        if self._sample_of.get(request.request_id) == sample_id:
+            del self._sample_of[request.request_id]
