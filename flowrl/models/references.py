@@ -168,7 +168,7 @@ class _Pass:
             for block in blocks:
                 places = offsets[first : (first := first + len(block)) + 1]
                 for done in self._fill(model, logprobs, [known[int(index)] for index in block], places):
-                    self._tell(done, len(known))
+                    self._report(done, len(known))
         finally:
             model.close()
         del logprobs  # flushes the memory map
@@ -189,7 +189,7 @@ class _Pass:
                 logprobs[offsets[number] : offsets[number + 1]] = logprobs_T[places]
             yield len(part)
 
-    def _tell(self, number: int, of: int) -> None:
+    def _report(self, number: int, of: int) -> None:
         self._done += number
         if (tenth := 10 * self._done // of) > self._reported:
             self._reported = tenth

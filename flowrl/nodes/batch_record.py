@@ -1,4 +1,4 @@
-"""What one rank has to tell of the batch that it trains: collected piece by piece, told when the batch is done."""
+"""Collects one rank's statistics of a batch, piece by piece, and returns them when the batch is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchRecord:
     stats: list[BatchStats] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     num_groups: int = 0
-    """Of the whole batch, not of this rank's part."""
+    """Number of groups in the whole batch, not in this rank's part."""
 
     def add(self, part: Batch, masks: Sequence[Bool], version: int) -> None:
         """Add this rank's part of a piece; `masks` are the tokens that entered the loss in `version`'s update."""

@@ -36,7 +36,7 @@ from flowrl.messages import Record
 from flowrl.nodes.attempt import AskedTurn
 
 SHOWN_CHARACTERS = 200
-"""Of what differs in a replay, in the failure's text."""
+"""Most characters of a replay's difference that the failure's text shows."""
 NEW = EpisodeRecord()
 
 
@@ -214,7 +214,7 @@ def _require_equal(what: str, shown: Any, before: Any) -> None:
 
 
 def _compared(shown: Any) -> Any:
-    """All that an environment shows but metrics: they may be times."""
+    """What an environment shows, without its metrics, which may be times."""
     if not isinstance(shown, Mapping):
         return [_compared(one) for one in shown]
     return {

@@ -26,18 +26,18 @@ class Played:
     """(index of the turn's last policy token, through all sequences, reward)"""
     turns: int = 0
     finish_reason: str = ""
-    """Of the last reply."""
+    """How the last reply ended."""
     step_seconds: list[float] = field(default_factory=list)
-    """Of each of the environment's steps, those after an opponent's reply too."""
+    """Seconds of each step of the environment, those after an opponent's reply too."""
     seconds: float = 0.0
     """From the first observation to the end."""
     figures: list[TurnFigures] = field(default_factory=list)
-    """Of each reply."""
+    """Figures of each reply."""
     later_figures: list[TurnFigures] = field(default_factory=list)
-    """Of these, those that are not of the first turn of a seat."""
+    """Those of `figures` that follow the first turn of their seat."""
     malformed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the environment counted: of each name, its last value."""
+    """The environment's metrics: name -> last value."""
     sequences: tuple[TokenSequence, ...] = ()
     """() if nothing was sampled."""
     seats: tuple[int, ...] = ()
@@ -48,17 +48,17 @@ class Played:
     """The first context, decoded."""
     generator: str = ""
     messages: tuple[Messages, ...] = ()
-    """Of each sequence: everything fed to its seat and answered."""
+    """For each sequence, everything that was fed to its seat and answered."""
 
     @property
     def reward(self) -> float:
-        """The sum over turns; of several seats, the mean of their rewards."""
+        """The sum over turns; with several seats, the mean of their rewards."""
         if self.seat_rewards:
             return sum(reward for _, reward in self.seat_rewards) / len(self.seat_rewards)
         return sum(reward for _, reward in self.rewards)
 
     def of_seats(self) -> Iterator[tuple[float, list[tuple[int, float]], int]]:
-        """Of each seat its reward, the rewards of its turns with their places, and the number of its policy tokens."""
+        """Yield (reward, [(place, reward) of each turn], number of policy tokens) for each seat."""
         if not self.seat_rewards:
             yield self.reward, self.rewards, sum(int(one.policy_mask.sum()) for one in self.sequences)
         ends = np.cumsum([one.token_ids.size for one in self.sequences])

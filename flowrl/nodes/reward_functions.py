@@ -39,7 +39,7 @@ class RewardFunctions:
         self._away_s = away_s
         self._client: RewardClient | None = None
         self._known: KnownRows | None = None
-        """The rows of the task, where the reward gets more of them than their columns."""
+        """Rows of the task, if the reward needs whole rows; else None."""
 
     def preflight(self) -> str | None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""

@@ -31,7 +31,7 @@ class ServersAway(FlowrlError):
 
 
 def pause_s(backoff_s: float, failures: int, asked_s: float = 0.0) -> float:
-    """The pause after `failures` (from 1) in a row; at least `asked_s`, which a server has asked for."""
+    """Seconds to pause after so many failures in a row (from 1); at least `asked_s`, which the server asked for."""
     longest = min(backoff_s * 2.0 ** min(failures - 1, 16), LONGEST_BACKOFF_S)
     return max(longest * random.uniform(0.5, 1.0), asked_s)
 
@@ -66,7 +66,7 @@ class Patience:
     """0: a request that reaches no server fails after its tries, as any other."""
     outside: Callable[[str], AbstractContextManager[None]] = _plain
     """Held by everybody who waits for an answer while no server can be reached; as `context.outside`."""
-    tell: Callable[[str], None] = _nothing
+    report: Callable[[str], None] = _nothing
     """Gets one line when the last server has gone away, and one when one is back."""
 
 
@@ -140,7 +140,7 @@ class Outage:
         if self.since is None:
             return
         if self._reported:
-            self.patience.tell(f"{self.what} answers again after {time.monotonic() - self.since:.0f} s")
+            self.patience.report(f"{self.what} answers again after {time.monotonic() - self.since:.0f} s")
         self.since, self._reported = None, False
         self._change()
 
@@ -156,7 +156,7 @@ class Outage:
         self.why = why
         if self.since is not None and not self._reported and now - self.since >= TOLD_AFTER_S:
             self._reported = True
-            self.patience.tell(f"waits for {self.what}: {why}; it is tried again for {self.patience.away_s:g} s")
+            self.patience.report(f"waits for {self.what}: {why}; it is tried again for {self.patience.away_s:g} s")
 
     def _change(self) -> None:
         if self._changed is not None and not self._changed.done():

@@ -15,7 +15,7 @@ from flowrl.tasks.malformed import Reading
 
 
 def hub_dataset(source: str) -> HubName | None:
-    """The dataset that a task names; None for a file, and for what no name on the Hub looks like."""
+    """The Hub dataset that a task names; None for a file and for what cannot be a name on the Hub."""
     return None if format_of(Path(source)) else HubName.parse(source, "dataset")
 
 

@@ -36,7 +36,7 @@ def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[
 
 
 def _number_in(epoch: int, share: float) -> int:
-    """The rows of a source in an epoch, so that all epochs up to it have the share on average, rounded up."""
+    """Number of rows of a source in this epoch. The mean over all epochs so far is the share, rounded up."""
     if abs(share - round(share)) < ROUNDING:
         return round(share)
     return math.ceil((epoch + 1) * share - ROUNDING) - math.ceil(epoch * share - ROUNDING)

@@ -113,7 +113,7 @@ def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) ->
 
 
 def _shared(told: Sequence[Turns]) -> int:
-    """Number of messages that all begin with, up to one after which all go on with the assistant's."""
+    """Number of messages in the prompt: the longest common beginning after which all go on with the assistant's."""
     most = min(map(len, told)) - 1
     number = next((n for n in range(most) if any(one[n] != told[0][n] for one in told)), most)
     return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)

@@ -80,7 +80,7 @@ def score(
 
 
 def prepare() -> None:
-    """Import reasoning-gym; nothing where it is missing, which `check` tells."""
+    """Import reasoning-gym if it is installed; where it is not, `check` reports that."""
     with suppress(ImportError):
         _names()
 

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scan:
-    """Rows as they were read, an entry of each array for each."""
+    """Rows as they were read; entry i of each array belongs to row i."""
 
     places: Ints
     """Store, number, offset, bytes and member."""

@@ -61,7 +61,7 @@ def load_rows(task: Task, *, whole: bool = False) -> Rows:
 
 
 UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
-"""What `all_rows` has loaded of tasks in which no row repeats a prompt, as long as it is held."""
+"""Rows that `all_rows` has loaded of tasks without repeated prompts, as long as somebody holds them."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -169,7 +169,7 @@ class OneSource:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of its files."""
+        """Size of its files."""
         return sum(num_bytes(path, self.keys.split) for path in self.paths)
 
     def rows(self) -> Iterator[Row]:
@@ -226,7 +226,7 @@ def _loaded(task: Task, kind: RowKind) -> Rows:
 
 
 def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
-    """Of each source whether its rows stay in their files."""
+    """Whether its rows stay in their files, for each source."""
     wanted = [source.where for source in sources]
     if "auto" not in wanted:
         return [where == "disk" for where in wanted]
@@ -302,7 +302,7 @@ def _no_texts(task: Task) -> Iterable[Row]:
 
 
 def place_of_rows(task: Task) -> Path | HubName | None:
-    """Where the rows of a task are that generates none; None if it names neither files nor a dataset of the Hub.
+    """The files or the Hub dataset that a task's rows are read from; None for a task that has neither.
 
     Raises ConfigError for a file that is not there.
     """

@@ -1,6 +1,6 @@
 """Whether a row's answer is one that the check of its task can compare with; `malformed=skip` leaves other rows out.
 
-Without it such answers are told all at once before a run, by `flowrl.tasks.check_answers`.
+Without it `flowrl.tasks.check_answers` reports all such answers before a run.
 """
 
 from __future__ import annotations
