@@ -27,7 +27,7 @@ from flowrl.models.size_table import Learning
 from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.too_long import PromptLimit, TooLong
-from flowrl.policy_options import GeneratorOptions, PolicyOptions, SamplingOptions
+from flowrl.policy_options import AnswerOptions, GeneratorOptions, PolicyOptions, SamplingOptions, TruncationOptions
 from flowrl.role_options import ScoringSize, TimedReward, TrainerSize, too_low
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
@@ -35,6 +35,7 @@ from flowrl.training.schedule import Schedule
 from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, ZeroSettings
 
 __all__ = (
+    "AnswerOptions",
     "DatasetOptions",
     "EvaluationOptions",
     "GeneratorOptions",
@@ -43,6 +44,7 @@ __all__ = (
     "PreferenceOptions",
     "SamplingOptions",
     "TrainerOptions",
+    "TruncationOptions",
     "evaluate",
     "evaluate_offline",
 )

@@ -80,6 +80,9 @@ class Prompt(Message):
     prefix_versions: Int32 = field(default_factory=no_ids)
     record: Record | None = None
     """What a node had done for it when the checkpoint was taken (`In.keep`); None for a fresh prompt."""
+    top_k: int | None = None
+    top_p: float | None = None
+    """Only for held-out prompts, as `top_k` and `temperature`: in place of the generator's."""
     temperature: float | None = None
     """Of an evaluation's prompt: how it is sampled, where the generator's own way is not meant."""
 

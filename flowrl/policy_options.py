@@ -6,7 +6,7 @@ They are public in `flowrl.blocks`, which says how blocks are used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import get_annotations
 from types import FunctionType
 from typing import Any, ClassVar
@@ -132,6 +132,10 @@ class SamplingOptions(GeneratorOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_tokens=1, group_size=1)
+        yield from self.temperature_problems()
+
+    def temperature_problems(self) -> Iterator[str]:
+        """A sentence if the temperature is out of range."""
         if not self.temperature > 0:
             yield f"--temperature is {self.temperature}; it has to be above 0, or the samples of a prompt are all equal"
 
@@ -139,3 +143,39 @@ class SamplingOptions(GeneratorOptions):
     def sampling(self) -> Sampling:
         """How responses are sampled."""
         return Sampling(temperature=self.temperature, max_tokens=self.max_tokens, stop=self.stop_strings)
+
+
+@dataclass(frozen=True)
+class TruncationOptions(GeneratorOptions):
+    """Options of graphs that train on none of the answers, which may come from a part of the distribution."""
+
+    top_p: float = 1.0
+    """Sample among the likeliest tokens whose probabilities sum up to this; 1: among all."""
+    top_k: int = 0
+    """Sample among so many of the likeliest tokens; 0: among all."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from too_low(self, top_k=0)
+        if not 0 < self.top_p <= 1:
+            yield f"--top-p is {self.top_p}; it has to be above 0 and at most 1"
+
+    def untruncated_problems(self) -> Iterator[str]:
+        """A sentence if answers that are greedy are to be truncated too."""
+        if self.top_p != 1 or self.top_k:
+            yield "--top-p and --top-k change nothing in greedy answers; leave them out, or set --temperature above 0"
+
+
+@dataclass(frozen=True)
+class AnswerOptions(TruncationOptions, SamplingOptions):
+    """Options of graphs that sample from the policy and train on nothing of it."""
+
+    def temperature_problems(self) -> Iterator[str]:
+        if self.temperature == 0 and self.group_size == 1:
+            yield from self.untruncated_problems()
+        else:
+            yield from super().temperature_problems()
+
+    @property
+    def sampling(self) -> Sampling:
+        return replace(super().sampling, top_p=self.top_p, top_k=self.top_k)

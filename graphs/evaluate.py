@@ -1,72 +1,113 @@
-"""A model's answers to held-out prompts, without training: how many are right, and their mean score.
+"""A model's answers to prompts, without training: how many are right, and their mean score.
 
 flowrl run evaluate --policy tiny --task arithmetic --prompts 512
-flowrl run evaluate --policy runs/first/checkpoints/step_000060 --sets test.jsonl:check=math
+flowrl run evaluate --policy runs/first/checkpoints/step_000060 --task test.jsonl:check=math
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import GeneratorOptions
+from flowrl.blocks import TruncationOptions
 from flowrl.nodes import Evaluation, Generator, Sampling
 from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.role_options import TimedReward, too_low
+from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
+
+OF_MADE_ROWS = 512
+"""Held-out prompts that are asked of a task that makes its rows."""
 
 
 @dataclass(frozen=True)
-class Evaluate(TimedReward, GeneratorOptions):
+class Evaluate(TimedReward, TruncationOptions):
     learning = "samples"  # its answers are as long as those of training
 
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
-    prompts: int = 512
-    """Held-out prompts of --task that are asked."""
-    samples: int = 1
-    """Answers to each prompt: one is greedy, several are sampled."""
-    sets: tuple[str, ...] = ()
+    task: Task = Task("arithmetic")
+    """What is asked: all rows of a file, a dataset directory or a dataset of the Hub; of arithmetic and
+    reasoning_gym/NAME the held-out rows. Options follow a colon."""
+    prompts: int | None = None
+    """Most prompts that are asked of each set; None: all, and 512 of a task that makes its rows."""
+    evaluate_samples: int = 1
+    """Answers to each prompt: one is greedy unless --temperature is given, several are sampled."""
+    evaluate_task: tuple[str, ...] = ()
     """Ask all rows of these files or splits in place of --task: test.jsonl:check=math, or with a name and its own
-    numbers gsm8k=test.jsonl:check=math,num=500,samples=4."""
-    also: tuple[str, ...] = ()
+    numbers gsm8k=test.jsonl:check=math,num=500,samples=4,temperature=0.6."""
+    evaluate_also: tuple[str, ...] = ()
     """Further tasks, each scored by its own verifier."""
-    max_tokens: int = 32
-    """Most tokens of an answer."""
-    max_prompt_tokens: int | None = None
+    evaluate_max_prompt_tokens: int | None = None
     """Most tokens of a prompt; None: what the model's context has room for."""
     too_long: TooLong = "drop"
     """Prompts over the limit are left out and counted, lose their beginning, or are an error."""
-    temperature: float = 1.0
-    """Sampling temperature of several answers."""
+    max_tokens: int = 32
+    """Most tokens of an answer."""
+    temperature: float | None = None
+    """Sampling temperature, 0 for greedy answers; None: 1, and 0 of a set with one answer to each prompt."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, prompts=1, samples=1, max_tokens=1, max_prompt_tokens=1)
+        yield from too_low(self, prompts=1, evaluate_samples=1, max_tokens=1, evaluate_max_prompt_tokens=1)
+        yield from too_low(self, temperature=0)
         yield from self.timeout_problems()
-        if not self.temperature > 0:
-            yield f"--temperature is {self.temperature}; it has to be above 0, or the answers to a prompt are all equal"
+        names = [one.name for one in self.sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"the set {twice[0]} is asked twice; name one of them with --evaluate-task, as in other=FILE"
+        if same := [one for one in self.sets if one.asked_at == 0 and one.samples > 1]:
+            yield (
+                f"--temperature is {self.temperature}, and the {same[0].samples} answers to a prompt of {same[0].name} "
+                "would be all equal; it has to be above 0"
+            )
+        if all(one.asked_at == 0 for one in self.sets):
+            yield from self.untruncated_problems()
+
+    @property
+    def sets(self) -> tuple[EvaluationSet, ...]:
+        """What is asked."""
+        named = [
+            EvaluationSet.parse(text, like=self.task, samples=self.evaluate_samples) for text in self.evaluate_task
+        ]
+        further = [replace(self.task, name=name, reward="") for name in self.evaluate_also]
+        tasks = [*([] if named else [self.task]), *further]
+        return tuple(self._sampled(one) for one in (*map(self._limited, named), *map(self._set_of, tasks)))
+
+    def _set_of(self, task: Task) -> EvaluationSet:
+        """All rows of a task with files, the held-out rows of another."""
+        if task.made_sources:
+            return EvaluationSet(task.name, task, num=self.prompts or OF_MADE_ROWS, samples=self.evaluate_samples)
+        return self._limited(EvaluationSet(task.name, task, samples=self.evaluate_samples, whole=True))
+
+    def _limited(self, one: EvaluationSet) -> EvaluationSet:
+        return one if one.num is not None else replace(one, num=self.prompts, at_most=True)
+
+    def _sampled(self, one: EvaluationSet) -> EvaluationSet:
+        """The set with the ways of sampling that it leaves to the command."""
+        usual = self.temperature if self.temperature is not None else float(one.samples > 1)
+        found = replace(one, temperature=usual if one.temperature is None else one.temperature)
+        if found.asked_at == 0:
+            return found
+        top_p, top_k = one.top_p, one.top_k
+        return replace(
+            found, top_p=self.top_p if top_p is None else top_p, top_k=self.top_k if top_k is None else top_k
+        )
 
 
 def graph(cfg: Evaluate) -> Graph:
-    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, stop=cfg.stop_strings)
-    sets = tuple(EvaluationSet.parse(text, like=cfg.task, samples=cfg.samples) for text in cfg.sets)
-    several = cfg.samples > 1 or any(one.samples > 1 for one in sets)
+    sampling = Sampling(max_tokens=cfg.max_tokens, stop=cfg.stop_strings)
 
     g = Graph("evaluate")
-    answers = Generator(cfg.model, sampling=sampling, evaluation=sampling if several else None, engine=cfg.engine)
+    answers = Generator(cfg.model, sampling=sampling, engine=cfg.engine)
     generator = g.add("generator", answers, **cfg.place_generator())
-    held_out = Evaluation(
-        () if sets else cfg.task,
+    asked = Evaluation(
+        (),
         cfg.model,
-        num_prompts=cfg.prompts,
-        num_samples=cfg.samples,
-        also=cfg.also,
-        sets=sets,
-        prompt_limit=PromptLimit(cfg.max_prompt_tokens, cfg.too_long, option="max_prompt_tokens"),
+        sets=cfg.sets,
+        prompt_limit=PromptLimit(cfg.evaluate_max_prompt_tokens, cfg.too_long),
         concurrency=cfg.engine.concurrency * cfg.generator.replicas,
         **cfg.timed,
     )
-    evaluation = g.add("evaluation", held_out)
+    evaluation = g.add("evaluation", asked)
 
     g.call(evaluation.generate, generator.requests)
     g.ignore(generator.prompts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import SamplingOptions
+from flowrl.blocks import AnswerOptions
 from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter
 from flowrl.nodes.too_long import TooLong
 from flowrl.role_options import too_low
@@ -17,11 +17,11 @@ from flowrl.scorer_options import ScorerOptions
 
 
 @dataclass(frozen=True)
-class Generate(ScorerOptions, SamplingOptions):
+class Generate(ScorerOptions, AnswerOptions):
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
     group_size: int = 1
-    """Responses to one prompt."""
+    """Responses to one prompt. One may be greedy, with --temperature 0."""
 
     out: str = "responses.jsonl"
     """The file that is written. Prompts that it has already are left out, so the same command goes on with it."""
@@ -64,7 +64,7 @@ def graph(cfg: Generate) -> Graph:
         answers_compared=scored and cfg.answers_compared,
     )
     prompts = g.add("prompts", source)
-    answers = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
+    answers = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine, trained=False)
     generator = g.add("generator", answers, **cfg.place_generator())
     writer = g.add("writer", writes)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import SamplingOptions
+from flowrl.blocks import AnswerOptions
 from flowrl.nodes import Generator, PairMaker, PairWriter, PromptSource
 from flowrl.nodes.too_long import TooLong
 from flowrl.scorer_options import ScorerOptions
 
 
 @dataclass(frozen=True)
-class Pairs(ScorerOptions, SamplingOptions):
+class Pairs(ScorerOptions, AnswerOptions):
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model whose answers are compared."""
     group_size: int = 4
@@ -49,7 +49,7 @@ def graph(cfg: Pairs) -> Graph:
         answers_compared=cfg.answers_compared,
     )
     prompts = g.add("prompts", source)
-    answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
+    answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine, trained=False)
     generator = g.add("generator", answerer, **cfg.place_generator())
     reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
     maker = PairMaker(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowrl import Cluster, Machine, check
 from flowrl.cli import main
 from flowrl.commands import export as export_module
 from flowrl.commands.checkpoint_of import model_dir
@@ -25,6 +26,8 @@ from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.testing import run_node, scored
 from tests.word_policy import make_policy
+
+MACHINE = Cluster((Machine(cores=(0, 1, 2, 3), memory_bytes=16 << 30),))
 
 
 @pytest.fixture
@@ -238,6 +241,30 @@ def test_a_task_that_makes_its_rows_has_no_responses_to_score(
 def test_what_a_command_needs_first_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
     assert f"flowrl {command} needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["generate", "pairs"])
+def test_answers_that_are_not_trained_on_may_be_truncated(name: str) -> None:
+    file = load_file(name)
+    graph = file.build(file.parse(["--top-p", "0.9", "--top-k", "5", "--temperature", "0.5"]))
+    sampling = graph.nodes["generator"].sampling  # type: ignore[attr-defined]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
+    assert check(graph, MACHINE).problems == ()
+
+
+def test_one_answer_may_be_greedy() -> None:
+    file = load_file("generate")
+    assert check(file.build(file.parse(["--temperature", "0"])), MACHINE).problems == ()
+    for given, said in {
+        ("--temperature", "0", "--group-size", "2"): "the samples of a prompt are all equal",
+        ("--temperature", "0", "--top-p", "0.5"): "change nothing in greedy answers",
+        ("--temperature", "-1"): "it has to be above 0",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            file.parse(given)
+    for name in ("pairs", "grpo"):
+        with pytest.raises(ConfigError, match="the samples of a prompt are all equal"):
+            load_file(name).parse(["--temperature", "0"])
 
 
 def test_the_best_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,22 @@ def test_each_set_is_asked_at_its_own_temperature(options: str, temperature: flo
     assert {prompt.temperature for prompt in answers.asked} == {temperature}
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [("top_p=0", "above 0 and at most 1"), ("top_p=x", "above 0"), ("top_k=0.5", "from 0 up")]
+)
+def test_truncations_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(f"t.jsonl:{text}")
+
+
+def test_truncation_changes_nothing_in_greedy_answers() -> None:
+    asked = EvaluationSet.parse("t.jsonl:top_k=5", like=TRAIN, samples=1)
+    (problem,) = Evaluation((), Policy("tiny"), sets=(asked,)).check(None)
+    assert "the set 't.jsonl' has top_p or top_k, but its answers are greedy" in problem
+    assert parse("t.jsonl:top_k=5").asked_as == {"top_k": 5}
+    assert Evaluation((), Policy("tiny"), sets=(parse("t.jsonl:top_k=5"),)).check(None) == []
+
+
 @pytest.mark.parametrize(("own", "used"), [(None, 0.9), (0.25, 0.25), (0.0, 0.0)])
 def test_the_generator_samples_at_the_prompts_temperature(own: float | None, used: float) -> None:
     generator = Generator(Policy("tiny"), evaluation=Sampling(temperature=0.9, max_tokens=5))
@@ -106,11 +122,11 @@ def test_the_generator_samples_at_the_prompts_temperature(own: float | None, use
         seen.append(sampling)
         raise SampleFailed("seen")
 
-    prompt = Prompt("s", "g", "p", 0, 0, 1, 7, "", np.zeros(1, np.int32), temperature=own)
+    prompt = Prompt("s", "g", "p", 0, 0, 1, 7, "", np.zeros(1, np.int32), temperature=own, top_p=own or None, top_k=3)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SampleFailed):
         patch.setattr(generator, "_sample", answer)
         asyncio.run(generator._answer(prompt))
-    assert seen == [Sampling(temperature=used, max_tokens=5)]
+    assert seen == [Sampling(temperature=used, max_tokens=5, top_p=own or 1.0, top_k=3)]
 
 
 def test_sets_of_agents_have_no_temperature() -> None:
@@ -257,6 +273,79 @@ def test_an_environment_of_verifiers_has_its_own_questions(tmp_path: Path) -> No
         config("agent_openai", "--agent", name, "--evaluate-task", file_of(tmp_path / "test.jsonl", 30))
     _, own = config("agent_openai", "--agent", "verifiers/mine.py:play")
     assert isinstance(own.nodes["prompts"], TaskSource), "a function of a file"
+
+
+def sets_of(*args: str) -> list[tuple[str, int | None, bool, int]]:
+    """Name, number, whether all rows are asked, and number of prompts of what `flowrl evaluate` asks."""
+    _, built = config("evaluate", *args)
+    evaluation = built.nodes["evaluation"]
+    assert isinstance(evaluation, Evaluation)
+    found = [(one, one.chosen(load_rows(one.task, whole=one.whole))) for one in evaluation.sets]
+    for one, chosen in found:
+        one.require_enough(chosen)
+    return [(one.name, one.num, one.whole, len(chosen)) for one, chosen in found]
+
+
+def test_evaluate_asks_all_rows_of_a_file_and_the_held_out_rows_of_others(tmp_path: Path) -> None:
+    test, made = file_of(tmp_path / "test.jsonl", 700), "arithmetic:max_value=99"
+    assert sets_of("--task", test) == [(test, None, True, 700)]
+    assert sets_of("--task", test, "--prompts", "40") == [(test, 40, True, 40)]
+    assert sets_of("--task", test, "--prompts", "900") == [(test, 900, True, 700)]
+    assert sets_of("--task", made) == [(made, 512, False, 512)]
+    assert sets_of("--task", made, "--evaluate-also", test) == [(made, 512, False, 512), (test, None, True, 700)]
+    named = ("--evaluate-task", f"a={test}", f"b={test},num=7", "--prompts", "9")
+    assert sets_of("--task", made, *named) == [("a", 9, True, 9), ("b", 7, True, 7)]
+    with pytest.raises(ConfigError, match="the set a is asked twice; name one of them with --evaluate-task"):
+        config("evaluate", "--evaluate-task", f"a={test}", f"a={test},num=7")
+
+
+def test_evaluate_says_how_many_of_how_many_prompts_are_asked(tmp_path: Path) -> None:
+    test = file_of(tmp_path / "test.jsonl", 1319)
+    said = {(): "1,319 prompts", ("--prompts", "40"): "40 of 1,319 prompts", ("--prompts", "2000"): "1,319 prompts"}
+    for given, text in said.items():
+        _, built = config("evaluate", "--task", test, *given)
+        assert built.nodes["evaluation"].preflight() == f"{test}: {text}, 1 answer each"
+    held_out = len(load_rows(Task(test)).held_out)
+    assert Evaluation(Task(test), Policy("tiny"), num_prompts=9).preflight() == (
+        f"{test}: 9 of {held_out} held-out prompts, 1 answer each"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ((), [{"temperature": 0.0}]),
+        (("--temperature", "0.6"), [{"temperature": 0.6, "top_p": 1.0, "top_k": 0}]),
+        (("--evaluate-samples", "4", "--top-p", "0.9"), [{"temperature": 1.0, "top_p": 0.9, "top_k": 0}]),
+        (
+            ("--top-k", "5", "--evaluate-task", "a=t.jsonl:samples=2,temperature=0.5,top_p=0.7", "b=t.jsonl"),
+            [{"temperature": 0.5, "top_p": 0.7, "top_k": 5}, {"temperature": 0.0}],
+        ),
+    ],
+)
+def test_how_evaluate_samples(given: tuple[str, ...], asked: list[dict[str, float]]) -> None:
+    _, built = config("evaluate", *given)
+    evaluation = built.nodes["evaluation"]
+    assert isinstance(evaluation, Evaluation)
+    assert [one.asked_as for one in evaluation.sets] == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--temperature", "0", "--evaluate-samples", "2"), "the 2 answers to a prompt of arithmetic would be all"),
+        (("--top-p", "0.9"), "--top-p and --top-k change nothing in greedy answers; leave them out, or set"),
+        (("--top-p", "0", "--temperature", "1"), "--top-p is 0.0; it has to be above 0 and at most 1"),
+        (("--sets", "a.jsonl"), "there is no option --sets; it is --evaluate-task now"),
+        (("--samples", "4"), "there is no option --samples; it is --evaluate-samples now"),
+        (("--also", "a.jsonl"), "there is no option --also; it is --evaluate-also now"),
+        (("--evaluate", "4"), "there is no option --evaluate; it is --prompts now"),
+        (("--max-prompt-tokens", "4"), "did you mean --evaluate_max_prompt_tokens?"),
+    ],
+)
+def test_what_evaluate_refuses(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "evaluate", *given]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_two_sets_need_two_names(tmp_path: Path) -> None:

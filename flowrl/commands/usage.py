@@ -31,8 +31,8 @@ usage: flowrl COMMAND
         print what the model said: prompts, responses, rewards, and what became of each sample
   show  RUN_DIR [SAMPLE] [--plain]
         print an episode as the policy saw it, token by token; without SAMPLE list those that are kept
-  evaluate MODEL [--task TASK] [--prompts N] [--samples K] [--sets FILE ...]
-        answer held-out prompts with a model, without training, and print how many are right
+  evaluate MODEL [--task TASK | --evaluate-task FILE ...] [--prompts N] [--evaluate-samples K]
+        answer the prompts of files, or held-out prompts, with a model, without training, and print how many are right
   generate MODEL --task TASK --out FILE.jsonl [--group-size N] [--score | --best]
         write a model's responses to a file, the best of N with --best; the same command goes on with the file
   score FILE.jsonl [--task.reward REWARD | --reward-model DIR] --out SCORED.jsonl

@@ -32,6 +32,10 @@ REWORDED = (
 )
 """(tyro's message, our replacement), as regular expression and format string."""
 RENAMED = {
+    "sets": "evaluate-task",
+    "samples": "evaluate-samples",
+    "also": "evaluate-also",
+    "evaluate": "prompts",
     "judge": "reward-model",
     "num-generators": "generator.replicas",
     "num-trainers": "trainer.replicas",

@@ -123,9 +123,16 @@ class Evaluation(Node):
             problems.append("it needs one or more tasks or environments, each once")
         problems += self.limit.problems()
         problems += [
-            f"the set {one.name!r} has a temperature, but agents answer it, who sample as the episodes do; leave it out"
+            f"the set {one.name!r} has a {name}, but agents answer it, who sample as the episodes do; leave it out"
             for one in self.agent_sets
-            if one.temperature is not None
+            for name in ("temperature", "top_p", "top_k")
+            if getattr(one, name) is not None
+        ]
+        problems += [
+            f"the set {one.name!r} has top_p or top_k, but its answers are greedy, which these do not change; leave "
+            "them out, or set temperature above 0"
+            for one in self.sets
+            if one.asked_at == 0 and (one.top_p is not None or one.top_k is not None)
         ]
         return problems
 
@@ -153,7 +160,7 @@ class Evaluation(Node):
 
     def _is_said(self, one: EvaluationSet) -> bool:
         """Whether it is not plain how many prompts a set has."""
-        return one.whole or (one.takes_fewer and len(one.chosen(load_rows(one.task))) < (one.num or 0))
+        return one.whole or (one.takes_fewer and len(load_rows(one.task).held_out) != one.num)
 
     def _said(self, one: EvaluationSet) -> str:
         """What a set asks, and how much of it is trained on."""
@@ -162,9 +169,11 @@ class Evaluation(Node):
         trained = load_rows(self.training, whole=True) if self.training is not None else Rows((), ())
         known = {*prompt_ids(trained.train), *prompt_ids(trained.held_out)}
         shared = sum(one in known for one in prompt_ids(rows))
-        text = f"{one.name}: {len(rows)} prompts, {one.samples} answer{'s' if one.samples > 1 else ''} each"
+        number, of = len(rows), len(one.choice(found))
+        asked = f"{number:,} of {of:,} {'' if one.whole else 'held-out '}prompts" if number < of else f"{of:,} prompts"
+        text = f"{one.name}: {asked}, {one.samples} answer{'s' if one.samples > 1 else ''} each"
         if not one.whole:
-            return f"{text}: all that are held out, fewer than the {one.num} asked for"
+            return text if number < of else f"{text}: all that are held out, fewer than the {one.num} asked for"
         text += f", {found.repeated} rows with the prompt of another left out" if found.repeated else ""
         text += f", {found.low_scores} with a score below min_score left out" if found.low_scores else ""
         return text + (f", {shared} of them are in the training data too" if shared else "")

@@ -63,7 +63,8 @@ GENERATOR_DIED = "generator_died"
 class Generator(Node):
     """Samples from a policy with vLLM.
 
-    `sampling` is for training, `evaluation` for `requests` (default: greedy, with the limits of `sampling`).
+    `sampling` is for training (or for what is not `trained` on, and then it may be greedy or truncated), `evaluation`
+    for `requests` (default: greedy, with the limits of `sampling`).
     `engine` has the options of vLLM. `lora` is the trainer's: if the trainer sends adapters, a request keeps the
     adapter it started with, and new requests use the newest. A replica with several GPUs splits the model among them:
     tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product is the number
@@ -107,8 +108,9 @@ class Generator(Node):
         reasoning_parser: str | None = None,
         probe_tolerance: float | None = None,
         every: int = 1,
+        trained: bool = True,
     ) -> None:
-        self.policy = policy
+        self.policy, self.trained = policy, trained
         self.sampling = sampling or Sampling()
         self.evaluation = evaluation or replace(self.sampling, temperature=0.0)
         self._longest_response = max(self.sampling.max_tokens, self.evaluation.max_tokens)
@@ -144,7 +146,7 @@ class Generator(Node):
         )
 
     def check(self, facts: Any) -> list[str]:
-        problems = [f"sampling: {text}" for text in self.sampling.problems(trained=True)]
+        problems = [f"sampling: {text}" for text in self.sampling.problems(trained=self.trained)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
@@ -305,9 +307,7 @@ class Generator(Node):
         await self.rollouts.send(sample)
 
     async def _answer(self, prompt: Prompt) -> Sample:
-        own = prompt.temperature
-        sampling = self.evaluation if own is None else replace(self.evaluation, temperature=own)
-        sample = await self._sample(prompt, sampling, EVALUATION)
+        sample = await self._sample(prompt, self.evaluation.as_told(prompt), EVALUATION)
         self.context.metric("tokens_evaluated", sample.response_tokens)
         return sample
 

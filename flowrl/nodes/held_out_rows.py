@@ -65,15 +65,14 @@ class HeldOutTask:
     ) -> None:
         """`parts` are those of the reward that `client` asks. Prompts lose what they have above `most` tokens."""
         self.name, self.num_samples, self.rows, self.client = asked.name, asked.samples, rows, client
-        self._task, self._chat, self._temperature = asked.task, chat, asked.asked_at
+        self._task, self._chat, self._asked_as = asked.task, chat, asked.asked_as
         self._most = most
         self._generate, self._parts, self._count = generate, parts, count
 
     def fields(self, row: Row) -> Mapping[str, Any]:
         text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
         asked = token_ids if self._most is None else token_ids[-self._most :]
-        found = {"text": text, "token_ids": asked, "columns": row.columns}
-        return found if self._temperature is None else {**found, "temperature": self._temperature}
+        return {"text": text, "token_ids": asked, "columns": row.columns, **self._asked_as}
 
     async def judge(self, prompt: Prompt, row: Row) -> Marked:
         """The score is 0 if the reward function returns none."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.messages import Float32, Int32
+from flowrl.messages import Float32, Int32, Prompt
 
 Spans = Sequence[tuple[str, int, int]]
 """(label of the weights, first token, token after the last)"""
@@ -46,6 +46,8 @@ class Sampling:
             found.append(f"temperature is {self.temperature}; it has to be 0 or more")
         if not 0 < self.top_p <= 1:
             found.append(f"top_p is {self.top_p}; it has to be above 0 and at most 1")
+        if self.top_k < 0:
+            found.append(f"top_k is {self.top_k}; it has to be 0, for all tokens, or more")
         if trained and self.temperature == 0:
             found.append("temperature is 0: all members of a group would be the same; sample with one above 0")
         if trained and (self.top_p != 1 or self.top_k):
@@ -55,6 +57,11 @@ class Sampling:
                 "and put truncation into `evaluation`"
             )
         return found
+
+    def as_told(self, prompt: Prompt) -> Sampling:
+        """These options, in place of which a held-out prompt may have its own."""
+        own: dict[str, Any] = {name: getattr(prompt, name) for name in ("temperature", "top_p", "top_k")}
+        return replace(self, **{name: value for name, value in own.items() if value is not None})
 
     def limited(self, max_tokens: int, stop: Sequence[str]) -> Sampling:
         """These options for one reply of at most `max_tokens`, which `stop` ends too."""

@@ -18,7 +18,7 @@ from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 from flowrl.tasks.task import Task
 
 NAMED = re.compile(r"([A-Za-z_][\w.-]*)=([^:]*.*)", re.DOTALL)
-OWN_OPTIONS = ("num", "samples", "temperature", "reward")
+OWN_OPTIONS = ("num", "samples", "temperature", "top_p", "top_k", "reward")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class EvaluationSet:
     """Answers to each prompt."""
     temperature: float | None = None
     """How answers are sampled; None: one answer of a whole set greedily, several as in training."""
+    top_p: float | None = None
+    """Answers are sampled among the likeliest tokens whose probabilities sum up to this."""
+    top_k: int | None = None
+    """They are sampled among so many of the likeliest tokens; 0: among all."""
+    at_most: bool = False
+    """Whether all are asked where there are fewer than `num`."""
     whole: bool = False
     """All rows, not only those that are held out."""
 
@@ -60,12 +66,15 @@ class EvaluationSet:
             num=own.get("num"),
             samples=own.get("samples", samples),
             temperature=own.get("temperature"),
+            top_p=own.get("top_p"),
+            top_k=own.get("top_k"),
             whole=True,
         )
         for option, value in (("num", found.num), ("samples", found.samples)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"evaluation set {text!r}: {option} is {value!r}; it needs an integer of at least 1")
         found._check_temperature(text)
+        found._check_truncation(text)
         return found
 
     def _check_temperature(self, text: str) -> None:
@@ -80,6 +89,19 @@ class EvaluationSet:
                 "raise temperature, or set samples=1"
             )
 
+    def _check_truncation(self, text: str) -> None:
+        top_p, top_k = self.top_p, self.top_k
+        if top_p is not None and (isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1):
+            raise ConfigError(f"evaluation set {text!r}: top_p is {top_p!r}; it needs a number above 0 and at most 1")
+        if top_k is not None and (type(top_k) is not int or top_k < 0):
+            raise ConfigError(f"evaluation set {text!r}: top_k is {top_k!r}; it needs an integer from 0 up")
+
+    @property
+    def asked_as(self) -> dict[str, float]:
+        """How its prompts say that they are sampled, by the names of a Prompt's fields."""
+        own = {"temperature": self.asked_at, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in own.items() if value is not None}
+
     @property
     def asked_at(self) -> float | None:
         """The temperature of its answers; None: as the generator answers evaluations."""
@@ -89,12 +111,16 @@ class EvaluationSet:
 
     def chosen(self, rows: Rows) -> Sequence[Row]:
         """The prompts to ask; they do not depend on the order of the data."""
-        return lowest(joined(rows.train, rows.held_out) if self.whole else rows.held_out, self.num)
+        return lowest(self.choice(rows), self.num)
+
+    def choice(self, rows: Rows) -> Sequence[Row]:
+        """The prompts among which those to ask are chosen."""
+        return joined(rows.train, rows.held_out) if self.whole else rows.held_out
 
     @property
     def takes_fewer(self) -> bool:
         """Whether all are asked where there are fewer than `num`: a file has as many held-out rows as it has."""
-        return not (self.whole or self.task.generated)
+        return self.at_most or not (self.whole or self.task.generated)
 
     def require_enough(self, found: Sequence[object]) -> None:
         """Raise ConfigError if there are fewer prompts than `num`, or of the held-out rows of a file none at all."""
