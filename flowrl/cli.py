@@ -9,24 +9,20 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from flowrl.commands.around import print_figures
 from flowrl.commands.copy_graph import parse_new
-from flowrl.commands.origins import derived_text, print_origins
-from flowrl.commands.prepare import Prepared, prepare
+from flowrl.commands.origins import print_origins
+from flowrl.commands.prepare import prepare
+from flowrl.commands.run_graph import print_preflight, print_report, proposal, report_of, run_graph
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
-from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
-from flowrl.graph.run_file import run_file_text, write_run_file
 from flowrl.graph.shipped import shipped_names, summary
 
 
@@ -43,18 +39,6 @@ class CheckOptions:
     """Also try out what a run tries out before it starts: models, task, reward, a trial episode, chat template."""
     config: Path | None = None
     """Read options from this run file (YAML). Those given here have precedence."""
-
-
-@dataclass(frozen=True)
-class RunFileOptions:
-    """Options of `flowrl run` about its options."""
-
-    config: Path | None = None
-    """Read options from this run file (YAML). Those given here have precedence."""
-    save_config: Path | None = None
-    """Write all options to this run file before the run begins."""
-    dry_run: bool = False
-    """Print all options, check the graph, models, data and reward, and start nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,87 +126,19 @@ def check(args: Sequence[str]) -> int:
     prepared = prepare("check", (CheckOptions,), args)
     (options,) = prepared.own
     cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
-    report = _report(prepared, cluster)
+    report = report_of(prepared, cluster)
     for path in options.draw:
         draw(prepared.graph, report.plan, path)
-    _print_report(report, _proposal(prepared, cluster, report))
+    print_report(report, proposal(prepared, cluster, report))
     print_origins(prepared.origins)
     if options.preflight:
-        _print_preflight(prepared)
+        print_preflight(prepared)
     return 0
-
-
-def _print_preflight(prepared: Prepared) -> None:
-    from flowrl.runtime.driver.preflight import preflight
-
-    sys.stdout.flush()  # the plan is to be seen while models load
-    findings = preflight(prepared.graph, prepared.file.path)
-    print("\npreflight: ok")
-    for name, text in findings.items():
-        print(f"  {name}: {text}")
 
 
 def run(args: Sequence[str]) -> int:
     """`flowrl run GRAPH`: status 0 when it ended well and, where there is a ledger, the audit is ok."""
-    from flowrl.runtime.driver.options import RunOptions
-
-    started_s = time.monotonic()
-    prepared = prepare("run", (RunOptions, RunFileOptions), args)
-    options, of_files = prepared.own
-    if of_files.save_config is not None:
-        write_run_file(of_files.save_config, prepared.file.shown, dump(options), prepared.lasting())
-    from flowrl.runtime.driver.launch import Launch
-
-    file, derived = prepared.file.path, derived_text(prepared.origins)
-    launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s)
-    if of_files.dry_run:
-        return _dry_run(prepared, run_file_text(prepared.file.shown, dump(options), dump(prepared.cfg)))
-    result = launch.run()
-    if result.audit is None:
-        print_figures(result.outcome.evaluations)
-        return 0
-    print(result.audit)
-    return 0 if result.audit.ok else 1
-
-
-def _dry_run(prepared: Prepared, text: str) -> int:
-    """Print the options and the plan, and what a run finds out before it starts anything."""
-    print(text)
-    report = _report(prepared, Cluster.here())
-    _print_report(report, _proposal(prepared, Cluster.here(), report))
-    print_origins(prepared.origins)
-    _print_preflight(prepared)
-    print("dry run: graph, models, data and reward are fine; nothing was started")
-    return 0
-
-
-def _report(prepared: Prepared, cluster: Cluster) -> Any:
-    from flowrl.graph.analysis.check import check as find
-
-    with user_code(prepared.file.path):
-        return find(prepared.graph, cluster)
-
-
-def _proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
-    """Options with which the graph would fit, if memory is all that is wrong with it; else ""."""
-    if not report.too_large:
-        return ""
-    from flowrl.commands.fit import fitting, option_text
-
-    found = fitting(prepared.file, prepared.cfg, cluster)
-    if found is None:
-        return "Nothing that was tried (ranks, their micro-batches, parallel parts, turns, offload) makes it fit there."
-    return f"It fits with {option_text(found)}"
-
-
-def _print_report(report: Any, proposal: str = "") -> None:
-    """Raises GraphError for its problems."""
-    from flowrl.graph.analysis.report import render
-
-    if report.problems:
-        *others, last = report.problems
-        raise GraphError((*others, f"{last} {proposal}".rstrip()))
-    print(render(report))
+    return run_graph(args)
 
 
 def tune(args: Sequence[str]) -> int:

@@ -22,6 +22,8 @@ from flowrl.models.directory import context_length
 from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, pairwise
 from flowrl.nodes.pairwise import Comparisons
 from flowrl.nodes.response_writer import Written
+from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.launch import Launch, Result
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.indexed_rows import IndexedRows
 from flowrl.testing import run_node, scored
@@ -235,6 +237,27 @@ def test_a_task_that_makes_its_rows_has_no_responses_to_score(
     assert main(["check", "score", "--task", task, "--out", str(tmp_path / "out.jsonl"), "--preflight"]) == 2
     said = f"flowrl: {task} makes its rows, which have no responses to be scored; name a file of responses with --task"
     assert capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "evaluate"])
+def test_a_command_takes_the_run_files_and_the_dry_run_of_flowrl_run(
+    command: str, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched: list[Launch] = []
+    outcome = Outcome(0, {"before": {"exact_match": 0.5}}, interrupted=False, seconds=1.0)
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch) or Result(tmp_path, outcome, None))
+    monkeypatch.setattr("flowrl.runtime.driver.preflight.preflight", lambda graph, file: {})
+    file, first = str(tmp_path / "run.yaml"), task.name if command == "score" else "tiny_teacher"
+    assert main([command, first, "--reward-timeout-s", "33", "--save-config", file, "--max-hours", "2"]) == 0
+    assert f"graph: {command}" in (tmp_path / "run.yaml").read_text()
+    assert main([command, "--config", file]) == 0
+    before, after = launched
+    assert (before.config, before.options) == (after.config, after.options)
+    assert (after.config.reward_timeout_s, after.options.max_hours) == (33.0, 2.0)
+    assert first in (after.config.policy, after.config.task.name)
+    capsys.readouterr()
+    assert main([command, first, "--dry-run"]) == 0
+    assert len(launched) == 2 and capsys.readouterr().out.endswith("nothing was started\n")
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "evaluate", "chat", "merge", "export", "samples"])

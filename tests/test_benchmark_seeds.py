@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.gain import Gain
 from benchmarks.seeds import JOBS, Learnt, command, table
-from flowrl.cli import RunFileOptions
 from flowrl.commands.prepare import prepare
+from flowrl.commands.run_graph import RunFileOptions
 from flowrl.runtime.driver.options import RunOptions
 
 

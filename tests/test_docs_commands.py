@@ -91,7 +91,7 @@ def read(words: Sequence[str]) -> None:
     if name in OF_GRAPHS:
         prepare(name, OF_GRAPHS[name], args)
     elif name in FIRST:
-        prepare("run", (RunOptions,), [name, FIRST[name][0], *args])
+        prepare("run", OF_GRAPHS["run"], [name, FIRST[name][0], *args])
     elif name in OWN:
         rest = args if name in NAMELESS else args[1:]
         assert name in NAMELESS or (args and not args[0].startswith("-")), f"flowrl {name} needs a name first"
@@ -121,7 +121,7 @@ def options_of(name: str, args: tuple[str, ...]) -> set[str]:
         return {option[2:] for option in PLAIN[name]}
     graph = name if name in FIRST else args[0].removeprefix("graphs/").removesuffix(".py") if args else ""
     graphs = [graph] if graph in shipped_names() else shipped_names()
-    own = OF_GRAPHS.get(name, (RunOptions,))
+    own = OF_GRAPHS.get(name, OF_GRAPHS["run"])
     return {option for kind in (*own, *(load_file(one).config_type for one in graphs)) for option in option_names(kind)}
 
 

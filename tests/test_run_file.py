@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flowrl.cli import RunFileOptions, main
+from flowrl.cli import main
 from flowrl.commands.prepare import prepare
+from flowrl.commands.run_graph import RunFileOptions
 from flowrl.errors import ConfigError
 from flowrl.graph.load import dump, load_file
 from flowrl.graph.option_types import filled, leaves_of

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.cli import RunFileOptions, main
+from flowrl.cli import main
 from flowrl.commands.prepare import prepare
+from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune import measuring_run, tune
 from flowrl.commands.tune.calibration import Calibration

@@ -1,0 +1,117 @@
+"""Running a graph with the options of a command line: what `flowrl run` and the commands around training share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.commands.origins import derived_text, print_origins
+from flowrl.commands.prepare import Prepared, prepare
+from flowrl.errors import GraphError
+from flowrl.graph.load import dump, user_code
+from flowrl.graph.machine import Cluster
+from flowrl.graph.run_file import run_file_text, write_run_file
+
+
+@dataclass(frozen=True)
+class RunFileOptions:
+    """Options of `flowrl run` about its options."""
+
+    config: Path | None = None
+    """Read options from this run file (YAML). Those given here have precedence."""
+    save_config: Path | None = None
+    """Write all options to this run file before the run begins."""
+    dry_run: bool = False
+    """Print all options, check the graph, models, data and reward, and start nothing."""
+
+
+def run_graph(args: Sequence[str]) -> int:
+    """Run the graph that `args` begin with; 0 when it ended well and, where there is a ledger, the audit is ok."""
+    from flowrl.runtime.driver.options import RunOptions
+
+    started_s = time.monotonic()
+    prepared = prepare("run", (RunOptions, RunFileOptions), args)
+    options, of_files = prepared.own
+    if of_files.save_config is not None:
+        write_run_file(of_files.save_config, prepared.file.shown, dump(options), prepared.lasting())
+    from flowrl.runtime.driver.launch import Launch
+
+    file, derived = prepared.file.path, derived_text(prepared.origins)
+    launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s)
+    if of_files.dry_run:
+        return _dry_run(prepared, run_file_text(prepared.file.shown, dump(options), dump(prepared.cfg)))
+    result = launch.run()
+    if result.audit is None:
+        print_figures(result.outcome.evaluations)
+        return 0
+    print(result.audit)
+    return 0 if result.audit.ok else 1
+
+
+def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the figures of a graph that evaluates and trains nothing; nothing for others, whose view has told them.
+
+    `evaluations`: phase -> metric -> value, as `Outcome.evaluations`.
+    """
+    if set(evaluations) != {"before"}:
+        return
+    figures = evaluations["before"]
+    width = max(map(len, figures), default=0)
+    for name, value in figures.items():
+        print(f"{name:<{width}}  {value:.4g}")
+
+
+def _dry_run(prepared: Prepared, text: str) -> int:
+    """Print the options and the plan, and what a run finds out before it starts anything."""
+    print(text)
+    report = report_of(prepared, Cluster.here())
+    print_report(report, proposal(prepared, Cluster.here(), report))
+    print_origins(prepared.origins)
+    print_preflight(prepared)
+    print("dry run: graph, models, data and reward are fine; nothing was started")
+    return 0
+
+
+def report_of(prepared: Prepared, cluster: Cluster) -> Any:
+    """What the checks of the graph find for this cluster."""
+    from flowrl.graph.analysis.check import check as find
+
+    with user_code(prepared.file.path):
+        return find(prepared.graph, cluster)
+
+
+def proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
+    """Options with which the graph would fit, if memory is all that is wrong with it; else ""."""
+    if not report.too_large:
+        return ""
+    from flowrl.commands.fit import fitting, option_text
+
+    found = fitting(prepared.file, prepared.cfg, cluster)
+    if found is None:
+        return "Nothing that was tried (ranks, their micro-batches, parallel parts, turns, offload) makes it fit there."
+    return f"It fits with {option_text(found)}"
+
+
+def print_report(report: Any, proposed: str = "") -> None:
+    """Print the plan. Raises GraphError for the problems of the graph, with what is proposed against the last."""
+    from flowrl.graph.analysis.report import render
+
+    if report.problems:
+        *others, last = report.problems
+        raise GraphError((*others, f"{last} {proposed}".rstrip()))
+    print(render(report))
+
+
+def print_preflight(prepared: Prepared) -> None:
+    """Try out what a run tries out before it starts, and print what nodes say of it."""
+    from flowrl.runtime.driver.preflight import preflight
+
+    sys.stdout.flush()  # the plan is to be seen while models load
+    findings = preflight(prepared.graph, prepared.file.path)
+    print("\npreflight: ok")
+    for name, text in findings.items():
+        print(f"  {name}: {text}")
