@@ -166,8 +166,11 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
         """The rows of --task that are trained on: all of a file, unless some are held out for the evaluation."""
         return "all" if self.evaluate_task or not (self.evaluate or self.task.generated) else "train"
 
-    def make_generator(self, sampling: Sampling) -> Generator:
-        """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers."""
+    def make_generator(self, sampling: Sampling, **settings: Any) -> Generator:
+        """A generator of the policy. It also answers held-out prompts, with `sampling` if each has several answers.
+
+        `settings` are further arguments of `Generator`.
+        """
         several = self.evaluate_samples > 1 or any(one.samples > 1 for one in self.evaluation_sets)
         evaluation = sampling if several else None
         return Generator(
@@ -177,6 +180,7 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
             lora=self.lora,
             engine=self.engine,
             probe_tolerance=self.probe_tolerance,
+            **settings,
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from flowrl.agents import History
 from flowrl.blocks import EvaluationOptions, OnlineOptions
 from flowrl.graph.graph import Graph
-from flowrl.nodes import AgentProgram, Environment, Evaluation, Generator, Limits, Shaping
+from flowrl.nodes import AgentProgram, Environment, Evaluation, Generator, Limits, Sampling, Shaping
 from flowrl.role_options import too_low
 from flowrl.training.advantage.advantages import Estimator
 from flowrl.training.advantage.estimate import Estimate
@@ -20,6 +20,10 @@ from flowrl.training.advantage.turn_credit import Credit
 class EpisodeOptions(OnlineOptions):
     """Options of graphs that train the policy on episodes, with environments or agents."""
 
+    staleness: int = 2
+    look_ahead: int | None = None  # type: ignore[assignment]  # only graphs of episodes derive it
+    """Groups among which the batcher may choose a finished one; 1 is admission order. None: those of one step, or 1
+    where that leaves no room: with a staleness below 2, and at --on-limit mask."""
     limits: Limits = Limits(tokens=2048)
     """What bounds an episode, as in --limits.turns 8."""
     processes: int = 256
@@ -30,6 +34,11 @@ class EpisodeOptions(OnlineOptions):
     affinity_margin: int | None = 2
     """A session stays on its generator while that has at most so many more open requests than the least loaded. None:
     each of its requests goes where least is open."""
+    tool_parser: str = ""
+    """vLLM's parser that reads the policy's calls of tools, by the name that its server takes, such as hermes; none:
+    the tokenizer's response_template, if it has one."""
+    reasoning_parser: str = ""
+    """vLLM's parser that tells the policy's reasoning from its answer, such as qwen3."""
     max_tokens: int = 256
     """Most tokens of one reply."""
     credit: Credit = "episode"
@@ -47,9 +56,22 @@ class EpisodeOptions(OnlineOptions):
 
     @property
     def window(self) -> int:
-        """`look_ahead`. Its default is for --on-limit wait: with mask batches have no window."""
-        default = next(field.default for field in fields(self) if field.name == "look_ahead")
-        return 1 if self.on_limit == "mask" and self.look_ahead == default else self.look_ahead
+        """`look_ahead`, or what follows from the other options.
+
+        Groups of one step cost one version of the staleness: of 1 they would leave a synchronous run. With mask
+        batches have no window.
+        """
+        if self.look_ahead is not None:
+            return self.look_ahead
+        return self.groups_per_step if self.on_limit == "wait" and self.staleness >= 2 else 1
+
+    @property
+    def parsers(self) -> dict[str, Any]:
+        """The arguments of `Generator` that say how replies are parsed."""
+        return {"tool_parser": self.tool_parser, "reasoning_parser": self.reasoning_parser}
+
+    def make_generator(self, sampling: Sampling, **settings: Any) -> Generator:
+        return super().make_generator(sampling, **self.parsers, **settings)
 
     def agents(self, agent: str, command: str = "", **settings: Any) -> AgentProgram:
         """The node with agents: a function `FILE.py:FUNCTION`, a command, or "outside".

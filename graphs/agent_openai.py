@@ -43,9 +43,7 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
     """Names that calls may give to the policy, for agents with fixed or several names of models."""
     processes: int = 32
     """Agents at a time: their processes, or sessions of outside workers."""
-    staleness: int = 2
     groups_per_step: int = 8
-    look_ahead: int = 8
     max_tokens: int = 40
     lr: float = 3e-4
     evaluate: int = 128

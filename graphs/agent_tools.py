@@ -26,9 +26,7 @@ from flowrl.tasks.name_options import option_text
 class GroupedEpisodes(AdvantageOptions, EnvironmentOptions):
     """Options of graphs that compare the episodes of a group."""
 
-    staleness: int = 2
     groups_per_step: int = 8
-    look_ahead: int = 8
     lr: float = 3e-4
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard

@@ -54,7 +54,9 @@ class SelfPlay(GroupedEpisodes):
             evaluation=self.sampling,
             lora=self.lora,
             engine=self.engine,
+            probe_tolerance=self.probe_tolerance,
             every=every,
+            **self.parsers,
         )
 
 

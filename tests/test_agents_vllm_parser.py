@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.agents import ReplyParser, examine, reply_parser
-from flowrl.agents.parser_trial import examine_with_parsers
+from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
+from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.environments import Action
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
@@ -129,6 +130,16 @@ def test_a_run_tries_the_generators_parsers_in_a_process_of_their_own(tmp_path: 
     assert tried("hermes").endswith("A rendered tool call was parsed back by vLLM's tool_parser=hermes.")
     with pytest.raises(ConfigError, match="vLLM has no tool_parser 'herms'"):
         tried("herms")
+    reading = parsers_that_read(Policy(str(tmp_path)), [ADD])
+    assert reading[0] == "hermes" and "pythonic" not in reading
+
+
+def test_the_names_that_are_read_from_the_source_are_those_that_vllm_registers() -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    assert {*parser_names("tool_parser"), "hf"} == set(ToolParserManager.list_registered())
+    assert {*parser_names("reasoning_parser"), "hf"} == {*ReasoningParserManager.list_registered(), "hf"}
 
 
 def test_smollm2s_template_goes_with_no_call_and_its_tokenizer_with_hermes() -> None:

@@ -20,11 +20,13 @@ from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
 from flowrl.nodes import Environment, Generator, Limits
+from flowrl.nodes.episode_checks import template_findings
 from flowrl.nodes.episode_reports import retokenizes
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.training.batch.batch_stats import ages_by_turn, length_name
 from tests import play_envs
+from tests.chat_templates import ADD, characters, templates, with_template
 from tests.test_nodes_environment import Script, failing
 from tests.test_nodes_environment import play as play_node
 from tests.test_runtime_episodes import play
@@ -144,6 +146,42 @@ def test_the_preflight_tells_of_the_template_and_refuses_tools_that_it_cannot_ta
         Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny")).preflight()
     found = Environment(f"{PLAYED}:Echo:tools=1", Policy("tiny_agent")).preflight() or ""
     assert "Tool calls can be fed. A rendered tool call was parsed back by the tokenizer's response_template." in found
+
+
+@pytest.fixture
+def without_parser(monkeypatch: pytest.MonkeyPatch) -> Generator:
+    """A generator of a model whose tokenizer has a template for calls and nothing that reads them."""
+    known = with_template(characters(), templates()["qwen2_5"])
+    monkeypatch.setattr("flowrl.nodes.episode_checks.known_tokenizer", lambda policy: known)
+    return Generator(Policy("tiny"))
+
+
+def test_an_environment_with_tools_needs_what_reads_calls(
+    monkeypatch: pytest.MonkeyPatch, without_parser: Generator
+) -> None:
+    """Every call would be taken for the episode's final answer, and be scored."""
+
+    def reading(*names: str) -> None:
+        monkeypatch.setattr("flowrl.nodes.episode_checks.parsers_that_read", lambda policy, tools: list(names))
+
+    reading("hermes", "qwen2")
+    with pytest.raises(ConfigError) as raised:
+        template_findings(Policy("tiny"), "tools/x", [ADD], without_parser)
+    text = str(raised.value)
+    assert text.startswith(
+        "environment 'tools/x' has tools, but nothing reads the policy's calls (the tokenizer has no"
+    )
+    assert text.endswith("name one of vLLM's parsers that do: --tool-parser hermes (or qwen2)")
+    reading()
+    with pytest.raises(ConfigError, match="none of vLLM's parsers reads a call that its chat template renders; name"):
+        template_findings(Policy("tiny"), "tools/x", [ADD], without_parser)
+    assert "Tool calls" not in (template_findings(Policy("tiny"), "x", [], without_parser) or "")
+
+
+def test_agents_whose_requests_may_have_tools_are_warned(without_parser: Generator) -> None:
+    found = template_findings(Policy("tiny"), "agent.py:play", None, without_parser) or ""
+    assert "Warning: if requests have tools, agents get the calls of replies as text" in found
+    assert "--tool-parser" in found
 
 
 def test_the_preflight_parses_with_the_parsers_of_the_generator_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,7 @@ BROAD_EXCEPTS = {
     "channel/control.py: Control._run_note",
     "agents/chat_template.py: ChatTemplate.text",
     "agents/call_parser.py: ReplyParser._parts",
+    "agents/parser_trial.py: _reads",
     "agents/endpoint/call_sampler.py: CallSampler._reply",
     "channel/control.py: Control._work",
     "channel/link.py: Listener._drain",

@@ -290,6 +290,41 @@ def test_the_kl_in_the_loss_adds_the_reference() -> None:
 
 
 @pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    ("given", "window", "ahead"),
+    [
+        ("--groups-per-step 1", 1, 2),
+        ("--groups-per-step 3", 3, 1),
+        ("--groups-per-step 4", 4, 1),
+        ("--groups-per-step 16", 16, 1),
+        ("--groups-per-step 16 --staleness 3", 16, 2),
+        ("--groups-per-step 4 --staleness 1", 1, 1),
+        ("--groups-per-step 4 --staleness 0", 1, 0),
+        ("--groups-per-step 4 --look-ahead 2", 2, 1),
+    ],
+)
+def test_episodes_look_ahead_by_the_groups_of_a_step(name: str, given: str, window: int, ahead: int) -> None:
+    """A window of one step costs one version: it never makes a run synchronous that was not meant to be."""
+    found = check(graph(name, *given.split()), CLUSTER)
+    assert not [text for text in found.problems if "look_ahead" in text]
+    assert (found.plan.numbers.window, found.plan.numbers.ahead) == (window, ahead)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_vllms_parsers_reach_every_generator_of_episodes(name: str) -> None:
+    parsers = ("--tool-parser", "hermes", "--reasoning-parser", "qwen3", "--probe-tolerance", "0.5")
+    made = graph(name, *parsers, *(("--opponent-every", "1") if name == "self_play" else ()))
+    generators = nodes(made, Generator)
+    assert len(generators) == (3 if name == "self_play" else 1)
+    assert {(one.tool_parser, one.reasoning_parser, one.probe_tolerance) for one in generators} == {
+        ("hermes", "qwen3", 0.5)
+    }
+    (text,) = problems(name, "--tool-parser", "herms")[:1]
+    assert "vLLM has no tool_parser 'herms'; it has apertus, " in text and text.endswith("Did you mean hermes?")
+    assert "vLLM has no reasoning_parser 'r2'; it has cohere_command3" in problems(name, "--reasoning-parser", "r2")[0]
+
+
+@pytest.mark.parametrize("name", AGENTS)
 def test_episodes_can_be_masked_at_the_limit(name: str) -> None:
     made = graph(name, "--on-limit", "mask", "--evaluate", "0")
     assert made.admission is not None and made.admission.look_ahead == 1

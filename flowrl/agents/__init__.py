@@ -4,6 +4,7 @@ from flowrl.agents.call_parser import ParsedReply, ReplyParser, reply_parser
 from flowrl.agents.chat_template import ChatTemplate
 from flowrl.agents.conversation import Conversation, History, TokenSequence
 from flowrl.agents.examination import Examination, examine
+from flowrl.agents.vllm_parser_names import parser_problems
 
 __all__ = [
     "ChatTemplate",
@@ -14,5 +15,6 @@ __all__ = [
     "ReplyParser",
     "TokenSequence",
     "examine",
+    "parser_problems",
     "reply_parser",
 ]

@@ -53,17 +53,19 @@ def reply_parser(tokenizer: Any, *, tool_parser: str | None = None, reasoning_pa
     if tool_parser or reasoning_parser:
         from flowrl.agents.vllm_parser import VllmExtraction
 
-        return ReplyParser(tokenizer, VllmExtraction(tokenizer, tool_parser, reasoning_parser))
+        extract = VllmExtraction(tokenizer, tool_parser, reasoning_parser)
+        return ReplyParser(tokenizer, extract, reads_calls=bool(tool_parser))
     if getattr(tokenizer, "response_template", None) is not None:
         return ReplyParser(tokenizer, _of_response_template(tokenizer))
-    return ReplyParser(tokenizer, lambda sampled: ReplyParts(sampled.body))
+    return ReplyParser(tokenizer, lambda sampled: ReplyParts(sampled.body), reads_calls=False)
 
 
 class ReplyParser:
-    """`parse` keeps nothing between replies."""
+    """`parse` keeps nothing between replies. Without `reads_calls` no text is ever a call."""
 
-    def __init__(self, tokenizer: Any, extract: Extract) -> None:
+    def __init__(self, tokenizer: Any, extract: Extract, *, reads_calls: bool = True) -> None:
         self._tokenizer, self._extract = tokenizer, extract
+        self.reads_calls = reads_calls
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         special |= {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids = frozenset(special)

@@ -37,6 +37,8 @@ class Examination:
     """Why a rendered tool call was not parsed back; "" if it was, or if there are no tools."""
     parsed_by: str
     """The parser, as a user knows it."""
+    no_calls: bool
+    """Nothing of the rendered tool call was read as a call."""
     hides_tools: bool
     """Takes tool calls and answers, but does not tell the policy which tools there are."""
 
@@ -82,10 +84,17 @@ def examine(
     found = {kind: _sizes(template, kind) for kind in _kinds(template, no_tools)}
     rewrites = tuple(kind for kind, (_, sequences) in found.items() if len(sequences) > 1)
     appended, sequences = max(found.values(), key=lambda sizes: sum(sizes[1]) / sizes[0])
-    no_parsing = "" if no_tools else _no_parsing(template, parser)
+    no_parsing, no_calls = ("", False) if no_tools else parsed_back(template, parser)
     hides_tools = not no_tools and _hides_tools(template)
     return Examination(
-        rewrites, len(sequences), sum(sequences) / appended, no_tools, no_parsing, named, hides_tools=hides_tools
+        rewrites,
+        len(sequences),
+        sum(sequences) / appended,
+        no_tools,
+        no_parsing,
+        named,
+        no_calls=no_calls,
+        hides_tools=hides_tools,
     )
 
 
@@ -173,17 +182,17 @@ def _said(text: str) -> Mapping[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _no_parsing(template: ChatTemplate, parser: ReplyParser | None) -> str:
-    """Why a tool call that the template renders does not come back from the parser."""
+def parsed_back(template: ChatTemplate, parser: ReplyParser | None) -> tuple[str, bool]:
+    """(why a tool call that the template renders does not come back from the parser, whether none comes back)."""
     if parser is None and getattr(template.tokenizer, "response_template", None) is None:
-        return "the tokenizer has no response_template, and no parser was given"
+        return "the tokenizer has no response_template, and no parser was given", True
     call = template.probe_call(MARK)
     ids, before = shown_reply(template, call)
     parsed = (parser or reply_parser(template.tokenizer)).parse(ids, before, template.tools or (ANY_TOOL,))
     reply = template.decode(ids)
     if parsed.malformed:
-        return f"{reply!r} could not be read ({parsed.malformed})"
+        return f"{reply!r} could not be read ({parsed.malformed})", True
     expected = call["tool_calls"][0]["function"]
     calls = [one["function"] for one in parsed.message.get("tool_calls", ())]
     found = [{**one, "arguments": json.loads(one["arguments"])} for one in calls]
-    return "" if found == [expected] else f"{reply!r} was parsed into {found} instead of {expected}"
+    return "" if found == [expected] else f"{reply!r} was parsed into {found} instead of {expected}", not found

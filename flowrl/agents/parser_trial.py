@@ -1,6 +1,6 @@
 """Examines a chat template with vLLM's parsers in a process of its own, because only generators import vLLM.
 
-`examine_with_parsers` waits for the process, which ends by itself, or after LIMIT_S by SIGKILL.
+Both functions wait for the process, which ends by itself, or after LIMIT_S by SIGKILL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 from flowrl.agents.call_parser import reply_parser
-from flowrl.agents.examination import Examination, examine
+from flowrl.agents.chat_template import ChatTemplate
+from flowrl.agents.examination import ANY_TOOL, Examination, examine, parsed_back
+from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, known_tokenizer
 from flowrl.models.chat import Messages
@@ -21,6 +23,7 @@ from flowrl.tasks import child
 
 POLICY = ("trust_remote_code", "chat_template", "chat_template_kwargs")
 """What its tokenizer depends on besides the model."""
+OF_MANY_MODELS = ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 LIMIT_S = 300.0
 """vLLM's import takes some ten seconds of a core that has nothing else to do."""
 
@@ -33,28 +36,37 @@ def examine_with_parsers(
     Raises ConfigError for a template without a boundary, and for parsers that cannot be used.
     """
     named = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    asked = json.dumps(
-        {
-            "model": policy.model,
-            "options": {name: getattr(policy, name) for name in POLICY},
-            "tools": [dict(tool) for tool in tools],
-            **named,
-        }
-    )
+    found = _found(policy, tools, {"named": named}, _words(named))
+    return Examination(**{**found, "rewrites": tuple(found["rewrites"])})
+
+
+def parsers_that_read(policy: Policy, tools: Messages) -> list[str]:
+    """vLLM's tool parsers that read a call as the policy's chat template renders it, those of many models first.
+
+    Raises ConfigError as above.
+    """
+    names: list[str] = _found(policy, tools, {"names": parser_names("tool_parser")}, "vLLM's parsers")["reading"]
+    return sorted(names, key=lambda name: name not in OF_MANY_MODELS)
+
+
+def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str) -> dict[str, Any]:
+    """The answer of a process of its own. Raises ConfigError, with `what` is tried."""
+    options = {name: getattr(policy, name) for name in POLICY}
+    asked = {"model": policy.model, "options": options, "tools": [dict(tool) for tool in tools], **question}
     command = [sys.executable, "-m", "flowrl.agents.parser_trial"]
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{_words(named)} could not be tried within {LIMIT_S:.0f} s; begin again when the machine has less to do"
+            f"{what} could not be tried within {LIMIT_S:.0f} s; begin again when the machine has less to do"
         ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ConfigError(f"{_words(named)} could not be tried: the process ended with {done.returncode} ({last})")
-    found = json.loads(done.stdout)
+        raise ConfigError(f"{what} could not be tried: the process ended with {done.returncode} ({last})")
+    found: dict[str, Any] = json.loads(done.stdout)
     if "refused" in found:
         raise ConfigError(found["refused"])
-    return Examination(**{**found, "rewrites": tuple(found["rewrites"])})
+    return found
 
 
 def _words(named: dict[str, str | None]) -> str:
@@ -71,12 +83,24 @@ def main() -> None:
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
-    named = {option: asked[option] for option in ("tool_parser", "reasoning_parser")}
     try:
         tokenizer = known_tokenizer(Policy(asked["model"], **asked["options"]))
+        if "names" in asked:
+            return {"reading": [name for name in asked["names"] if _reads(name, tokenizer, asked["tools"])]}
+        named = asked["named"]
         return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=_words(named)))
     except ConfigError as problem:
         return {"refused": str(problem)}
+
+
+def _reads(name: str, tokenizer: Any, tools: Messages) -> bool:
+    """Whether vLLM's parser of this name reads the call that the template renders."""
+    try:
+        parser = reply_parser(tokenizer, tool_parser=name)
+        why, _ = parsed_back(ChatTemplate(tokenizer, tuple(tools) or (ANY_TOOL,)), parser)
+    except Exception:  # the boundary to vLLM's parsers, most of which are for other tokenizers
+        return False
+    return not why
 
 
 if __name__ == "__main__":

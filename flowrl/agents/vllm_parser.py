@@ -6,7 +6,6 @@ taken from the log, where it would appear once for each bad reply.
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Iterator
@@ -14,14 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from flowrl.agents.reply_parts import ReplyParts, SampledText, UnreadableReply
+from flowrl.agents.vllm_parser_names import name_problem
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import one_line
 
 START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string")
 """Attributes with which vLLM's parsers name the text that a call begins with."""
 TRIED_TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
-OF_RESPONSE_TEMPLATE = "hf"
-"""vLLM's name for the parser that reads the tokenizer's `response_template`."""
 
 
 class VllmExtraction:
@@ -83,13 +81,9 @@ def _parser_class(tokenizer: Any, tool_parser: str | None, reasoning_parser: str
         ) from None
 
 
-def _check_name(option: str, name: str | None, known: list[str]) -> None:
-    if name == OF_RESPONSE_TEMPLATE:
-        raise ConfigError(f"{option}={name} is the tokenizer's response_template, which is the default; leave it out")
-    if name and name not in known:
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"vLLM has no {option} {name!r}; it has {', '.join(known)}.{hint}")
+def _check_name(kind: str, name: str | None, known: list[str]) -> None:
+    if name and (problem := name_problem(kind, name, known)):
+        raise ConfigError(problem)
 
 
 def _unread(parser: Any, text: str, parts: ReplyParts) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowrl.agents import examine
-from flowrl.agents.parser_trial import examine_with_parsers
+from flowrl.agents.examination import Examination
+from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, known_context, known_tokenizer
 from flowrl.models.chat import Messages
@@ -23,7 +24,7 @@ def length_problems(limits: Limits, policy: Policy, token_budget: int | None) ->
     if limits.tokens is None and token_budget is not None and token_budget < longest:
         yield (
             f"an episode may have as many tokens as the context of {policy.model}, {longest}, but a micro-batch takes "
-            f"token_budget={token_budget}; say limits.tokens, or raise token_budget to {longest}"
+            f"token_budget={token_budget}; set limits.tokens, or raise token_budget to {longest}"
         )
 
 
@@ -31,7 +32,8 @@ def template_findings(policy: Policy, environment: str, tools: Messages | None, 
     """What an examination of the chat template finds; None for a model whose tokenizer is not known yet.
 
     `tools` is None where only the episodes tell which there are. `generator` is the node that answers; if it names
-    vLLM's parsers, replies are parsed with those. Raises ConfigError for tools that the template cannot take.
+    vLLM's parsers, replies are parsed with those. Raises ConfigError for tools that the template cannot take, and for
+    those whose calls no parser reads.
     """
     tokenizer = known_tokenizer(policy)
     if tokenizer is None:
@@ -47,5 +49,37 @@ def template_findings(policy: Policy, environment: str, tools: Messages | None, 
             f"environment {environment!r} has tools, but the chat template of {policy.model} cannot take them "
             f"({examination.no_tools}); choose a model for tool calls, or an environment without tools"
         )
-    found = examination.history() if tools is not None and not tools else examination
+    if examination.no_calls and isinstance(generator, Generator):
+        if tools:
+            raise ConfigError(
+                f"environment {environment!r} has tools, but nothing reads the policy's calls "
+                f"({examination.no_parsing}), so each would be taken for its final answer; "
+                f"{_parser_to_name(policy, tools)}"
+            )
+        if tools is None:
+            return f"{_of_template(policy, examination)} {CALLS_AS_TEXT}"
+    return _of_template(policy, examination.history() if tools is not None and not tools else examination)
+
+
+CALLS_AS_TEXT = (
+    "Warning: if requests have tools, agents get the calls of replies as text, not as calls; name vLLM's parser for "
+    "the model with --tool-parser, or Generator(tool_parser=...)."
+)
+
+
+def _of_template(policy: Policy, found: Examination | str) -> str:
     return f"the chat template of {policy.model}: {found}"
+
+
+def _parser_to_name(policy: Policy, tools: Messages) -> str:
+    """What to change. All of vLLM's parsers are tried, which takes some seconds."""
+    change = "name vLLM's parser for the model, as in --tool-parser hermes, or Generator(tool_parser=...)"
+    try:
+        reading = parsers_that_read(policy, tools)
+    except ConfigError:  # vLLM is not there, or cannot be tried
+        return change
+    if not reading:
+        return f"none of vLLM's parsers reads a call that its chat template renders; {change}, or another model"
+    return f"name one of vLLM's parsers that do: --tool-parser {reading[0]}" + (
+        f" (or {', '.join(reading[1:])})" if reading[1:] else ""
+    )

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flowrl.agents.call_parser import ReplyParser, reply_parser
+from flowrl.agents import ReplyParser, parser_problems, reply_parser
 from flowrl.episode import Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
@@ -153,6 +153,7 @@ class Generator(Node):
         problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
+        problems += parser_problems(tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
         if self.every < 1:
             problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
         return problems
@@ -236,7 +237,7 @@ class Generator(Node):
         required = self._sampler.required
         async with nullcontext() if self._standby.can_leave else required(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
-            async with required():  # without weights it cannot have been of use to anybody
+            async with required():  # a generator without weights has served nobody
                 # An invocation before them would hold devices that the trainer needs to publish.
                 with self.context.waiting("its first weights"):
                     await self._gate.passed()
@@ -331,13 +332,7 @@ class Generator(Node):
         sampling = (self.evaluation if held_out else self.sampling).limited(turn.max_tokens, turn.stop)
         priority = EVALUATION if held_out else priority_of(turn.ticket)
         asked = TokenRequest(
-            turn.request_id,
-            turn.token_ids,
-            sampling,
-            turn.seed,
-            priority,
-            prefix=_prefix(turn),
-            kept=not held_out,
+            turn.request_id, turn.token_ids, sampling, turn.seed, priority, prefix=_prefix(turn), kept=not held_out
         )
         try:
             reply = self._replied(turn, await self._responses.respond(asked), arrived_s)

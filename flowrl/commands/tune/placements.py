@@ -74,7 +74,7 @@ def _timing(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
     found: list[Overrides] = [{"staleness": bound} for bound in bounds]
     if not tuned.may_change("look_ahead"):
         return found
-    if wide or tuned.cfg.look_ahead > 1:
+    if wide or tuned.base.admission.look_ahead > 1:
         ordered: list[Overrides] = [{"staleness": bound, "look_ahead": 1} for bound in bounds]
         return ordered if wide else [*found, *ordered]
     groups = derive(tuned.base).groups_per_batch
