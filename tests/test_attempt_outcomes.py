@@ -12,8 +12,10 @@ import pytest
 
 from flowrl.agents.programs import ProgramName, as_agents_failure
 from flowrl.environments import EnvironmentFailed
-from flowrl.errors import AttemptFailed, FlowrlError
-from flowrl.nodes import attempt_outcomes
+from flowrl.errors import AttemptFailed, FlowrlError, SampleFailed
+from flowrl.messages import Prompt
+from flowrl.models import Policy
+from flowrl.nodes import Environment, Limits, attempt_outcomes
 from flowrl.nodes.attempt_outcomes import (
     FIRST_ATTEMPTS,
     LOOKED_BACK,
@@ -22,6 +24,8 @@ from flowrl.nodes.attempt_outcomes import (
     AttemptOutcomes,
     BegunAttempt,
 )
+from flowrl.nodes.episode_log import EpisodeLog
+from flowrl.testing.rollouts import prompt
 from tests.ticks import ticks
 
 
@@ -106,7 +110,7 @@ def test_a_server_that_stays_away_ends_the_run_after_the_wait() -> None:
     played.fail(1024)
     played.now_s = PATIENCE_S + 1
     played.begin(1024)
-    with pytest.raises(FlowrlError, match=r"641 of the last 641 attempts .*mostly by env_unreachable; the last fail"):
+    with pytest.raises(FlowrlError, match=r"641 of the last 641 attempts .*mostly by env_unreachable; the last of"):
         played.fail(1024)
 
 
@@ -154,7 +158,7 @@ def test_more_than_half_of_those_that_began_before_the_open_ones_end_the_run() -
     played = Played()
     played.begin(100)
     played.succeed(100)
-    with pytest.raises(FlowrlError, match=r"129 of the last 256 attempts .* mostly by env_raised; the last failure"):
+    with pytest.raises(FlowrlError, match=r"129 of the last 256 attempts .* mostly by env_raised; the last of these"):
         for _ in range(300):
             played.begin(5)
             played.fail(3, "env_raised")
@@ -176,8 +180,49 @@ def test_attempts_that_a_dying_zygote_has_ended_count_as_one() -> None:
 def test_what_no_wait_mends_ends_the_run_at_once(cause: str) -> None:
     played = Played()
     played.begin_and_fail(FIRST_ATTEMPTS - 1, cause)
-    with pytest.raises(FlowrlError, match=rf"16 of the last 16 attempts .* mostly by {cause}; the last failure: "):
+    with pytest.raises(
+        FlowrlError, match=rf"16 of the last 16 attempts .* mostly by {cause}; the last of these"
+    ):
         played.begin_and_fail(1, cause)
+
+
+def test_what_ends_the_run_is_told_with_a_failure_of_the_cause_that_it_names() -> None:
+    """The attempt that ends it may have failed by something else."""
+    played = Played()
+    played.begin_and_fail(FIRST_ATTEMPTS - 1, "env_malformed")
+    with pytest.raises(FlowrlError, match=r"mostly by env_malformed; the last of these: env_malformed!$"):
+        played.begin_and_fail(1, "no_reward")
+
+
+class Away(Environment):
+    """Its environment cannot be reached for the first attempts."""
+
+    def __init__(self, away: int) -> None:
+        super().__init__("played", Policy("tiny"), limits=Limits(retries=2))
+        self.away = away
+
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Any:
+        if log.attempt < self.away:
+            raise AttemptFailed("env_unreachable", "away")
+        return "played"
+
+    def episode(self, prompt: Prompt, played: Any, attempt: int) -> Any:
+        return attempt
+
+
+def test_held_out_episodes_outlast_a_server_that_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they fail by counts with the attempts of training, and uses up no retry while everything fails."""
+    monkeypatch.setattr(attempt_outcomes, "PAUSES_S", (0.0, 0.0))
+
+    async def scenario() -> None:
+        played, node = Played(), Away(2 * FIRST_ATTEMPTS)
+        node._outcomes = played.outcomes
+        with pytest.raises(SampleFailed, match="env_unreachable"):
+            await node._play_held_out(prompt(0))
+        played.begin_and_fail(FIRST_ATTEMPTS - 3)
+        assert await node._play_held_out(prompt(1)) == 2 * FIRST_ATTEMPTS
+
+    asyncio.run(scenario())
 
 
 def test_an_agents_failure_keeps_the_event_of_its_process() -> None:

@@ -15,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from flowrl.agents.endpoint import FinishedSession, LimitReached, SampledAnswer, SessionTask, Unavailable
 from flowrl.episode import Reply, Turn
+from flowrl.errors import LaneFailed, OutOfService
 from flowrl.messages import Int32
 from flowrl.models.chat import Messages
 from flowrl.nodes.attempt import AskedTurn, read_action
+from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.task_offers import TaskOffers
 from flowrl.nodes.turn_figures import TurnFigures
 
@@ -32,12 +34,15 @@ CANCELLED = "cancelled"
 """Why a request is abandoned: its client left, or its session ended, before the reply."""
 NOT_RECEIVED = "not_received"
 """… or no client has the reply."""
+RETRY_S = 5
+"""When a client may ask again that no generator could answer; by then the run has ended, or goes on."""
 
 
 class AgentCalls:
     """The calls of one attempt. Made in its invocation, to whose waits those for replies belong.
 
-    `ask` gets a reply, `book` and `abandon` write to the ledger; `turn` makes the request of a question.
+    `ask` gets a reply, `book` and `abandon` write to the ledger; `turn` makes the request of a question. `sampling` is
+    how its replies are sampled, which the agent is told.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class AgentCalls:
         ask: Callable[[Turn], Awaitable[Reply]],
         book: Callable[[Turn, Reply], None],
         abandon: Callable[[str, str], None],
+        sampling: Sampling | None = None,
     ) -> None:
+        self._sampling = sampling or Sampling()
         self._most_turns = most_turns
         self._turn, self._ask, self._book, self._abandon = turn, ask, book, abandon
         self._context = contextvars.copy_context()
@@ -82,6 +89,10 @@ class AgentCalls:
             return await task
         finally:
             self.generate_s += time.monotonic() - began_s
+
+    def task(self, session_id: str, columns: Mapping[str, Any] | None = None) -> SessionTask:
+        """What the endpoint begins the session with: for outside workers the row's columns."""
+        return SessionTask(session_id, columns or {}, self._sampling.temperature, self._sampling.top_p)
 
     def end(self, session: FinishedSession) -> None:
         """The session has ended."""
@@ -141,17 +152,21 @@ class AgentCallTable:
         self._calls: dict[str, AgentCalls] = {}
         self._number = 0
 
-    def begin(self, calls: AgentCalls) -> str:
-        """The id of the session for these calls."""
+    def begin(self, calls: AgentCalls, columns: Mapping[str, Any] | None = None) -> SessionTask:
+        """What to begin a session with for these calls; `columns` are for outside workers."""
         self._number += 1
         name = f"session-{self._number}"
         self._calls[name] = calls
-        return name
+        return calls.task(name, columns)
 
     async def reply(
         self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
     ) -> SampledAnswer:
-        return self._answer(await self._calls[session].reply(context_ids, max_tokens, stop, tools), stop)
+        try:
+            reply = await self._calls[session].reply(context_ids, max_tokens, stop, tools)
+        except (OutOfService, LaneFailed) as gone:
+            raise Unavailable(f"no generator can answer, and the run ends: {gone}", retry_after_s=RETRY_S) from None
+        return self._answer(reply, stop)
 
     def withdraw(self, session_id: str) -> None:
         """Forget a session that is not open."""

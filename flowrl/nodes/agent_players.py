@@ -125,7 +125,7 @@ class OutsideAgents:
     async def begin(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
         if log.first is not None:
             raise EnvironmentFailed("resumed", "the session of its outside worker ended with the run before")
-        task = SessionTask(self._table.begin(calls), dict(prompt.columns))
+        task = self._table.begin(calls, dict(prompt.columns))
         try:
             with self._outside("an outside worker"):
                 await self._offers.taken(task, ticket if ticket >= 0 else EVALUATION)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents import TokenSequence
-from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionAccess, SessionTask
+from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionAccess
 from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_verifiers
 from flowrl.environments import Episodes
 from flowrl.errors import AttemptFailed, ConfigError
@@ -38,6 +39,7 @@ from flowrl.nodes.attempt import read_action
 from flowrl.nodes.episode_checks import template_findings
 from flowrl.nodes.episode_log import EpisodeLog
 from flowrl.nodes.episode_node import EpisodeNode
+from flowrl.nodes.generator import Generator
 from flowrl.nodes.limits import Limits
 from flowrl.nodes.played import Played
 from flowrl.nodes.sampling import Sampling
@@ -56,11 +58,11 @@ class AgentProgram(EpisodeNode):
 
     `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. Or `agent`
     is "outside": workers that somebody else has started ask the endpoint for tasks. What agents are to do are the
-    prompt's columns. `sampling` is the generator's: agents are told it, and it bounds their replies. `limits` bounds
-    episodes and attempts; of it, `reset_s` is for the start of a process, and what has no effect has to be as it is by
-    default. A session without a call for `idle_s` has failed. The endpoint listens on `host` and `port`; 0 is any free
-    port. `models` are the names that calls may give to the policy. `processes` is the number of agents at a time, of
-    outside ones those that wait for a task included; `memory_bytes` is what a process may take, and
+    prompt's columns. `sampling` is the generator's, as by default: agents are told it, and it bounds their replies.
+    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and what has no effect has to
+    be as it is by default. A session without a call for `idle_s` has failed. The endpoint listens on `host` and `port`;
+    0 is any free port. `models` are the names that calls may give to the policy. `processes` is the number of agents at
+    a time, of outside ones those that wait for a task included; `memory_bytes` is what a process may take, and
     `episodes_per_process` how many episodes it plays, one after the other: what the program keeps in its modules is
     then there in the next one. `requests` plays held-out episodes, without tickets.
     """
@@ -96,11 +98,24 @@ class AgentProgram(EpisodeNode):
         )
         self.agent = agent
         self.command = command
-        self.sampling = sampling or Sampling()
+        self._sampling = sampling
         self.idle_s = idle_s
         self.host = host
         self.port = port
         self.models = tuple(models)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How replies are sampled in training."""
+        server = self.generate.server
+        of_server = server.sampling if isinstance(server, Generator) else Sampling()
+        return of_server if self._sampling is None else self._sampling
+
+    @property
+    def held_out_sampling(self) -> Sampling:
+        """How those of held-out episodes are."""
+        server = self.generate.server
+        return server.evaluation if isinstance(server, Generator) else self.sampling
 
     @property
     def outside(self) -> bool:
@@ -136,7 +151,21 @@ class AgentProgram(EpisodeNode):
         for name in OF_ENVIRONMENTS:
             if getattr(self.limits, name) != getattr(Limits, name):
                 problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
+        problems += self._sampling_problems()
         return [*problems, *(self._outside_problems() if self.outside else self._program_problems())]
+
+    def _sampling_problems(self) -> Iterator[str]:
+        """Agents would be told what their replies are not sampled with."""
+        server = self.generate.server
+        if not isinstance(server, Generator) or self.sampling == server.sampling:
+            return
+        for field in fields(Sampling):
+            own, other = getattr(self.sampling, field.name), getattr(server.sampling, field.name)
+            if own != other:
+                yield (
+                    f"sampling has {field.name}={own!r}, but {server.name}, which answers, has {other!r}; leave "
+                    "sampling out, and agents are told the generator's"
+                )
 
     def _program_problems(self) -> Iterator[str]:
         try:
@@ -189,7 +218,7 @@ class AgentProgram(EpisodeNode):
         return StartedAgents(self._program, pool, self._open_session, self.context.outside)
 
     def _open_session(self, calls: AgentCalls) -> SessionAccess:
-        return self._endpoint.open_session(SessionTask(self._table.begin(calls)))
+        return self._endpoint.open_session(self._table.begin(calls))
 
     def _workers(self, offers: TaskOffers) -> AgentPlayers:
         where = f"{self._endpoint.url}/sessions, with the key in {self._key_file}"
@@ -243,6 +272,7 @@ class AgentProgram(EpisodeNode):
             ask=self.ask,
             book=ledger.request,
             abandon=ledger.abandoned if ticket >= 0 else _not_booked,
+            sampling=self.sampling if ticket >= 0 else self.held_out_sampling,
         )
 
     async def _run(self, player: AgentPlayer, calls: AgentCalls) -> Played:

@@ -42,7 +42,7 @@ class BegunAttempt:
 
 
 class AttemptOutcomes:
-    """Of one node replica; `played` names what is played, for messages."""
+    """The outcomes of one node replica's attempts; `played` names what is played, for messages."""
 
     def __init__(self, context: Context, played: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._context = context
@@ -58,8 +58,8 @@ class AttemptOutcomes:
         self._only_fail_since: float | None = None
         self._recovered = asyncio.Event()
         self._not_resumed: set[str] = set()
-        self._seen: set[str] = set()
-        """Causes of which a line has told."""
+        self._last_texts: dict[str, str] = {}
+        """The last failure of each cause."""
         self._events: set[str] = set()
         """Events that have failed several attempts; zygotes may die a few times only."""
 
@@ -116,16 +116,16 @@ class AttemptOutcomes:
             return True
         if event:
             self._events.add(event)
-        if cause not in self._seen:
-            self._seen.add(cause)
+        if cause not in self._last_texts:
             self._context.progress(f"an attempt at an episode failed: {text}")
+        self._last_texts[cause] = text
         self._num_failed += 1
         self._ended.append(cause)
         self._note_failures(text)
         for_s = self._failing_for_s()
         patient = for_s is not None and for_s < PATIENCE_S and cause not in NOT_BY_WAITING
         if not patient and (judged := self._judged()):
-            raise FlowrlError(f"{judged}; the last failure: {text}")
+            raise FlowrlError(judged)
         return not patient
 
     def _leave_out(self, attempt: BegunAttempt) -> None:
@@ -160,7 +160,8 @@ class AttemptOutcomes:
         if 2 * failed.total() <= len(looked_at):
             return ""
         over = sum(attempt.cause is not None for attempt in looked_at)
+        commonest = str(failed.most_common(1)[0][0])
         return (
             f"{failed.total()} of the last {over} attempts at episodes of {self._played!r} failed, mostly by "
-            f"{failed.most_common(1)[0][0]}"
+            f"{commonest}; the last of these: {self._last_texts[commonest]}"
         )

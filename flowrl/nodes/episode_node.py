@@ -169,7 +169,7 @@ class EpisodeNode(Node):
         return self._outcomes.failed(attempt, failure.cause, str(failure), event=failure.event)
 
     def _is_last(self, log: EpisodeLog, failure: AttemptFailed, *, counts: bool) -> bool:
-        """Whether no attempt follows the one that failed."""
+        """Whether the failed attempt was the last one."""
         if failure.cause in RESUME_CAUSES:
             return False
         return not failure.again or (counts and log.failed >= self.limits.retries)
@@ -204,12 +204,18 @@ class EpisodeNode(Node):
         """A held-out episode; fails with its cause where training would."""
         log = self._new_log()
         while True:
-            try:
-                return self.episode(prompt, await self.attempt(prompt, log, -1), log.attempt)
-            except AttemptFailed as failure:
-                if self._is_last(log, failure, counts=True):
-                    raise SampleFailed(failure.cause) from None
-                log = log.next_attempt(counts=True)
+            await self._outcomes.ready()
+            with self._outcomes.playing() as attempt:
+                try:
+                    played = await self.attempt(prompt, log, -1)
+                except AttemptFailed as failure:
+                    counts = self._counts(attempt, failure)
+                    if self._is_last(log, failure, counts=counts):
+                        raise SampleFailed(failure.cause) from None
+                    log = log.next_attempt(counts=counts)
+                    continue
+                self._outcomes.succeeded(attempt)
+            return self.episode(prompt, played, log.attempt)
 
     async def ask(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
         """The reply of the generator behind `port`, the policy's by default, at the place of the turn's ticket."""

@@ -94,6 +94,9 @@ class SessionTask:
     """Letters, digits, - and _; unique within the run."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """The row, as JSON."""
+    temperature: float | None = None
+    """With which its replies are sampled, if not with that of the endpoint's settings."""
+    top_p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class FinishedSession:
     session_id: str
     sequences: tuple[TokenSequence, ...]
     request_ids: tuple[str, ...]
-    """Of the answers in the sequences, in the order in which clients received them. Others were abandoned."""
+    """Requests whose answers are in the sequences, in the order clients received them. Others were abandoned."""
     reward: float | None
     full: bool
     """Whether a call was refused because its context left no place for a reply."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flowrl.agents.endpoint.agent_session import SampledCall
+from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
 from flowrl.agents.endpoint.apis import (
     AnthropicMessages,
     Api,
@@ -59,7 +59,7 @@ class CallsOverHttp:
             retried=_is_retry(request),
         ) as run:
             send = self._stream if call.stream else self._whole
-            return await send(request, api, call, run)
+            return await send(request, api, call, run, self._headers(session, call))
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """`messages/count_tokens`: a body of messages, whose limit may be left out."""
@@ -71,21 +71,25 @@ class CallsOverHttp:
         counted = dumped({"input_tokens": self._sampler.count(session, call)})
         return web.Response(text=counted, content_type="application/json")
 
-    async def _whole(self, request: web.Request, api: Api, call: ApiCall, run: Run) -> web.StreamResponse:
+    async def _whole(
+        self, request: web.Request, api: Api, call: ApiCall, run: Run, headers: dict[str, str]
+    ) -> web.StreamResponse:
         from aiohttp import web
 
         answer = await run.delivered()
-        body = dumped(api.answer(call, answer)).encode()
-        response = web.Response(body=body, content_type="application/json", headers=self._headers(call, answer))
+        body, said = dumped(api.answer(call, answer)).encode(), _with_limit(headers, answer)
+        response = web.Response(body=body, content_type="application/json", headers=said)
         await response.prepare(request)
         await response.write_eof()
         return response
 
-    async def _stream(self, request: web.Request, api: Api, call: ApiCall, run: Run) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, api: Api, call: ApiCall, run: Run, headers: dict[str, str]
+    ) -> web.StreamResponse:
         """Until the first sign of life is due an error has its own status; after it, it is an event."""
         response: web.StreamResponse | None = None
         while not await run.done_within(self._settings.keep_alive_s):
-            response = response or await self._begun(request, call, None)
+            response = response or await self._begun(request, headers)
             await response.write(api.keep_alive)
         try:
             answer = await run.delivered()
@@ -94,25 +98,31 @@ class CallsOverHttp:
                 raise
             await response.write(api.error_event(problem))
         else:
-            response = response or await self._begun(request, call, answer)
+            response = response or await self._begun(request, _with_limit(headers, answer))
             await response.write(b"".join(api.events(call, answer)))
         await response.write_eof()
         return response
 
-    async def _begun(self, request: web.Request, call: ApiCall, answer: CallAnswer | None) -> web.StreamResponse:
+    async def _begun(self, request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
         from aiohttp import web
 
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **self._headers(call, answer)}
-        response = web.StreamResponse(headers=headers)
+        kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers={**kind, **headers})
         await response.prepare(request)
         return response
 
-    def _headers(self, call: ApiCall, answer: CallAnswer | None) -> dict[str, str]:
-        """What the graph decides, whatever the call asks for; the limit is known when the answer is."""
-        headers = {"x-flowrl-sampling": self._settings.sampling_header}
-        if call.strict_tools:
-            headers["x-flowrl-strict-tools"] = "not enforced"
-        return headers if answer is None else {**headers, "x-flowrl-max-tokens": str(answer.max_tokens)}
+    def _headers(self, session: AgentSession, call: ApiCall) -> dict[str, str]:
+        """What the graph decides, whatever the call asks for."""
+        temperature, top_p = session.task.temperature, session.task.top_p
+        temperature = self._settings.temperature if temperature is None else temperature
+        top_p = self._settings.top_p if top_p is None else top_p
+        headers = {"x-flowrl-sampling": f"temperature={temperature}, top_p={top_p}"}
+        return {**headers, "x-flowrl-strict-tools": "not enforced"} if call.strict_tools else headers
+
+
+def _with_limit(headers: dict[str, str], answer: CallAnswer) -> dict[str, str]:
+    """`headers` with the limit of the reply, which is known when the answer is."""
+    return {**headers, "x-flowrl-max-tokens": str(answer.max_tokens)}
 
 
 def key_of(request: web.Request) -> str:

@@ -14,7 +14,7 @@ class EndpointSettings:
     turn_tokens: int
     """Most tokens of a reply; a call may ask for less."""
     temperature: float = 1.0
-    """The graph's, which calls take whatever they ask for; a header says so."""
+    """The graph's, which calls take whatever they ask for; a header says so. A session's task may name another one."""
     top_p: float = 1.0
     models: tuple[str, ...] = ("policy",)
     """Names that calls may give to the policy. A call for another model is refused."""
@@ -44,7 +44,3 @@ class EndpointSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} of an endpoint has to be above 0")
         if self.leave_s < 0 or not self.models:
             raise ConfigError("leave_s of an endpoint has to be 0 or more, and models needs a name")
-
-    @property
-    def sampling_header(self) -> str:
-        return f"temperature={self.temperature}, top_p={self.top_p}"

@@ -1,0 +1,152 @@
+"""The endpoint in front of the table that nodes with agents have, whose replies a script gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from flowrl import Graph
+from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, SessionAccess
+from flowrl.episode import Reply, Turn
+from flowrl.errors import LaneFailed, OutOfService
+from flowrl.models import Policy
+from flowrl.nodes import AgentProgram, Generator, Sampling
+from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
+from flowrl.nodes.attempt import AskedTurn
+from flowrl.testing.rollouts import prompt
+from tests.endpoint_rig import tool_tokenizer
+
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "7+5="}]}
+TOKENIZER = tool_tokenizer()
+Ask = Callable[[Turn], Awaitable[Reply]]
+
+
+def turn(asked: AskedTurn) -> Turn:
+    return Turn(
+        request_id=f"g:0/0.{asked.turn}",
+        sample_id="g:0",
+        group_id="g",
+        turn=asked.turn,
+        attempt=0,
+        ticket=3,
+        seed=1,
+        token_ids=asked.token_ids,
+        max_tokens=asked.max_tokens,
+        stop=asked.stop,
+        tools=asked.tools,
+    )
+
+
+async def answered(asked: Turn) -> Reply:
+    ids = np.array(TOKENIZER("12<|end|>")["input_ids"], np.int32)
+    return Reply(
+        request_id=asked.request_id,
+        token_ids=ids,
+        behavior_logprobs=np.zeros(ids.size, np.float32),
+        versions=np.zeros(ids.size, np.int32),
+        finish_reason="stop",
+        message={"role": "assistant", "content": "12"},
+        malformed="",
+        cached_tokens=0,
+        queued_s=0.0,
+        generated_s=0.0,
+        generator="generator/0",
+    )
+
+
+def calls(ask: Ask, **more: Any) -> AgentCalls:
+    return AgentCalls(most_turns=99, turn=turn, ask=ask, book=lambda *_: None, abandon=lambda *_: None, **more)
+
+
+@asynccontextmanager
+async def an_endpoint(**settings: Any) -> AsyncIterator[tuple[AgentCallTable, AgentEndpoint]]:
+    table = AgentCallTable(TOKENIZER)
+    chosen = EndpointSettings(context_tokens=2000, turn_tokens=100, **settings)
+    async with AgentEndpoint(table, table, TOKENIZER, chosen) as endpoint:
+        yield table, endpoint
+
+
+async def chat(client: httpx.AsyncClient, access: SessionAccess, **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {access.api_key}"}
+    return await client.post(f"{access.openai_base_url}/chat/completions", json={**ASK, **body}, headers=headers)
+
+
+@pytest.mark.parametrize("gone", [OutOfService("no replica left"), LaneFailed("generator.turns failed")])
+def test_a_call_that_no_generator_can_answer_is_unavailable(gone: Exception) -> None:
+    async def life() -> None:
+        async def nobody(asked: Turn) -> Reply:
+            raise gone
+
+        async with an_endpoint() as (table, endpoint), httpx.AsyncClient() as client:
+            own = calls(nobody)
+            response = await chat(client, endpoint.open_session(table.begin(own)))
+            assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+            assert f"no generator can answer, and the run ends: {gone}" in response.json()["error"]["message"]
+            assert own.broken.exception() is gone, "the attempt, and so the run, ends with it"
+
+    asyncio.run(life())
+
+
+def test_a_session_with_as_many_calls_as_it_may_have_is_told_to_wait() -> None:
+    async def life() -> None:
+        arrived, gate = asyncio.Semaphore(0), asyncio.Event()
+
+        async def late(asked: Turn) -> Reply:
+            arrived.release()
+            await gate.wait()
+            return await answered(asked)
+
+        async with an_endpoint(session_calls=2) as (table, endpoint), httpx.AsyncClient() as client:
+            access = endpoint.open_session(table.begin(calls(late)))
+            open_calls = [asyncio.ensure_future(chat(client, access, max_tokens=size)) for size in (5, 6)]
+            for _ in open_calls:
+                await arrived.acquire()
+            third = await chat(client, access, max_tokens=7)
+            assert (third.status_code, third.headers["Retry-After"]) == (429, "1")
+            gate.set()
+            assert [one.status_code for one in await asyncio.gather(*open_calls)] == [200, 200]
+            assert (await chat(client, access, max_tokens=7)).status_code == 200
+
+    asyncio.run(life())
+
+
+def program(**more: Any) -> AgentProgram:
+    """One whose calls a generator answers that samples with 0.7 in training, and with a top_p of 0.5 for evaluation."""
+    training, held_out = Sampling(temperature=0.7, max_tokens=9), Sampling(temperature=0.25, max_tokens=9, top_p=0.5)
+    graph = Graph("agents")
+    agents = graph.add("agents", AgentProgram(Policy("tiny"), agent="a.py:f", **more))
+    graph.call(
+        agents.generate, graph.add("generator", Generator(Policy("tiny"), sampling=training, evaluation=held_out)).turns
+    )
+    return agents
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_agents_are_told_how_their_own_session_is_sampled(stream: bool) -> None:
+    agents: Any = program()
+    agents.ask = answered
+    agents.context = type("Context", (), {"ledger": type("Ledger", (), {"request": None, "abandoned": None})})
+
+    async def told(ticket: int) -> str:
+        settings = {"temperature": agents.sampling.temperature, "top_p": agents.sampling.top_p}
+        async with an_endpoint(**settings) as (table, endpoint), httpx.AsyncClient() as client:
+            access = endpoint.open_session(table.begin(agents._calls(prompt(0), 0, ticket)))
+            return str((await chat(client, access, stream=stream)).headers["x-flowrl-sampling"])
+
+    assert asyncio.run(told(3)) == "temperature=0.7, top_p=1.0"
+    assert asyncio.run(told(-1)) == "temperature=0.25, top_p=0.5", "a held-out episode"
+
+
+def test_a_sampling_that_is_not_the_generators_is_refused() -> None:
+    assert program().check(None) == program(sampling=Sampling(temperature=0.7, max_tokens=9)).check(None) == []
+    problems = program(sampling=Sampling(temperature=1.0, max_tokens=9)).check(None)
+    assert problems == [
+        "sampling has temperature=1.0, but generator, which answers, has 0.7; leave sampling out, and agents are told "
+        "the generator's"
+    ]
