@@ -45,7 +45,7 @@ def cache_dir() -> Path:
 
 
 def origin_of(directory: Path) -> Path:
-    """The directory that one of the cache was made from, if its recipe names an `origin`; any other directory itself."""
+    """The directory that one in the cache was made from, if its recipe names an `origin`; any other as it is."""
     try:
         recipe = json.loads((directory / RECIPE).read_text())
     except (OSError, ValueError):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
-from flowrl.models import Policy
+from flowrl.models import Policy, TokenizerOptions
 from flowrl.models.size_table import Learning
 from flowrl.nodes import Engine, Sampling
 from flowrl.role_options import Size, size_problems, sizes_of, too_low
@@ -37,6 +37,8 @@ class PolicyOptions:
     """File of a Jinja template in place of the policy's own; none: the last message's text, without a template."""
     chat_template_kwargs: str = ""
     """Values of the chat template's variables, as enable_thinking=false."""
+    tokenizer: TokenizerOptions = TokenizerOptions()
+    """Another tokenizer than the policy's own, or other special tokens."""
 
     def __init_subclass__(cls) -> None:
         for name in get_annotations(cls):
@@ -51,7 +53,7 @@ class PolicyOptions:
         """Sentences that name an option and say what is wrong with its value. Subclasses add theirs."""
         yield from size_problems(self)
         if self.time_share is not None and len(self.time_share) == 1:
-            yield f"--time-share names {self.time_share[0]} alone; name the nodes that it takes turns with"
+            yield f"--time-share names only {self.time_share[0]}; name at least one more node to share its devices with"
 
     @property
     def uses_gpus(self) -> bool:
@@ -86,6 +88,7 @@ class PolicyOptions:
             trust_remote_code=self.trust_remote_code,
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
+            tokenizer=self.tokenizer,
         )
 
 

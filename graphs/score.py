@@ -26,8 +26,10 @@ class Score(ScorerOptions):
     def model(self) -> Policy:
         """The model whose tokenizer renders the responses."""
         named = self.policy or self.reward_model.model or "tiny"
-        own = {"chat_template": self.chat_template, "chat_template_kwargs": self.chat_template_kwargs}
-        return Policy(named, task=Task(), trust_remote_code=self.trust_remote_code, **own)
+        rendering = {"chat_template": self.chat_template, "chat_template_kwargs": self.chat_template_kwargs}
+        return Policy(
+            named, task=Task(), trust_remote_code=self.trust_remote_code, tokenizer=self.tokenizer, **rendering
+        )
 
 
 def graph(cfg: Score) -> Graph:

@@ -26,6 +26,7 @@ SHARED = (
     "trust_remote_code",
     "chat_template",
     "chat_template_kwargs",
+    "tokenizer",
     "generator",
     "engine",
     "stop_strings",

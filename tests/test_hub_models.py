@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,16 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.hub import download, pins
 from flowrl.hub.name import HubName
-from flowrl.models import Policy, check_model, known_context, known_directory, load_tokenizer, resolve
+from flowrl.models import (
+    Policy,
+    TokenizerOptions,
+    check_model,
+    known_context,
+    known_directory,
+    known_tokenizer,
+    load_tokenizer,
+    resolve,
+)
 from flowrl.models.find_model import model_files
 from tests.hub_server import Hub, Repo, serving
 
@@ -73,6 +83,18 @@ def refusal(model: str, **options: Any) -> str:
         check_model(Policy(model, **options), progress=lambda text: None)
     assert TOKEN not in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_of_another_tokenizer_its_files_alone_come_over(hub: Hub, home: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    policy = Policy("tiny", tokenizer=TokenizerOptions("acme/tiny", eos=("<|user|>",)))
+    assert known_tokenizer(policy) is None
+    check_model(policy, progress=lambda text: None)
+    (snapshot,) = (home / "models--acme--tiny" / "snapshots").iterdir()
+    assert "tokenizer.json" in os.listdir(snapshot) and not list(snapshot.glob("*.safetensors"))
+    assert known_tokenizer(policy).eos_token_id == 3
+    assert pins.commits() == {"model acme/tiny@main": snapshot.name}
+    assert "there is no model 'acme/gone'" in refusal("tiny", tokenizer=TokenizerOptions("acme/gone"))
 
 
 def test_names_of_the_hub_have_an_owner_and_maybe_a_revision() -> None:

@@ -17,7 +17,7 @@ from flowrl.agents.chat_template import ChatTemplate
 from flowrl.agents.examination import ANY_TOOL, Examination, examine, parsed_back
 from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.errors import ConfigError
-from flowrl.models import Policy, known_tokenizer
+from flowrl.models import Policy, TokenizerOptions, known_tokenizer
 from flowrl.models.chat import Messages
 from flowrl.tasks import child
 
@@ -51,7 +51,7 @@ def parsers_that_read(policy: Policy, tools: Messages) -> list[str]:
 
 def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str) -> dict[str, Any]:
     """The answer of a process of its own. Raises ConfigError, with `what` is tried."""
-    options = {name: getattr(policy, name) for name in POLICY}
+    options = {**{name: getattr(policy, name) for name in POLICY}, "tokenizer": asdict(policy.tokenizer)}
     asked = {"model": policy.model, "options": options, "tools": [dict(tool) for tool in tools], **question}
     command = [sys.executable, "-m", "flowrl.agents.parser_trial"]
     try:
@@ -84,13 +84,19 @@ def main() -> None:
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     try:
-        tokenizer = known_tokenizer(Policy(asked["model"], **asked["options"]))
+        tokenizer = known_tokenizer(asked_policy(asked["model"], **asked["options"]))
         if "names" in asked:
             return {"reading": [name for name in asked["names"] if _reads(name, tokenizer, asked["tools"])]}
         named = asked["named"]
         return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=_words(named)))
     except ConfigError as problem:
         return {"refused": str(problem)}
+
+
+def asked_policy(model: str, *, tokenizer: dict[str, Any], **options: Any) -> Policy:
+    """The policy of the question, whose lists of tokens are lists of JSON."""
+    lists = {name: tuple(tokens) for name, tokens in tokenizer.items() if isinstance(tokens, list)}
+    return Policy(model, tokenizer=TokenizerOptions(**{**tokenizer, **lists}), **options)
 
 
 def _reads(name: str, tokenizer: Any, tools: Messages) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from flowrl.cache import Progress, cache_dir
@@ -10,9 +11,12 @@ from flowrl.errors import ConfigError
 from flowrl.hub.download import to_stderr
 from flowrl.models.chat import Chat, load_tokenizer
 from flowrl.models.directory import check_code, check_directory, context_length
-from flowrl.models.find_model import found_directory, known_directory
+from flowrl.models.find_model import found_directory, found_tokenizer, known_directory, known_tokenizer_directory
+from flowrl.models.model_with_tokenizer import embedding_rows, model_with_tokenizer
 from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
+from flowrl.models.special_tokens import with_special_tokens
 from flowrl.models.template_options import check_template, with_template
+from flowrl.models.tokenizer_options import TokenizerOptions
 from flowrl.models.tool_form import tool_form, uses_tools
 from flowrl.models.vocabulary import difference
 from flowrl.tasks import Row
@@ -20,6 +24,7 @@ from flowrl.tasks import Row
 __all__ = [
     "Chat",
     "Policy",
+    "TokenizerOptions",
     "cache_dir",
     "check_masks",
     "check_model",
@@ -45,19 +50,35 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
     """The local model directory of `policy`. One that is not on this machine is made or downloaded first.
 
     Safe to call from several processes: one creates the model, the others wait. `progress` is called with one
-    line per stage. Raises ConfigError if there is no such model.
+    line per stage. Raises ConfigError if there is no such model, or no such tokenizer as the policy's options name.
     """
+    directory = _found(policy, progress)
+    if not policy.tokenizer.chosen:
+        return str(directory)
+    return str(model_with_tokenizer(directory, policy, _tokenizer_directory(policy, progress), progress))
+
+
+def _found(policy: Policy, progress: Progress) -> Path:
+    """The directory of the model with its own tokenizer."""
     if policy.model in CHARACTER_MODELS:
         from flowrl.models.tiny import tiny_model
 
-        return str(tiny_model(policy.model, policy.task, progress))
+        return tiny_model(policy.model, policy.task, progress)
     if policy.model == "smollm2":
         from flowrl.models.smollm2 import smollm2_model
 
-        return str(smollm2_model(progress))
+        return smollm2_model(progress)
     directory = found_directory(policy, progress)
     check_directory(directory)
-    return str(directory)
+    return directory
+
+
+def _tokenizer_directory(policy: Policy, progress: Progress) -> Path | None:
+    """Where the tokenizer is that the policy's options name; None if they name none."""
+    named = Policy(policy.tokenizer.name) if policy.tokenizer.name else None
+    if named is None:
+        return None
+    return _found(named, progress) if named.built_in else found_tokenizer(policy, progress)
 
 
 def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
@@ -75,8 +96,12 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
 
         check_tool_task(policy.task)
     elif not policy.built_in:
-        check_code(resolve(policy, progress=progress), trusted=policy.trust_remote_code)
-    if policy.chat_template or policy.chat_template_kwargs:
+        check_code(_found(policy, progress), trusted=policy.trust_remote_code)
+    if policy.tokenizer.chosen and policy.model not in CHARACTER_MODELS:
+        resolve(policy, progress=progress)
+    elif policy.tokenizer.name and policy.tokenizer.name not in CHARACTER_MODELS:
+        _tokenizer_directory(policy, progress)
+    if policy.chat_template or policy.chat_template_kwargs or policy.tokenizer.chosen:
         known_tokenizer(policy)
 
 
@@ -104,16 +129,36 @@ def known_context(policy: Policy) -> int | None:
 
 
 def known_tokenizer(policy: Policy) -> Any | None:
-    """The model's tokenizer; None if the model has yet to be made or downloaded."""
-    if policy.model in CHARACTER_MODELS:
-        from flowrl.models.characters import character_tokenizer
-        from flowrl.models.tool_characters import tool_tokenizer
+    """The model's tokenizer; None if the model, or the tokenizer that the options name, has yet to be made or found."""
+    tokenizer = _character_tokenizer(policy.tokenizer.name or policy.model)
+    if tokenizer is None:
+        directory = known_tokenizer_directory(policy) if policy.tokenizer.name else known_directory(policy)
+        if directory is None:
+            return None
+        tokenizer = load_tokenizer(directory, trust_remote_code=policy.trust_remote_code)
+    if policy.tokenizer.chosen:
+        rows = _known_rows(policy)
+        tokenizer = with_special_tokens(tokenizer, policy.tokenizer, rows=rows, model=policy.model)
+    return with_template(tokenizer, policy)
 
-        return with_template(tool_tokenizer() if policy.model == TOOL_MODEL else character_tokenizer(), policy)
-    directory = known_directory(policy)
-    if directory is None:
+
+def _character_tokenizer(model: str) -> Any | None:
+    """The tokenizer of a character model; None for any other."""
+    if model not in CHARACTER_MODELS:
         return None
-    return with_template(load_tokenizer(directory, trust_remote_code=policy.trust_remote_code), policy)
+    from flowrl.models.characters import character_tokenizer
+    from flowrl.models.tool_characters import tool_tokenizer
+
+    return tool_tokenizer() if model == TOOL_MODEL else character_tokenizer()
+
+
+def _known_rows(policy: Policy) -> int | None:
+    """How many tokens the model has embeddings for; None if that is not known yet."""
+    own = _character_tokenizer(policy.model)
+    if own is not None:
+        return len(own)
+    directory = known_directory(policy)
+    return None if directory is None else embedding_rows(directory)
 
 
 def check_prompts(policy: Policy, rows: Sequence[Row], system_prompt: str) -> None:

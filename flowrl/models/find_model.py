@@ -1,4 +1,4 @@
-"""Where a model's files are: in a directory, or in the Hugging Face cache, into which they are downloaded first."""
+"""Where the files of a model or tokenizer are: in a directory, or in the cache of Hugging Face, once downloaded."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 OTHER_LAYOUT = ("consolidated", "adapter_", "optimizer")
 """How weights begin that no directory of transformers has, or that are no model's."""
+TOKENIZER_FILE = re.compile(
+    r"(tokenizer|tekken|special_tokens_map|added_tokens|vocab|merges|spiece|sentencepiece|chat_template"
+    r"|additional_chat_template).*(?<!\.py)|.+\.tiktoken"
+)
 
 
 def known_directory(policy: Policy) -> Path | None:
@@ -37,6 +41,43 @@ def found_directory(policy: Policy, progress: Progress) -> Path:
     if policy.hub_name is None:
         raise ConfigError(_nowhere(policy))
     return fetched(policy.hub_name, model_files, _complete, progress)
+
+
+def known_tokenizer_directory(policy: Policy) -> Path | None:
+    """Where the tokenizer is that the policy's options name; None if it is built in, or not here yet."""
+    directory = known_directory(Policy(policy.tokenizer.name))
+    return directory if directory is not None and has_tokenizer(directory) else None
+
+
+def found_tokenizer(policy: Policy, progress: Progress) -> Path:
+    """The directory of the tokenizer that the policy's options name; one of the Hub is downloaded without its model.
+
+    Raises ConfigError. Not for that of a built-in model.
+    """
+    named = Policy(policy.tokenizer.name)
+    if named.path.is_dir():
+        if not has_tokenizer(named.path):
+            raise ConfigError(
+                f"--tokenizer names {named.path}, which holds no tokenizer (tokenizer.json, tokenizer_config.json or a "
+                "vocabulary); name a directory that save_pretrained of a tokenizer has written"
+            )
+        return named.path.resolve()
+    if named.hub_name is None:
+        raise ConfigError(
+            f"--tokenizer names {named.model!r}, which is no directory on this machine, and names on the Hub are "
+            "OWNER/NAME or OWNER/NAME@REVISION; correct the path"
+        )
+    return fetched(named.hub_name, tokenizer_files, has_tokenizer, progress)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether there are files of a tokenizer."""
+    return any(TOKENIZER_FILE.fullmatch(path.name) and "chat_template" not in path.name for path in directory.iterdir())
+
+
+def tokenizer_files(names: Iterable[str]) -> list[str]:
+    """The files that a tokenizer needs, of all that a repository has."""
+    return [name for name in model_files(names) if name.endswith(BESIDE)]
 
 
 def model_files(names: Iterable[str]) -> list[str]:

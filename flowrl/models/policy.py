@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
+from flowrl.models.tokenizer_options import TokenizerOptions
 from flowrl.tasks.task import Task
 from flowrl.user_path import user_path
 
@@ -41,6 +42,8 @@ class Policy:
     """File of a Jinja template in place of the model's own; `none`: no template, only the last message's text."""
     chat_template_kwargs: str = ""
     """Values of the template's variables, as enable_thinking=false,date=today."""
+    tokenizer: TokenizerOptions = TokenizerOptions()
+    """Another tokenizer than the model's own, or other special tokens."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -64,5 +67,5 @@ class Policy:
         return None if self.built_in or self.path.is_dir() else HubName.parse(self.model)
 
     def like(self, model: str) -> Policy:
-        """Another model, of which the same is trusted; it has its own chat template."""
-        return replace(self, model=model, chat_template="", chat_template_kwargs="")
+        """Another model, of which the same is trusted; it has its own tokenizer and chat template."""
+        return replace(self, model=model, chat_template="", chat_template_kwargs="", tokenizer=TokenizerOptions())

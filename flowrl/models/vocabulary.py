@@ -22,7 +22,7 @@ def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:
     mine, other = vocabulary(student), vocabulary(teacher)
     if student.model == teacher.model or mine == other:
         return None
-    if student.built_in and teacher.built_in:
+    if student.built_in and teacher.built_in and not student.tokenizer.chosen:
         return f"{student.model} and {teacher.model} have different tokenizers; {ADVICE}"
     if mine is None or other is None:
         return None
@@ -45,12 +45,15 @@ def difference(student: str, mine: Vocabulary, teacher: str, other: Vocabulary) 
 
 def vocabulary(policy: Policy) -> Vocabulary | None:
     """Every token with its id; None if no file that is readable without a tokenizer library contains them."""
-    if policy.model in CHARACTER_MODELS:
+    if policy.tokenizer.special:
+        return None
+    named = policy.tokenizer.name or policy.model
+    if named in CHARACTER_MODELS:
         from flowrl.models.characters import character_vocabulary
         from flowrl.models.tool_characters import TOOL_TOKENS
 
-        return character_vocabulary(TOOL_TOKENS if policy.model == TOOL_MODEL else ())
-    directory = known_directory(policy)
+        return character_vocabulary(TOOL_TOKENS if named == TOOL_MODEL else ())
+    directory = known_directory(Policy(named))
     return None if directory is None else _of_directory(directory)
 
 

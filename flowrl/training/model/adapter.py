@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flowrl.cache import origin_of
 from flowrl.errors import ConfigError
 from flowrl.hub.hub_cache import name_of
 from flowrl.training.model.tensors import adapted_layers, beside_adapter
@@ -114,8 +115,9 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
     target = Path(path)
     target.mkdir(parents=True, exist_ok=True)
     config = peft_config(lora, vllm_adapter_config(lora, model)["target_modules"])
-    on_hub = name_of(Path(base))
-    config.base_model_name_or_path = on_hub.repo if on_hub else str(base)
+    origin = origin_of(Path(base))
+    on_hub = name_of(origin)
+    config.base_model_name_or_path = on_hub.repo if on_hub else str(origin)
     config.revision = on_hub.revision if on_hub else None
     config.inference_mode = True
     whole = sorted({name.rpartition(".")[0] for name, _ in beside_adapter(model)})

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flowrl.cache import RECIPE
 from flowrl.errors import ConfigError
 from flowrl.training.layouts import Decision, decide
 from flowrl.training.model.adapter import add_adapter, quantization
@@ -25,8 +26,8 @@ from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_p
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-RUN_FILES = ("ledger.sqlite", "manifest.json")
-"""Files of the run that a checkpoint keeps next to the model; `state.msgpack` has the suffix of flax weights."""
+RUN_FILES = ("ledger.sqlite", "manifest.json", RECIPE)
+"""Files next to the model that tell of a run, or of the cache; `state.msgpack` has the suffix of flax weights."""
 LARGEST_COMPANION_BYTES = 128 << 20
 """No tokenizer is larger; a larger file holds weights in some other format."""
 
