@@ -67,6 +67,7 @@ KINDS = (
     Kind("loop: driver", LOOP, driver, 25),
     Kind("loop: gcs_server", LOOP, partial(named, "gcs_server"), 20),
     Kind("loop: raylet", LOOP, partial(named, "raylet"), 20),
+    Kind("loop: core", LOOP, partial(host, "core"), 8),
     Kind("loop: generator/1", LOOP, partial(host, "generator/1"), 8),
     Kind("loop: trainer/0", LOOP, partial(host, "trainer/0"), 8),
     Kind("loop: trainer/1", LOOP, partial(host, "trainer/1"), 8),
@@ -76,11 +77,14 @@ KINDS = (
     Kind("stack: trainer/0", STACK, partial(host, "trainer/0"), 50),
     Kind("stack: trainer/1", STACK, partial(host, "trainer/1"), 50),
     Kind("stack: gcs_server", STACK, partial(named, "gcs_server"), 60),
+    Kind("stack: raylet", STACK, partial(named, "raylet"), 60),
+    Kind("stack: core", STACK, partial(host, "core"), 50),
+    Kind("stack: reference/0", (*STACK, "--reward-kl-coef", "0.01"), partial(host, "reference/0"), 50),
 )
 
 
 @dataclass
-class Tally:
+class SeenDeaths:
     """What was seen of one kind."""
 
     ended_s: list[float] = field(default_factory=list)
@@ -94,7 +98,7 @@ class Tally:
         return f"{kind.name:<26} {len(self.ended_s):>3} killed  {times}  faults {len(self.faults)}"
 
 
-def kill_once(kind: Kind, rng: random.Random, directory: Path, tally: Tally) -> None:
+def kill_once(kind: Kind, rng: random.Random, directory: Path, seen: SeenDeaths) -> None:
     graph, *options = kind.graph
     run = Run(Path(graph), directory, *map(str, options), "--save-every", "1", "--steps", "100000", timeout_s=300)
     pid = _appeared(kind, run)
@@ -108,10 +112,10 @@ def kill_once(kind: Kind, rng: random.Random, directory: Path, tally: Tally) -> 
     status = run.wait()
     while (names := _running(run)) and time.monotonic() - start_s < WITHIN_S:
         time.sleep(0.05)  # the processes are somebody else's: only the kernel's tables say when they have ended
-    tally.ended_s.append(time.monotonic() - start_s)
-    faults = list(_faults(kind, run, status, sorted(names), directory, tally.ended_s[-1], alive))
+    seen.ended_s.append(time.monotonic() - start_s)
+    faults = list(_faults(kind, run, status, sorted(names), directory, seen.ended_s[-1], alive))
     for fault in faults:
-        tally.faults.append(fault)
+        seen.faults.append(fault)
         print(f"{kind.name}, killed {moment_s:.1f} s after it appeared: {fault}", flush=True)
     for child in children:
         with suppress(ProcessLookupError):
@@ -177,12 +181,12 @@ def main() -> int:
         parser.error(f"no kind has {args.only} in its name; there are {', '.join(kind.name for kind in KINDS)}")
     faults = 0
     for kind in kinds:
-        tally, rng = Tally(), random.Random(f"{args.seed} {kind.name}")
+        seen, rng = SeenDeaths(), random.Random(f"{args.seed} {kind.name}")
         for _ in range(args.times):
             with tempfile.TemporaryDirectory() as directory:
-                kill_once(kind, rng, Path(directory) / "run", tally)
-        print(tally.line(kind), flush=True)
-        faults += len(tally.faults)
+                kill_once(kind, rng, Path(directory) / "run", seen)
+        print(seen.line(kind), flush=True)
+        faults += len(seen.faults)
     return 1 if faults else 0
 
 

@@ -42,6 +42,28 @@ class Caller:
             return response.status, await response.json()
 
 
+class Leaving:
+    """Counts the clients whose call the endpoint has left, answered or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left = asyncio.Semaphore(0)
+        joined = CallRuns.joined
+
+        @asynccontextmanager
+        async def counted(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            try:
+                async with joined(*args, **kwargs) as found:
+                    yield found
+            finally:
+                self._left.release()
+
+        monkeypatch.setattr(CallRuns, "joined", counted)
+
+    async def seen(self) -> None:
+        """Returns when the endpoint has seen that one more client has left."""
+        await self._left.acquire()
+
+
 @asynccontextmanager
 async def a_caller(*answers: Any, **settings: Any) -> AsyncIterator[tuple[EndpointRig, Caller]]:
     """A backend whose gate is closed, and a caller of an endpoint before it."""
@@ -115,13 +137,14 @@ def test_a_retry_repeats_an_answer_that_nobody_was_there_to_receive() -> None:
     run(work())
 
 
-def test_a_call_that_a_retry_joined_goes_on() -> None:
+def test_a_call_that_a_retry_joined_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
+        leaving = Leaving(monkeypatch)
         async with a_caller("first", leave_s=0.1) as (rig, caller):
             one = caller.begin(0)
             await rig.backend.arrived.acquire()
             await gone(one)
-            await asyncio.sleep(0.02)  # until the endpoint has seen it, within the time that it waits for a retry
+            await leaving.seen()
             retry = caller.begin(1)
             await asyncio.sleep(0.2)  # twice that time
             rig.backend.gate.set()
@@ -163,13 +186,14 @@ def test_a_client_that_leaves_aborts_the_sampling(stream: bool) -> None:
     run(work())
 
 
-def test_an_answer_that_no_client_received_is_not_part_of_the_session() -> None:
+def test_an_answer_that_no_client_received_is_not_part_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
+        leaving = Leaving(monkeypatch)
         async with a_caller("first", "second", leave_s=0.05) as (rig, caller):
             one = caller.begin(0)
             await rig.backend.arrived.acquire()
             await gone(one)
-            await asyncio.sleep(0.02)  # until the endpoint has seen it, within the time that it waits for a retry
+            await leaving.seen()
             rig.backend.gate.set()
             await asyncio.sleep(0.1)  # twice that time
             status, body = await caller.begin(1)
@@ -195,15 +219,16 @@ def test_what_is_no_retry_is_sampled_anew() -> None:
     run(work())
 
 
-def test_of_equal_calls_a_retry_joins_that_one_whose_client_is_gone() -> None:
+def test_of_equal_calls_a_retry_joins_that_one_whose_client_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
+        leaving = Leaving(monkeypatch)
         async with a_caller("a", "b", "c") as (rig, caller):
             calls = []
             for _ in range(3):
                 calls.append(caller.begin(0))
                 await rig.backend.arrived.acquire()
             await gone(calls[1])
-            await asyncio.sleep(0.02)  # until the endpoint has seen it
+            await leaving.seen()
             retry = caller.begin(1)
             rig.backend.gate.set()
             said = [(await call)[1]["choices"][0]["message"]["content"] for call in (calls[0], retry, calls[2])]
