@@ -11,24 +11,29 @@ writes a new one. With several bases, `--help` lists the options of the last bas
 raise ConfigError when the options are made.
 
 Blocks make the nodes that take many options. The graph file says which node is connected to which; of the
-functions here, only `evaluate` and `evaluate_offline` connect nodes.
+functions here, only `refer`, `evaluate` and `evaluate_offline` connect nodes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from flowrl.graph.graph import Graph, OnLimit
+from flowrl.episode import Episode
+from flowrl.graph.graph import Graph, OnLimit, carried
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Sample, Weights
 from flowrl.models.model_layout import trainer_layout
 from flowrl.models.size_table import Learning
-from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, Sampling, TokenBatch, Trainer
+from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, RewardModel, Sampling, TokenBatch, Trainer
+from flowrl.nodes.reference import EpisodeReference, Reference
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.policy_options import AnswerOptions, GeneratorOptions, PolicyOptions, SamplingOptions, TruncationOptions
-from flowrl.role_options import ScoringSize, TimedReward, TrainerSize, too_low
+from flowrl.role_options import ReferenceSize, ScoringSize, TimedReward, TrainerSize, too_low, unused
+from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
 from flowrl.training.schedule import Schedule
@@ -47,7 +52,11 @@ __all__ = (
     "TruncationOptions",
     "evaluate",
     "evaluate_offline",
+    "refer",
 )
+S = TypeVar("S", bound=Sample)
+ANSWERING = ("generator", "engine", "stop_strings", "probe_tolerance", "reward_timeout_s")
+"""What only evaluations use in a graph that samples nothing else."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,11 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
         names = [one.name for one in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"--evaluate-task has two sets of the name {twice[0]}; name one of them, as in other=FILE"
+        if not self.evaluates:
+            why = "nothing is evaluated, for --evaluate is 0; leave this out, or ask held-out prompts: --evaluate 256"
+            yield from unused(self, self.of_evaluations, why)
+        elif self.evaluate_also and not self.evaluate:
+            yield "--evaluate-also asks --evaluate held-out rows of each task, and that is 0; give a number"
 
     @property
     def held_out_prompts(self) -> PromptLimit:
@@ -155,11 +169,22 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
         return bool(self.evaluate or self.evaluate_task)
 
     @property
+    def of_evaluations(self) -> tuple[str, ...]:
+        """The options that only evaluations use; without any they are refused."""
+        return "evaluate_samples", "evaluate_every", "evaluate_also", "evaluate_max_prompt_tokens"
+
+    @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """The sets of --evaluate-task."""
         return tuple(
-            EvaluationSet.parse(text, like=self.task, samples=self.evaluate_samples) for text in self.evaluate_task
+            EvaluationSet.parse(text, like=self.held_out_task, samples=self.evaluate_samples)
+            for text in self.evaluate_task
         )
+
+    @property
+    def held_out_task(self) -> Task:
+        """--task with the reward that scores held-out answers."""
+        return self.task
 
     @property
     def trained_part(self) -> Part:
@@ -257,6 +282,8 @@ class PreferenceOptions(DatasetOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_length=2, held_out=0, judge_every=0)
+        if not self.held_out:
+            yield from unused(self, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
 
     def preferences(self, rows: str, kind: Literal["pairs", "labelled"] = "pairs") -> Preferences:
         """The preferences in `rows`, a file or dataset; if that is empty, the task's own."""
@@ -264,13 +291,42 @@ class PreferenceOptions(DatasetOptions):
         return Preferences(task, self.model, kind=kind, max_tokens=self.max_length, too_long=self.too_long)
 
 
+def refer(
+    g: Graph,
+    cfg: OnlineOptions,
+    size: ReferenceSize | None,
+    rollouts: Out[S],
+    trainer: Trainer,
+    *,
+    placed: Mapping[str, Any] | None = None,
+) -> tuple[Out[S], tuple[In[Weights], ...]]:
+    """Pass `rollouts` through a reference of that size, for a KL in the reward or the loss; None: there is none.
+
+    `placed` are the arguments of `Graph.add`, if not those for that size. Returns the port that what comes next is
+    connected to, and the ports that the graph has to admit `until`, too.
+    """
+    if size is None:
+        return rollouts, ()
+    kind = EpisodeReference if issubclass(carried(rollouts), Episode) else Reference
+    initial = kind(cfg.model, temperature=cfg.temperature, **cfg.scoring(size), **size.refreshed)
+    reference = g.add("reference", initial, **(cfg.place(size) if placed is None else placed))
+    g.connect(cast(Out[Sample], rollouts), reference.rollouts)
+    if size.refresh_every:
+        g.latest(trainer.weights, reference.weights)
+    followers = (reference.weights,) if size.refresh_every else ()
+    return cast(Out[S], reference.referenced), followers
+
+
 def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bool = False) -> None:
-    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` has none; `text`: its task has none."""
+    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` has none; `text`: its task has none.
+
+    If the reward of held-out answers names a reward model, they are scored by the one that the graph has.
+    """
     if not cfg.evaluates:
         return
     sets = cfg.evaluation_sets
     held_out = Evaluation(
-        () if sets else cfg.task,
+        () if sets else cfg.held_out_task,
         cfg.model,
         num_prompts=max(1, cfg.evaluate),
         num_samples=cfg.evaluate_samples,
@@ -280,10 +336,12 @@ def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bo
         training=None if text or isinstance(cfg, PreferenceOptions) else cfg.task,
         prompt_limit=cfg.held_out_prompts,
         concurrency=generator.engine.concurrency * g.placed[generator.name].replicas,
-        **cfg.timed,
+        **cfg.held_out_asking,
     )
     evaluation = g.add("evaluation", held_out)
     g.call(evaluation.generate, generator.requests)
+    for scorer in (node for node in g.nodes.values() if isinstance(node, RewardModel) and held_out.asks_model):
+        g.call(evaluation.score, scorer.requests)
 
 
 def evaluate_offline(

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.agents import History
 from flowrl.blocks import EvaluationOptions, OnlineOptions
 from flowrl.graph.graph import Graph
 from flowrl.nodes import AgentProgram, Environment, Evaluation, Generator, Limits, Sampling, Shaping
-from flowrl.role_options import too_low
+from flowrl.role_options import ShapedReward, too_low, unused
 from flowrl.training.advantage.advantages import Estimator
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.advantage.turn_credit import Credit
 
 
 @dataclass(frozen=True)
-class EpisodeOptions(OnlineOptions):
+class EpisodeOptions(ShapedReward, OnlineOptions):
     """Options of graphs that train the policy on episodes, with environments or agents."""
 
     staleness: int = 2
     look_ahead: int | None = None  # type: ignore[assignment]  # only graphs of episodes derive it
     """Groups among which the batcher may choose a finished one; 1 is admission order. None: those of one step, or 1
     where that leaves no room: with a staleness below 2, and at --on-limit mask."""
+    num_prompts: int | None = None
+    """Train on the first so many rows of the environment or the task, in a mixture by weight; None: all."""
     limits: Limits = Limits(tokens=2048)
     """What bounds an episode, as in --limits.turns 8."""
     processes: int = 256
@@ -48,11 +50,13 @@ class EpisodeOptions(OnlineOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, processes=1, episodes_per_process=1, affinity_margin=0)
+        yield from too_low(self, processes=1, episodes_per_process=1, affinity_margin=0, num_prompts=1)
         if self.task.reward:
             yield f"--task.reward is {self.task.reward!r}, but an episode is scored by its environment or agent"
         if self.reward_timeout_s is not None:
             yield "--reward-timeout-s is for reward functions, and an episode's environment has --limits; leave it out"
+        why = "an episode's first prompt is bounded as all of it is, by --limits.tokens; leave this out"
+        yield from unused(self, ("evaluate_max_prompt_tokens",), why)
 
     @property
     def window(self) -> int:
@@ -86,13 +90,18 @@ class EpisodeOptions(OnlineOptions):
             limits=self.limits,
             processes=self.processes,
             episodes_per_process=self.episodes_per_process,
-            shaping=Shaping(negate=self.negate_rewards),
+            shaping=self.shaping,
             **settings,
         )
 
-    def estimate(self, estimator: Estimator) -> Estimate:
-        """How advantages are computed, with that estimator."""
-        return Estimate(estimator, gamma=self.gamma, credit=self.credit)
+    @property
+    def shaping(self) -> Shaping:
+        """What becomes of an episode's reward before it is trained on."""
+        return Shaping(stop_penalty=self.stop_penalty, clip=self.reward_clip, negate=self.negate_rewards)
+
+    def estimate(self, estimator: Estimator, **settings: Any) -> Estimate:
+        """How advantages are computed, with that estimator; `settings` are further arguments of `Estimate`."""
+        return Estimate(estimator, gamma=self.gamma, credit=self.credit, **settings)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,8 @@ class EnvironmentOptions(EpisodeOptions):
         yield from super().problems()
         if self.task.template:
             yield f"--task.template is {self.task.template!r}, but an environment words its questions; leave it out"
+        why = "held-out episodes are those of the environment; name sets of questions with --evaluate-task"
+        yield from unused(self, ("evaluate_also",), why)
 
     def episodes(self, environment: str) -> Environment:
         """The node that plays the environment of that name."""
@@ -116,7 +127,7 @@ class EnvironmentOptions(EpisodeOptions):
             limits=self.limits,
             processes=self.processes,
             episodes_per_process=self.episodes_per_process,
-            shaping=Shaping(negate=self.negate_rewards),
+            shaping=self.shaping,
             history=self.history,
             system_prompt=self.task.system_prompt,
         )
@@ -135,6 +146,7 @@ def evaluate_episodes(
     if not cfg.evaluates:
         return
     agents, environment = isinstance(player, AgentProgram), player.environment
+    further = tuple(replace(cfg.task, name=name, reward="") for name in cfg.evaluate_also)
     held_out = Evaluation(
         (),
         cfg.model,
@@ -142,7 +154,7 @@ def evaluate_episodes(
         num_samples=cfg.evaluate_samples,
         every=cfg.evaluate_every,
         environments=(environment,) if environment and not cfg.evaluate_task else (),
-        agent_tasks=() if environment or cfg.evaluate_task else (cfg.task,),
+        agent_tasks=further if environment or cfg.evaluate_task else (cfg.task, *further),
         sets=cfg.evaluation_sets,
         agents=agents or bool(cfg.evaluate_task),
         asked_in="" if agents else environment,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any
 
-from flowrl.errors import ConfigError
-from flowrl.nodes import Curriculum, DynamicSampling
+from flowrl.nodes import AdaptiveKL, Curriculum, DynamicSampling
 from flowrl.policy_options import PolicyOptions
-from flowrl.role_options import ReferenceSize
+from flowrl.role_options import ReferenceSize, unused
+from flowrl.training.advantage.estimate import KlEstimator
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
@@ -58,22 +58,44 @@ class FilterOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class LossOptions(PolicyOptions):
-    """Options of graphs with a loss of the policy gradient family."""
-
-    has_reference: ClassVar[bool] = False
-    """Whether the graph adds a Reference where the loss needs one."""
+    """Options of graphs with a loss of the policy gradient family, and the reference that a KL needs."""
 
     objective: PolicyObjective = PolicyObjective()
     """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.dual-clip 3."""
+    reference: ReferenceSize = ReferenceSize()
+    """The reference, which has the initial weights. A KL adds it, in the loss unless adapters are trained."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        adapters = getattr(self, "lora", None)
-        if self.objective.kl_coef and not self.has_reference and not (adapters and adapters.rank):
-            yield (
-                f"--objective.kl-coef is {self.objective.kl_coef}, but this graph has no reference; train adapters "
-                "(--lora.rank 16), whose base is the reference, or take a graph with --reference.gpus, such as grpo"
+        if not self.kl_in_loss:
+            yield from unused(
+                self, ("objective.kl_estimator",), "there is no KL in the loss; give --objective.kl-coef too"
             )
+        if self.compared_with is None:
+            yield from unused(self, ("reference",), self._without_reference)
+
+    @property
+    def _without_reference(self) -> str:
+        if self.kl_in_loss:
+            return "a trainer of adapters has the reference in itself; leave it out"
+        return "this run has no reference; give it a KL, as with --objective.kl-coef 0.01"
+
+    @property
+    def kl_in_loss(self) -> float:
+        """Weight of the KL in the loss."""
+        return self.objective.kl_coef
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Weight of the KL in the reward."""
+        return 0.0
+
+    @property
+    def compared_with(self) -> ReferenceSize | None:
+        """The size of the reference; None: no KL needs one, or that in the loss has it in a trainer of adapters."""
+        adapters = getattr(self, "lora", None)
+        in_itself = adapters is not None and adapters.rank > 0
+        return self.reference if self.kl_in_reward or (self.kl_in_loss and not in_itself) else None
 
     def loss(self, tokens: int | None) -> PolicyObjective:
         """The loss; `tokens` is the length by which the constant aggregation divides, if none is given."""
@@ -90,7 +112,39 @@ class AdvantageOptions(LossOptions, FilterOptions):
     """Subtract the running mean from each reward and divide by the running standard deviation."""
 
 
-def require_reference(size: ReferenceSize, fix: str) -> None:
-    """Raise ConfigError if a run without a reference is to refresh it; `fix` says what gives it one."""
-    if size.refresh_every:
-        raise ConfigError(f"--reference.refresh-every is {size.refresh_every}, but this run has no reference; {fix}")
+@dataclass(frozen=True)
+class RewardKLOptions(AdvantageOptions):
+    """Options of graphs that have no KL of their own, and may have one in the reward."""
+
+    reward_kl_coef: float = 0.0
+    """Weight of the KL to the initial weights in the reward; above 0 adds a reference."""
+    reward_kl: KlEstimator = "k1"
+    """Estimator of that KL."""
+    kl_before_baseline: bool = False
+    """Subtract the KL of a whole response from its reward before the group's baseline, not token by token."""
+    kl_target: float | None = None
+    """Adapt `reward_kl_coef` until the KL of a response is this, in nats."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.reward_kl_coef:
+            why = "there is no KL in the reward; give --reward-kl-coef too"
+            yield from unused(self, ("reward_kl", "kl_before_baseline", "kl_target"), why)
+
+    @property
+    def kl_in_reward(self) -> float:
+        return self.reward_kl_coef
+
+    @property
+    def reward_kl_settings(self) -> dict[str, Any]:
+        """Arguments of an Estimate."""
+        return {
+            "kl_coef": self.reward_kl_coef,
+            "kl_estimator": self.reward_kl,
+            "kl_before_baseline": self.kl_before_baseline,
+        }
+
+    @property
+    def adaptive_kl(self) -> AdaptiveKL | None:
+        """What changes the weight of the KL in the reward."""
+        return None if self.kl_target is None else AdaptiveKL(self.kl_target)

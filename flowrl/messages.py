@@ -84,7 +84,7 @@ class Prompt(Message):
     top_p: float | None = None
     """Only for held-out prompts, as `top_k` and `temperature`: in place of the generator's."""
     temperature: float | None = None
-    """Of an evaluation's prompt: how it is sampled, where the generator's own way is not meant."""
+    """Only for held-out prompts: sampled with this temperature, not with the generator's."""
 
 
 OF_PROMPT = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size", "columns")
@@ -108,8 +108,8 @@ class Branch(Message):
 class Sample(Message):
     """A finished rollout: one class for single-turn, multi-turn, tools and images.
 
-    `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are
-    meaningful only there (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`.
+    `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are meaningful only there
+    (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`; `ref_logprobs` are of all.
     """
 
     sample_id: str
@@ -136,7 +136,7 @@ class Sample(Message):
     metrics: Mapping[str, float] = field(default_factory=dict)
     ref_logprobs: Float32 | None = None
     teacher_logprobs: Float32 | None = None
-    """Of the policy tokens under a teacher (distillation); 0 elsewhere."""
+    """Logprobs of the policy tokens under a teacher (distillation); 0 elsewhere."""
     teacher_hidden: Float32 | None = None
     """[policy tokens, teacher's hidden size]: what the teacher's output layer makes its logits of."""
     values: Float32 | None = None
@@ -191,7 +191,7 @@ class Scored(Sample):
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     scored_s: float = 0.0
     seats: tuple[int, ...] = ()
-    """Of an episode: the seat of each sequence; () if the environment has one seat."""
+    """Only for episodes: the seat of each sequence; () if the environment has one seat."""
     seat_rewards: tuple[tuple[int, float], ...] = ()
     """(seat, its reward after shaping) of each seat that the policy has played, also of one without a turn."""
 
@@ -204,7 +204,7 @@ class Mismatched(Message):
     mask: Bool
     """The completion's tokens, its end included."""
     ref_logprobs: Float32 | None = None
-    """Of the completion's tokens under the reference; 0 elsewhere."""
+    """Logprobs of the completion's tokens under the reference; 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Values(Message):
     """A critic's values for a question, one sequence after the other: V before each policy token, 0 elsewhere."""
 
     version: int
-    """Of the critic; the same for all."""
+    """Version of the critic, the same for all values."""
     values: Float32
 
 
@@ -378,7 +378,7 @@ class Weights(Message):
     probe_token_ids: tuple[tuple[int, ...], ...] = ()
     probe_logprobs: tuple[tuple[float, ...], ...] = ()
     adapter: Mapping[str, Any] = field(default_factory=dict)
-    """Of kind "adapter": r, lora_alpha, use_rslora and target_modules, in PEFT's words."""
+    """Only for kind "adapter": r, lora_alpha, use_rslora and target_modules, as PEFT names them."""
 
 
 @dataclass(frozen=True)

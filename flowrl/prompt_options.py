@@ -10,7 +10,7 @@ from flowrl.blocks import OnlineOptions
 from flowrl.models import Policy
 from flowrl.nodes import Curriculum, Overlong, PromptSource, Reward, RewardModel, Shaping, TokenBatch
 from flowrl.nodes.too_long import PromptLimit, TooLong
-from flowrl.role_options import too_low
+from flowrl.role_options import ShapedReward, too_low, unused
 from flowrl.scorer_options import ScorerOptions
 
 
@@ -60,17 +60,19 @@ class PromptOptions(OnlineOptions):
 
 
 @dataclass(frozen=True)
-class RewardOptions(ScorerOptions, PromptOptions):
+class RewardOptions(ShapedReward, ScorerOptions, PromptOptions):
     """Options of graphs in which a node scores the policy's answers."""
 
-    reward_clip: tuple[float, float] | None = None
-    """Bounds of a response's reward, before it is compared with others; None: none."""
-    stop_penalty: float | None = None
-    """The reward of a response that was cut off at `max_tokens` is scaled by this, in [0, 1], or if below 0 is this."""
     overlong_buffer: int = 0
     """Tokens before `max_tokens` over which a penalty on long responses grows; 0: no penalty."""
     overlong_factor: float = 1.0
     """That penalty at `max_tokens`."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.overlong_buffer:
+            why = "there is no penalty on long responses; give --overlong-buffer too"
+            yield from unused(self, ("overlong_factor",), why)
 
     @property
     def shaping(self) -> Shaping:

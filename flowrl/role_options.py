@@ -5,8 +5,8 @@ A role has the same block under the same name in every graph that has it: `--gen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from flowrl.training.settings import Dtype, SequenceKind
@@ -18,6 +18,30 @@ def too_low(options: object, **least: float) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and not value >= low:
             yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
+
+
+def unused(options: object, names: Iterable[str], why: str) -> Iterator[str]:
+    """A sentence if some of these options, which nothing uses now, have another value than by default.
+
+    A name is that of an option (`engine.dtype`), or of a block for all of its options.
+    """
+    defaults = {one.name: one.default for one in fields(options)}  # type: ignore[arg-type]
+    given = []
+    for name in names:
+        first = name.partition(".")[0]
+        changed = _changed(first, getattr(options, first), defaults[first])
+        given += [f"--{one.replace('_', '-')}" for one in changed if f"{one}.".startswith(f"{name}.")]
+    if given:
+        yield f"{' and '.join(filter(None, (', '.join(given[:-1]), given[-1])))}: {why}"
+
+
+def _changed(name: str, value: Any, default: Any) -> Iterator[str]:
+    """The option, or of a block its options, whose value is not the default."""
+    if is_dataclass(value):
+        for one in fields(value):
+            yield from _changed(f"{name}.{one.name}", getattr(value, one.name), getattr(default, one.name))
+    elif value != default:
+        yield name
 
 
 @dataclass(frozen=True)
@@ -33,10 +57,26 @@ class TimedReward:
         """The argument of a node that scores answers; {} for its own default."""
         return {} if self.reward_timeout_s is None else {"timeout_s": self.reward_timeout_s}
 
+    @property
+    def held_out_asking(self) -> dict[str, Any]:
+        """Arguments of the node that asks what scores held-out answers."""
+        return self.timed
+
     def timeout_problems(self) -> Iterator[str]:
         """A sentence if the limit is out of range."""
         if self.reward_timeout_s is not None and not self.reward_timeout_s > 0:
             yield f"--reward-timeout-s is {self.reward_timeout_s}; it has to be above 0"
+
+
+@dataclass(frozen=True)
+class ShapedReward:
+    """What becomes of a reward, wherever it is trained on."""
+
+    reward_clip: tuple[float, float] | None = None
+    """Bounds of the reward of a response or an episode, before it is compared with others; None: none."""
+    stop_penalty: float | None = None
+    """The reward of what was cut off (a response at `max_tokens`, an episode at a limit) is scaled by this, in [0, 1],
+    or if below 0 is this."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +193,7 @@ class RewardModelSize(ScoringSize, _Model):
     normalise: bool | None = None
     """Normalise its scores by the mean and standard deviation that it has stored; None: in ppo alone."""
     label: str = ""
-    """Of a model with several labels, the one that is the score, by name or number; or a weighted sum of them, as
+    """For a model with several labels: the one that is the score, by name or number; or a weighted sum of them, as
     helpfulness=0.8,verbosity=-0.2. Each is logged."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.nodes import ProcessReward, Reward, RewardModel
 from flowrl.nodes.process_reward import OfSteps
 from flowrl.policy_options import PolicyOptions
-from flowrl.role_options import RewardModelSize, TimedReward, too_low
+from flowrl.role_options import RewardModelSize, TimedReward, too_low, unused
 from flowrl.tasks import Task
 from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.rewards import names_model
@@ -41,6 +41,9 @@ class ScorerOptions(TimedReward, PolicyOptions):
             yield "--reward-concurrency is for reward functions and servers, and --reward-model scores; leave one out"
         if self.step_separator and not self.reward_model.model:
             yield "--step-separator is for a process reward model; name its directory with --reward-model"
+        if not self.step_separator:
+            why = "responses are scored as a whole; give --step-separator and the --reward-model of steps too"
+            yield from unused(self, ("of_steps",), why)
         if names_model(self.task.reward) and not self.reward_model.model:
             yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
         if self.reward_model != RewardModelSize() and not self.reward_model.model:
@@ -62,6 +65,15 @@ class ScorerOptions(TimedReward, PolicyOptions):
         """Arguments of a node that asks reward functions and servers."""
         given = {} if self.reward_concurrency is None else {"concurrency": self.reward_concurrency}
         return {**self.timed, **given, "away_s": self.reward_away_s}
+
+    @property
+    def held_out_task(self) -> Task:
+        """--task with the reward that scores held-out answers."""
+        return self.task.by_model if self.reward_model.model else self.task
+
+    @property
+    def held_out_asking(self) -> dict[str, Any]:
+        return {**self.timed, "reward_concurrency": self.reward_concurrency, "away_s": self.reward_away_s}
 
     def make_reward_model(self, task: Task, *, normalise: bool = False, **settings: Any) -> RewardModel:
         """The node of the reward model; `settings` are further arguments of it.

@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flowrl import Graph
+from flowrl.blocks import refer
 from flowrl.episode_options import EpisodeOptions, evaluate_episodes
-from flowrl.loss_options import AdvantageOptions
+from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import AgentProgram, EnvironmentSource, GroupAdvantage, TaskSource
+from flowrl.role_options import unused
 from flowrl.tasks import Task
 
 CALCULATOR_AGENT = str(Path(__file__).resolve().parent / "agents" / "calculator_agent.py")
 
 
 @dataclass(frozen=True)
-class AgentOpenAI(AdvantageOptions, EpisodeOptions):
+class AgentOpenAI(RewardKLOptions, EpisodeOptions):
     policy: str = "tiny_agent"
     task: Task = Task("arithmetic:min_value=30")
     """What agents are to do: a task; each gets a row's columns and its messages."""
@@ -57,6 +59,9 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
         yield from super().problems()
         if self.players.environment and self.evaluate_task:
             yield "--evaluate-task is for agents that get the rows of a task; one of verifiers has its own questions"
+        if self.players.environment:
+            why = "it is for agents that get the rows of a task; one of verifiers has its own questions"
+            yield from unused(self, ("evaluate_also",), why)
 
     @property
     def players(self) -> AgentProgram:
@@ -65,15 +70,20 @@ class AgentOpenAI(AdvantageOptions, EpisodeOptions):
         return self.agents(self.agent, self.command, idle_s=self.idle_s, **where)
 
     @property
+    def groups(self) -> dict[str, Any]:
+        """Arguments of a source: how often it asks what."""
+        return {"repeat": self.group_size, "num_prompts": self.num_prompts, "curriculum": self.curriculum}
+
+    @property
     def source(self) -> EnvironmentSource | TaskSource:
         """The node that has what they are to do."""
         if name := self.players.environment:
-            return EnvironmentSource(name, repeat=self.group_size, curriculum=self.curriculum)
-        return TaskSource(self.task, repeat=self.group_size, part=self.trained_part, curriculum=self.curriculum)
+            return EnvironmentSource(name, **self.groups)
+        return TaskSource(self.task, part=self.trained_part, **self.groups)
 
 
 def graph(cfg: AgentOpenAI) -> Graph:
-    estimate = cfg.estimate(cfg.advantage)
+    estimate = cfg.estimate(cfg.advantage, **cfg.reward_kl_settings)
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("agent_openai")
@@ -81,12 +91,14 @@ def graph(cfg: AgentOpenAI) -> Graph:
     agents = g.add("agents", cfg.players)
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    batch = cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=cfg.adaptive_kl)
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, agents.prompts)
     g.call(agents.generate, generator.turns, affinity_margin=cfg.affinity_margin)
-    g.connect(agents.episodes, advantage.scored)
+    episodes, followers = refer(g, cfg, cfg.compared_with, agents.episodes, trainer)
+    g.connect(episodes, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
@@ -94,11 +106,11 @@ def graph(cfg: AgentOpenAI) -> Graph:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, agents, generator)
-    cfg.take_turns(g)
+    cfg.take_turns(g, ("trainer", "reference"))
     return g

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
+from flowrl.blocks import refer
 from flowrl.environments.task_questions import with_sets
 from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
-from flowrl.loss_options import AdvantageOptions
+from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
 from flowrl.nodes.row_source import Part
 from flowrl.tasks import Task
@@ -23,7 +24,7 @@ from flowrl.tasks.name_options import option_text
 
 
 @dataclass(frozen=True)
-class GroupedEpisodes(AdvantageOptions, EnvironmentOptions):
+class GroupedEpisodes(RewardKLOptions, EnvironmentOptions):
     """Options of graphs that compare the episodes of a group."""
 
     groups_per_step: int = 8
@@ -35,24 +36,28 @@ class GroupedEpisodes(AdvantageOptions, EnvironmentOptions):
 
 def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Graph:
     """The graph that trains the policy on episodes of the environment of that name."""
-    estimate = cfg.estimate(cfg.advantage)
+    estimate = cfg.estimate(cfg.advantage, **cfg.reward_kl_settings)
     filtering = cfg.filtering(cfg.groups_per_step)
 
     evaluated = with_sets(environment_name, cfg.evaluate_task) if cfg.evaluate_task else environment_name
     part: Part = "all" if cfg.evaluate_task else "train"
 
     g = Graph(name)
-    source = EnvironmentSource(environment_name, repeat=cfg.group_size, part=part, curriculum=cfg.curriculum)
+    source = EnvironmentSource(
+        environment_name, repeat=cfg.group_size, part=part, num_prompts=cfg.num_prompts, curriculum=cfg.curriculum
+    )
     prompts = g.add("prompts", source)
     environment = g.add("environment", cfg.episodes(evaluated))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    batch = cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=cfg.adaptive_kl)
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
-    g.connect(environment.episodes, advantage.scored)
+    episodes, followers = refer(g, cfg, cfg.compared_with, environment.episodes, trainer)
+    g.connect(episodes, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
@@ -60,13 +65,13 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, environment, generator)
-    cfg.take_turns(g)
+    cfg.take_turns(g, ("trainer", "reference"))
     return g
 
 

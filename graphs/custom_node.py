@@ -6,8 +6,8 @@ flowrl run custom_node --steps 60
 from dataclasses import dataclass
 
 from flowrl import Facts, Graph, In, Node, Out, Sample
-from flowrl.blocks import evaluate
-from flowrl.loss_options import AdvantageOptions
+from flowrl.blocks import evaluate, refer
+from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import GroupAdvantage
 from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
@@ -37,12 +37,12 @@ def short_and_right(prompt: str, response: str, *, answer: str) -> dict[str, obj
 
 
 @dataclass(frozen=True)
-class Custom(AdvantageOptions, RewardOptions):
+class Custom(RewardKLOptions, RewardOptions):
     evaluate: int = 0
 
 
 def graph(cfg: Custom) -> Graph:
-    estimate = Estimate("group_norm")
+    estimate = Estimate("group_norm", **cfg.reward_kl_settings)
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("custom_node")
@@ -51,12 +51,14 @@ def graph(cfg: Custom) -> Graph:
     no_echo = g.add("no_echo", NoEcho())
     reward = g.add("reward", cfg.make_reward(function=short_and_right), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    batch = cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=cfg.adaptive_kl)
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, no_echo.rollouts)
-    g.connect(no_echo.kept, reward.rollouts)
+    rollouts, followers = refer(g, cfg, cfg.compared_with, no_echo.kept, trainer)
+    g.connect(rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -65,11 +67,11 @@ def graph(cfg: Custom) -> Graph:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "reward"))
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

@@ -6,8 +6,8 @@ flowrl run dapo --steps 60
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
-from flowrl.loss_options import AdvantageOptions
+from flowrl.blocks import evaluate, refer
+from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import GroupAdvantage
 from flowrl.prompt_options import RewardOptions
 from flowrl.training.advantage.estimate import Estimate
@@ -15,7 +15,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class DAPO(AdvantageOptions, RewardOptions):
+class DAPO(RewardKLOptions, RewardOptions):
     dynamic_sampling: bool = True
     objective: PolicyObjective = PolicyObjective(clip_high=0.28)
     """The loss: clipped wider above than below, so that unlikely tokens can grow."""
@@ -23,7 +23,7 @@ class DAPO(AdvantageOptions, RewardOptions):
 
 
 def graph(cfg: DAPO) -> Graph:
-    estimate = Estimate("group_norm")
+    estimate = Estimate("group_norm", **cfg.reward_kl_settings)
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("dapo")
@@ -31,11 +31,13 @@ def graph(cfg: DAPO) -> Graph:
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    batch = cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=cfg.adaptive_kl)
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
-    g.connect(generator.rollouts, reward.rollouts)
+    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    g.connect(rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -44,11 +46,11 @@ def graph(cfg: DAPO) -> Graph:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "reward"))
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import evaluate, evaluate_offline
+from flowrl.blocks import ANSWERING, evaluate, evaluate_offline, refer
 from flowrl.loss_options import LossOptions
+from flowrl.models import Policy
 from flowrl.nodes import GivenAnswers, Teacher, TeacherAdvantage
 from flowrl.prompt_options import PromptOptions
-from flowrl.role_options import TeacherSize
+from flowrl.role_options import TeacherSize, too_low, unused
 from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.policy_objective import PolicyObjective
 
@@ -24,7 +25,7 @@ class Distill(LossOptions, PromptOptions):
     policy: str = "tiny"
     """The student: tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub."""
     temperature: float = 1.0
-    """Of student and teacher."""
+    """Temperature of student and teacher."""
     group_size: int = 8
     """Samples of one prompt. They are not compared with each other, so 1 is enough."""
     negate_rewards: bool = False
@@ -42,12 +43,23 @@ class Distill(LossOptions, PromptOptions):
     nothing is sampled, and only an evaluation needs a generator."""
 
     max_answer_tokens: int = 2048
-    """Most tokens of a prompt with the data's answer; longer ones are dropped and counted."""
+    """Most tokens of a prompt with the data's answer; --too-long says what becomes of longer ones."""
 
     @property
     def compares_whole(self) -> bool:
         """Whether whole distributions are compared."""
         return self.exact or self.beta is not None
+
+    def answers(self, student: Policy) -> GivenAnswers:
+        """The node that answers with the data's answers what the student does not."""
+        return GivenAnswers(
+            self.task,
+            student,
+            share=1 - self.lmbda,
+            max_tokens=self.max_answer_tokens,
+            too_long=self.too_long,
+            part=self.trained_part,
+        )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -57,6 +69,14 @@ class Distill(LossOptions, PromptOptions):
             yield f"--lmbda is {self.lmbda}; it has to be from 0 to 1"
         if self.lmbda < 1 and not self.compares_whole:
             yield "--lmbda below 1 trains on answers that the student has not sampled, which needs --beta or --exact"
+        yield from too_low(self, max_answer_tokens=2)
+        if self.lmbda == 1:
+            why = "every prompt has answers of the student, for --lmbda is 1; lower it, or leave this out"
+            yield from unused(self, ("max_answer_tokens",), why)
+        if not self.lmbda:
+            why = "nothing is sampled, for --lmbda is 0: every prompt has the one answer of the data; leave this out"
+            names = ("staleness", "on_limit", "look_ahead", "overlong_filter")
+            yield from unused(self, names if self.group_size == 1 else ("group_size", *names), why)
         if self.task.reward and not self.evaluates:
             yield "--task.reward scores held-out answers here, for the teacher scores the others, and --evaluate is 0"
         if self.exact and self.beta is not None:
@@ -64,6 +84,11 @@ class Distill(LossOptions, PromptOptions):
         if self.compares_whole and self.objective != PolicyObjective():
             what = "--exact trains the reverse KL" if self.exact else "--beta trains the divergence"
             yield f"{what} itself, without advantages; leave --objective out"
+
+    @property
+    def of_evaluations(self) -> tuple[str, ...]:
+        sampled = ("reward_timeout_s",) if self.lmbda else (*ANSWERING, "max_tokens")
+        return (*super().of_evaluations, *sampled)
 
 
 def graph(cfg: Distill) -> Graph:
@@ -86,29 +111,29 @@ def graph(cfg: Distill) -> Graph:
     batcher = g.add("batcher", cfg.batcher())
     learner = cfg.make_trainer(exact if whole else cfg.loss(cfg.max_tokens), teacher=teacher if whole else None)
     trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
-    cfg.take_turns(g, ("trainer", "teacher"))
 
+    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    g.connect(rollouts, judge.rollouts)
     if cfg.lmbda == 1:
         g.connect(prompts.prompts, generator.prompts)
-        g.connect(generator.rollouts, judge.rollouts)
     else:
-        given = g.add("answers", GivenAnswers(cfg.task, student, share=1 - cfg.lmbda, max_tokens=cfg.max_answer_tokens))
+        given = g.add("answers", cfg.answers(student))
         g.connect(prompts.prompts, given.prompts)
         g.connect(given.rollouts, judge.rollouts)
         g.connect(given.others, generator.prompts)
-        g.connect(generator.rollouts, judge.rollouts)
     g.connect(judge.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
+    cfg.take_turns(g, ("trainer", "teacher", "reference"))
     return g
 
 
@@ -118,7 +143,7 @@ def offline_graph(cfg: Distill, objective: ReverseKL) -> Graph:
 
     g = Graph("distill")
     prompts = g.add("prompts", cfg.prompts(student))
-    answers = g.add("answers", GivenAnswers(cfg.task, student, share=1.0, max_tokens=cfg.max_answer_tokens))
+    answers = g.add("answers", cfg.answers(student))
     judge = g.add(
         "teacher",
         Teacher(teacher, student=student, temperature=cfg.temperature, exact=True, **cfg.scoring(cfg.teacher)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import EvaluationOptions, PreferenceOptions, evaluate_offline
+from flowrl.blocks import ANSWERING, EvaluationOptions, PreferenceOptions, evaluate_offline
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource, Sampling, TokenBatch
 from flowrl.role_options import PreferenceReferenceSize, too_low
 from flowrl.tasks import Task
@@ -40,6 +40,10 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
         yield from too_low(self, max_tokens=1)
         if self.reference.replicas != 1:
             yield "--reference.replicas: the reference's logprobs of a dataset are computed once, by one process; use 1"
+
+    @property
+    def of_evaluations(self) -> tuple[str, ...]:
+        return (*super().of_evaluations, *ANSWERING, "max_tokens")
 
 
 @dataclass(frozen=True)

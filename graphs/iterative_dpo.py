@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
-from flowrl.loss_options import FilterOptions, require_reference
-from flowrl.nodes import PairMaker, Reference
+from flowrl.blocks import evaluate, refer
+from flowrl.loss_options import FilterOptions
+from flowrl.nodes import PairMaker
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import PairReferenceSize
+from flowrl.role_options import PairReferenceSize, unused
 from flowrl.training.loss.preference_objectives import DPO
 
 
@@ -48,6 +48,14 @@ class IterativeDPO(FilterOptions, RewardOptions):
             yield "--overlong-filter keeps one answer of a pair out of the loss and not the other; leave it out"
         if self.on_limit == "mask":
             yield "--on-limit is 'mask', which can mask one answer of a pair and not the other; use wait"
+        if self.compared_with is None:
+            why = "this run has no reference; take --reference.weights initial"
+            yield from unused(self, ("reference",), why)
+
+    @property
+    def compared_with(self) -> PairReferenceSize | None:
+        """The size of the reference, if it has the initial weights."""
+        return self.reference if self.reference.weights == "initial" else None
 
 
 def graph(cfg: IterativeDPO) -> Graph:
@@ -72,21 +80,9 @@ def graph(cfg: IterativeDPO) -> Graph:
     batcher = g.add("batcher", cfg.batcher())
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
-    readers = [generator.weights]
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.reference.weights == "initial":
-        initial = Reference(
-            cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed
-        )
-        reference = g.add("reference", initial, **cfg.place(cfg.reference))
-        g.connect(generator.rollouts, reference.rollouts)
-        g.connect(reference.referenced, reward.rollouts)
-        if cfg.reference.refresh_every:
-            g.latest(trainer.weights, reference.weights)
-            readers.append(reference.weights)
-    else:
-        require_reference(cfg.reference, "take --reference.weights initial")
-        g.connect(generator.rollouts, reward.rollouts)
+    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    g.connect(rollouts, reward.rollouts)
     g.connect(reward.scored, pairs.scored)
     g.connect(pairs.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -95,7 +91,7 @@ def graph(cfg: IterativeDPO) -> Graph:
         g.call(pairs.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=tuple(readers),
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

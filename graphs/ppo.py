@@ -7,22 +7,23 @@ flowrl run ppo --steps 60
 flowrl run ppo --reward-model runs/reward_model/checkpoints/step_000300 --steps 60
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
+from flowrl.blocks import evaluate, refer
 from flowrl.loss_options import AdvantageOptions
 from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import (
     AdaptiveKL,
     Critic,
+    GroupAdvantage,
     JoinedAdvantage,
-    Reference,
     Trainer,
 )
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import CriticSize, CriticTrainerSize, ReferenceSize, Size, TrainerSize
+from flowrl.role_options import CriticSize, CriticTrainerSize, Size, TrainerSize, unused
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.schedule import Schedule
@@ -31,16 +32,12 @@ from flowrl.training.settings import Layout, ZeroSettings
 
 @dataclass(frozen=True)
 class PPO(AdvantageOptions, RewardOptions):
-    has_reference = True
-
     group_size: int = 4
     trainer: TrainerSize = TrainerSize()
     """Ranks of the actor."""
     groups_per_step: int = 32
     optimizer_steps: int = 2
 
-    reference: ReferenceSize = ReferenceSize()
-    """The reference, which has the initial weights."""
     critic: CriticSize = CriticSize()
     """The critic, which values every token."""
     critic_trainer: CriticTrainerSize = CriticTrainerSize()
@@ -65,6 +62,15 @@ class PPO(AdvantageOptions, RewardOptions):
     """Adapt `kl_coef` until the KL of a response is this, in nats."""
     value_clip: float = 0.2
     """Largest distance of a value from the one that made the advantages; 0 does not clip."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.kl_coef:
+            yield from unused(self, ("kl_estimator", "kl_target"), "--kl-coef is 0; raise it, or leave this out")
+
+    @property
+    def kl_in_reward(self) -> float:
+        return self.kl_coef
 
     def share(self, size: Size) -> dict[str, Any]:
         """As `place`. On a CPU the ranks of the two trainers have one core together, unless they say otherwise."""
@@ -92,9 +98,8 @@ def graph(cfg: PPO) -> Graph:
     reward = g.add(
         "reward", cfg.make_reward(normalise=True), **(cfg.share(cfg.reward_model) if cfg.reward_model.model else {})
     )
-    initial = Reference(cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed)
-    reference = g.add("reference", initial, **cfg.share(cfg.reference))
-    advantage = g.add("advantage", JoinedAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
+    kind = GroupAdvantage if cfg.compared_with is None else JoinedAdvantage
+    advantage = g.add("advantage", kind(estimate, size=cfg.group_size, dynamic=filtering))
     batch = cfg.batcher(
         whiten="full", estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=adaptive_kl
     )
@@ -124,24 +129,22 @@ def graph(cfg: PPO) -> Graph:
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)
-    g.connect(generator.rollouts, reference.rollouts)
     g.connect(reward.scored, advantage.scored)
-    g.connect(reference.referenced, advantage.referenced)
+    size, placed = cfg.compared_with, cfg.share(cfg.reference)
+    rollouts, followers = refer(g, cfg, size, generator.rollouts, actor, placed=placed)
+    if isinstance(advantage, JoinedAdvantage):
+        g.connect(rollouts, advantage.referenced)
     g.connect(advantage.groups, batcher.groups)
     g.call(batcher.values, critic.requests)
     g.connect(batcher.batches, actor.batches, dispatch="gang")
     g.connect(batcher.batches, critic_trainer.batches, dispatch="gang")
     g.latest(actor.weights, generator.weights)
     g.latest(critic_trainer.weights, critic.weights)
-    readers = [generator.weights, critic.weights]
-    if cfg.reference.refresh_every:
-        g.latest(actor.weights, reference.weights)
-        readers.append(reference.weights)
     if cfg.curriculum.used:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=tuple(readers),
+        until=(generator.weights, critic.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

@@ -11,7 +11,8 @@ from flowrl import Graph
 from flowrl.blocks import DatasetOptions
 from flowrl.models import Policy
 from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch
-from flowrl.role_options import too_low
+from flowrl.nodes.too_long import TooLong
+from flowrl.role_options import too_low, unused
 from flowrl.training.loss.step_objective import StepCorrectness
 
 
@@ -27,7 +28,9 @@ class ProcessRewardModel(DatasetOptions):
     step_separator: str = "\\n"
     """What ends a step of a response."""
     max_length: int = 1024
-    """Most tokens of a conversation; rows with a longer one are dropped."""
+    """Most tokens of a conversation."""
+    too_long: TooLong = "drop"
+    """Longer ones are dropped and counted, lose the beginning of their prompt, or are an error before training."""
     held_out: int = 256
     """Held-out rows on which the accuracy is measured; 0: none."""
     judge_every: int = 50
@@ -36,6 +39,8 @@ class ProcessRewardModel(DatasetOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_length=2, held_out=0, judge_every=0)
+        if not self.held_out:
+            yield from unused(self, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
 
     @property
     def model(self) -> Policy:
@@ -44,8 +49,12 @@ class ProcessRewardModel(DatasetOptions):
 
 
 def graph(cfg: ProcessRewardModel) -> Graph:
-    data = StepDataset(cfg.task, cfg.model, separator=cfg.step_separator, max_tokens=cfg.max_length)
-    source = DemonstrationSource(cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_length)
+    data = StepDataset(
+        cfg.task, cfg.model, separator=cfg.step_separator, max_tokens=cfg.max_length, too_long=cfg.too_long
+    )
+    source = DemonstrationSource(
+        cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_length, too_long=cfg.too_long
+    )
 
     g = Graph("process_reward_model")
     prompts = g.add("prompts", source)

@@ -7,7 +7,7 @@ flowrl run raft --reward-model runs/reward_model/checkpoints/step_000300 --steps
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
+from flowrl.blocks import evaluate, refer
 from flowrl.loss_options import FilterOptions, LossOptions
 from flowrl.nodes import BestOfN
 from flowrl.prompt_options import RewardOptions
@@ -36,7 +36,8 @@ def graph(cfg: RAFT) -> Graph:
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)
-    g.connect(generator.rollouts, reward.rollouts)
+    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    g.connect(rollouts, reward.rollouts)
     g.connect(reward.scored, best.scored)
     g.connect(best.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -45,11 +46,11 @@ def graph(cfg: RAFT) -> Graph:
         g.call(best.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=generator.weights,
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "reward"))
+    cfg.take_turns(g, ("trainer", "reward", "reference"))
     return g

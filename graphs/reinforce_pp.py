@@ -8,22 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
-from flowrl.loss_options import AdvantageOptions, require_reference
-from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
+from flowrl.blocks import evaluate, refer
+from flowrl.loss_options import AdvantageOptions
+from flowrl.nodes import AdaptiveKL, GroupAdvantage
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import ReferenceSize
+from flowrl.role_options import unused
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
 class ReinforcePP(AdvantageOptions, RewardOptions):
-    has_reference = True
-
     objective: PolicyObjective = PolicyObjective(kl_estimator="k2")
-    reference: ReferenceSize = ReferenceSize()
-    """The reference, which has the initial weights."""
     baseline: bool = False
     """REINFORCE++-baseline: subtract the group's mean from each reward before the batch is normalised."""
     kl_coef: float = 0.001
@@ -35,12 +31,22 @@ class ReinforcePP(AdvantageOptions, RewardOptions):
         yield from super().problems()
         if self.baseline and self.objective.kl_coef:
             yield "with --baseline the KL in the loss is --kl-coef; leave --objective.kl-coef out"
+        if not self.kl_in_reward:
+            why = "there is no KL in the reward with --baseline, or a --kl-coef of 0; leave this out"
+            yield from unused(self, ("kl_target",), why)
+
+    @property
+    def kl_in_reward(self) -> float:
+        return 0.0 if self.baseline else self.kl_coef
+
+    @property
+    def kl_in_loss(self) -> float:
+        return self.kl_coef if self.baseline else super().kl_in_loss
 
 
 def graph(cfg: ReinforcePP) -> Graph:
     estimate = Estimate("reinforce_baseline") if cfg.baseline else Estimate("reinforce", kl_coef=cfg.kl_coef)
-    loss = cfg.loss(cfg.max_tokens)
-    objective = replace(loss, kl_coef=cfg.kl_coef) if cfg.baseline else loss
+    objective = replace(cfg.loss(cfg.max_tokens), kl_coef=cfg.kl_in_loss)
     filtering = cfg.filtering(cfg.groups_per_step)
     adaptive_kl = None if cfg.kl_target is None else AdaptiveKL(cfg.kl_target)
 
@@ -55,21 +61,9 @@ def graph(cfg: ReinforcePP) -> Graph:
     batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
-    readers = [generator.weights]
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
-        initial = Reference(
-            cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed
-        )
-        reference = g.add("reference", initial, **cfg.place(cfg.reference))
-        g.connect(generator.rollouts, reference.rollouts)
-        g.connect(reference.referenced, reward.rollouts)
-        if cfg.reference.refresh_every:
-            g.latest(trainer.weights, reference.weights)
-            readers.append(reference.weights)
-    else:
-        require_reference(cfg.reference, "give it a KL, as with --kl-coef 0.01")
-        g.connect(generator.rollouts, reward.rollouts)
+    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    g.connect(rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -78,7 +72,7 @@ def graph(cfg: ReinforcePP) -> Graph:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=tuple(readers),
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

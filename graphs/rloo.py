@@ -3,32 +3,38 @@
 flowrl run rloo --steps 60
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import evaluate
-from flowrl.loss_options import AdvantageOptions, require_reference
-from flowrl.nodes import AdaptiveKL, GroupAdvantage, Reference
+from flowrl.blocks import evaluate, refer
+from flowrl.loss_options import AdvantageOptions
+from flowrl.nodes import AdaptiveKL, GroupAdvantage
 from flowrl.prompt_options import RewardOptions
-from flowrl.role_options import ReferenceSize
+from flowrl.role_options import unused
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
 class RLOO(AdvantageOptions, RewardOptions):
-    has_reference = True
-
     objective: PolicyObjective = PolicyObjective(kind="reinforce", aggregation="constant")
     """The loss: the gradient of a whole response, not clipped; --objective.kind ppo clips it, as OpenRLHF does."""
-    reference: ReferenceSize = ReferenceSize()
-    """The reference, which has the initial weights."""
     kl_coef: float = 0.001
     """Weight of the KL to the initial weights in the reward; 0: none."""
     kl_before_baseline: bool = True
     """Subtract the KL of a whole response from its reward before the baseline, as in the paper, or token by token."""
     kl_target: float | None = None
     """Adapt `kl_coef` until the KL of a response is this, in nats."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.kl_coef:
+            yield from unused(self, ("kl_before_baseline", "kl_target"), "--kl-coef is 0; raise it, or leave this out")
+
+    @property
+    def kl_in_reward(self) -> float:
+        return self.kl_coef
 
 
 def graph(cfg: RLOO) -> Graph:
@@ -48,21 +54,9 @@ def graph(cfg: RLOO) -> Graph:
     batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
-    readers = [generator.weights]
     g.connect(prompts.prompts, generator.prompts)
-    if cfg.kl_coef or (cfg.objective.kl_coef and not cfg.lora.rank):
-        initial = Reference(
-            cfg.model, temperature=cfg.temperature, **cfg.scoring(cfg.reference), **cfg.reference.refreshed
-        )
-        reference = g.add("reference", initial, **cfg.place(cfg.reference))
-        g.connect(generator.rollouts, reference.rollouts)
-        g.connect(reference.referenced, reward.rollouts)
-        if cfg.reference.refresh_every:
-            g.latest(trainer.weights, reference.weights)
-            readers.append(reference.weights)
-    else:
-        require_reference(cfg.reference, "give it a KL, as with --kl-coef 0.01")
-        g.connect(generator.rollouts, reward.rollouts)
+    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    g.connect(rollouts, reward.rollouts)
     g.connect(reward.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
@@ -71,7 +65,7 @@ def graph(cfg: RLOO) -> Graph:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(
         prompts.prompts,
-        until=tuple(readers),
+        until=(generator.weights, *followers),
         staleness=cfg.staleness,
         on_limit=cfg.on_limit,
         look_ahead=cfg.look_ahead,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl import Graph
+from flowrl.blocks import refer
 from flowrl.nodes import EnvironmentSource, Evaluation, Generator, GroupAdvantage
 from flowrl.recipes.agent_tools import GroupedEpisodes
 from flowrl.role_options import too_low
@@ -61,25 +62,30 @@ class SelfPlay(GroupedEpisodes):
 
 
 def graph(cfg: SelfPlay) -> Graph:
-    estimate = cfg.estimate(cfg.advantage)
+    estimate = cfg.estimate(cfg.advantage, **cfg.reward_kl_settings)
     filtering = cfg.filtering(cfg.groups_per_step)
 
     g = Graph("self_play")
-    prompts = g.add("prompts", EnvironmentSource(cfg.environment, repeat=cfg.group_size, curriculum=cfg.curriculum))
+    source = EnvironmentSource(
+        cfg.environment, repeat=cfg.group_size, num_prompts=cfg.num_prompts, curriculum=cfg.curriculum
+    )
+    prompts = g.add("prompts", source)
     environment = g.add("environment", cfg.episodes(cfg.environment))
     generator = g.add("generator", cfg.player(), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards))
+    batch = cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=cfg.adaptive_kl)
+    batcher = g.add("batcher", batch)
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)
     g.call(environment.generate, generator.turns, affinity_margin=cfg.affinity_margin)
-    g.connect(environment.episodes, advantage.scored)
+    episodes, followers = refer(g, cfg, cfg.compared_with, environment.episodes, trainer)
+    g.connect(episodes, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.latest(trainer.weights, generator.weights)
 
-    players, until = [generator], [generator.weights]
+    players, until = [generator], [generator.weights, *followers]
     if cfg.evaluate or cfg.opponent_every == 0:
         first = g.add("first", cfg.player(), **cfg.place_generator() | {"replicas": 1})
         g.ignore(first.weights)  # it stays at version 0
@@ -97,7 +103,7 @@ def graph(cfg: SelfPlay) -> Graph:
     for player in players:
         g.ignore(player.prompts)
         g.ignore(player.rollouts)
-    cfg.take_turns(g, () if cfg.uses_gpus else ("trainer", "first", "opponent"))
+    cfg.take_turns(g, ("trainer", "reference", *(() if cfg.uses_gpus else ("first", "opponent"))))
     if cfg.curriculum.used:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(

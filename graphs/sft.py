@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowrl import Graph
-from flowrl.blocks import DatasetOptions, EvaluationOptions, evaluate_offline
+from flowrl.blocks import ANSWERING, DatasetOptions, EvaluationOptions, evaluate_offline
 from flowrl.models import Policy
 from flowrl.nodes import (
     Demonstrations,
@@ -25,7 +25,7 @@ from flowrl.nodes import (
 )
 from flowrl.nodes.row_source import Part
 from flowrl.nodes.too_long import TooLong
-from flowrl.role_options import too_low
+from flowrl.role_options import too_low, unused
 from flowrl.training.loss.sft_objective import SFT as SFTObjective
 
 
@@ -58,6 +58,8 @@ class SFT(EvaluationOptions, DatasetOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, max_tokens=2, answer_tokens=1, held_out=0, judge_every=0)
+        if not self.held_out:
+            yield from unused(self, ("judge_every",), "there is nothing to measure on; give --held-out too")
         if self.pretrain_mode == "off":
             return
         others = {"too_long": "drop", "assistant": "all", "task.system_prompt": "", "task.template": ""}
@@ -67,6 +69,10 @@ class SFT(EvaluationOptions, DatasetOptions):
                 yield f"{name} is for conversations, and pretrain_mode has texts without roles; leave it out"
         if self.evaluate and not self.evaluate_task:
             yield f"evaluate is {self.evaluate}, but texts have no prompts to ask; name some with --evaluate-task"
+
+    @property
+    def of_evaluations(self) -> tuple[str, ...]:
+        return (*super().of_evaluations, *ANSWERING, "answer_tokens")
 
     @property
     def trained_part(self) -> Part:

@@ -117,7 +117,9 @@ def test_another_default_keeps_the_help_text(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("name", ["kto", "ppo", "sft"])
 def test_inherited_options_reach_other_processes(name: str) -> None:
     file = load_file(GRAPHS / f"{name}.py")
-    cfg = file.parse(["--lora.rank", "4", "--evaluate-also", "arithmetic:max_value=9", "--evaluate-every", "3"])
+    cfg = file.parse(
+        ["--evaluate", "8", "--lora.rank", "4", "--evaluate-also", "arithmetic:max_value=9", "--evaluate-every", "3"]
+    )
     assert restore(file, dump(cfg)) == cfg
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Trainable, packed
+from flowrl.models import Policy
 from flowrl.nodes import BestOfN, PairMaker, TokenBatch
 from flowrl.nodes.batch import branch_metrics, repeated_tokens
 from flowrl.nodes.one_sequence import require_one_sequence
+from flowrl.nodes.reference import EpisodeReference
 from flowrl.nodes.valued import question, require_advantages
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
@@ -31,6 +35,7 @@ from flowrl.training.loss.policy_losses import aggregate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from tests.branching_episodes import episode
 from tests.groups import members
+from tests.word_policy import WORDS, make_policy
 
 THREE = [[2, 3], [1], [4, 2]]
 shapes = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4)
@@ -103,6 +108,37 @@ def test_a_sequence_above_the_budget_is_named_and_an_episode_above_it_is_divided
     assert sorted(part.micro_batches) == [(0,), (1,)]
     with pytest.raises(ConfigError, match=r"sample 'g:0' has \d+ tokens, more than the token budget of 20"):
         batch([long], token_budget=20).split(1)
+
+
+def logprobs_of(path: Path, token_ids: Any, mask: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        found = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+    return np.where(mask, np.concatenate([[0.0], found]), 0.0)
+
+
+def test_a_reference_scores_every_sequence_of_an_episode(tmp_path: Path) -> None:
+    path = make_policy(tmp_path / "policy", pad="<pad>")
+    given = [episode(0, THREE, [0.0] * 5, vocabulary=WORDS), episode(1, [[2]], [0.0], vocabulary=WORDS)]
+    record = run_node(EpisodeReference(Policy(str(path)), token_budget=64), {"rollouts": given}, timeout_s=60)
+    for one in record.sent("referenced"):
+        assert isinstance(one, Episode) and one.ref_logprobs.size == one.num_tokens == one.whole_mask.size
+        expected = [logprobs_of(path, s.token_ids, s.policy_mask) for s in given[one.member].sequences]
+        np.testing.assert_allclose(one.ref_logprobs, np.concatenate(expected), atol=1e-4)
+    assert len(record.sent("referenced")) == 2
+
+
+def test_the_kl_of_an_episode_is_that_of_all_its_sequences() -> None:
+    one = episode(0, THREE, [1.0] * 5)
+    behavior = np.concatenate([s.behavior_logprobs for s in one.sequences])
+    compared = replace(one, ref_logprobs=np.where(one.whole_mask, behavior - 0.25, 0.0).astype(np.float32))
+    (made,) = Estimate("reinforce", kl_coef=2.0).trainable([compared])
+    num = one.response_tokens
+    assert num == 12 and made.advantages[one.whole_mask][0] == pytest.approx(5.0 - 2.0 * 0.25 * num, abs=1e-4)
+    rows, _, _ = in_rows(batch([made]), loss_masks([made], -1, 0))
+    assert [row.ref_logprobs.size for row in rows.samples] == [s.token_ids.size for s in one.sequences]
+    np.testing.assert_array_equal(np.concatenate([row.ref_logprobs for row in rows.samples]), compared.ref_logprobs)
 
 
 def test_rows_of_a_sample_count_once_and_share_its_mean() -> None:

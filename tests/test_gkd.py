@@ -190,6 +190,19 @@ def test_long_answers_are_dropped_and_counted(path: str) -> None:
     assert not record.sent("rollouts") and {one.reason for one in record.lost} == {"too_long"}
 
 
+def test_a_long_prompt_of_an_answer_can_be_cut_or_refused(path: str) -> None:
+    whole = run_node(GivenAnswers(TASK, Policy(path), share=1.0), {"prompts": asked(2, 1)}, timeout_s=60)
+    lengths = {one.prompt_id: one.token_ids for one in whole.sent("rollouts")}
+    most = min(map(len, lengths.values())) - 1
+    node = GivenAnswers(TASK, Policy(path), share=1.0, max_tokens=most, too_long="truncate")
+    for one in run_node(node, {"prompts": asked(2, 1)}, timeout_s=60).sent("rollouts"):
+        assert one.token_ids.tolist() == lengths[one.prompt_id][-most:].tolist()
+        assert one.prompt_tokens == int(np.flatnonzero(one.policy_mask)[0]) > 0
+    refusing = GivenAnswers(TASK, Policy(path), share=1.0, max_tokens=most, too_long="error")
+    with pytest.raises(ConfigError, match=r"are longer than max_answer_tokens = \d+, the longest has \d+; raise it"):
+        refusing.preflight()
+
+
 def of_data(member: int) -> Trainable:
     one = sample(member, response=4)
     data = sample(member, response=4, versions=np.full(one.token_ids.size, -1, np.int32))
@@ -243,6 +256,8 @@ def test_the_graph_has_the_parts_that_its_options_ask_for() -> None:
     assert "answers" not in graph("--beta 0.5").nodes
     mixed = graph("--beta 0.5 --lmbda 0.25")
     assert mixed.nodes["answers"].share == 0.75 and mixed.nodes["trainer"].objective == GeneralizedJSD(beta=0.5)
+    cut = graph("--beta 0.5 --lmbda 0.25 --too-long truncate --max-answer-tokens 99").nodes["answers"]
+    assert (cut.too_long, cut.max_tokens) == ("truncate", 99)
     offline = graph("--beta 0 --lmbda 0 --evaluate 0")
     assert "generator" not in offline.nodes and offline.nodes["prompts"].repeat == 1
     assert graph("--exact --lmbda 0").nodes["trainer"].objective == ReverseKL()

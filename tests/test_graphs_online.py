@@ -249,7 +249,6 @@ def test_the_reward_models_former_option_is_refused_with_its_name_now(name: str)
 
 
 MISTAKES = {
-    ("reinforce_pp", "--baseline --kl-target 1"): "adaptive_kl steers the KL in the reward",
     ("reinforce_pp", "--kl-target 0"): "adaptive_kl.target is 0.0",
     ("dapo", "--max-filtered-per-step 0"): "max_filtered_per_step is 0",
     ("dapo", "--mean-between 0.8 0.2"): "the lower bound has to come first",

@@ -118,7 +118,7 @@ WRONG_VALUES = {
     "--objective cispo": "kind='cispo' needs clip_high",
     "--objective.length 3": "length is for aggregation='constant'",
     "--gamma 0.9": "gamma is 0.9; estimator 'group_norm' needs 1",
-    "--kl-target 1": "adaptive_kl steers the KL in the reward",
+    "--kl-target 1": "--kl-target: there is no KL in the reward; give --reward-kl-coef too",
     "--reward-kl-coef -1": "kl_coef is -1.0; it has to be 0 or more",
     "--epochs 0": "--epochs is 0; it has to be 1 or more",
     "--objective.kl-coef -1": "kl_coef is -1.0; it has to be 0 or more",

@@ -12,10 +12,23 @@ from hypothesis import strategies as st
 from flowrl import Cluster, Graph, Machine, check
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names
+from flowrl.graph.graph import port_name
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB
 from flowrl.graph.mapping_option import mapping_texts, parse_mapping
-from flowrl.nodes import Evaluation, Generator, GroupAdvantage, Reward, RewardModel, TokenBatch, Trainer
+from flowrl.nodes import (
+    AdaptiveKL,
+    Evaluation,
+    Generator,
+    GroupAdvantage,
+    Reference,
+    Reward,
+    RewardModel,
+    TokenBatch,
+    Trainer,
+)
+from flowrl.nodes.episode_node import EpisodeNode
+from flowrl.nodes.reference import EpisodeReference
 from flowrl.nodes.selection import Selection
 from flowrl.training.loss.policy_objective import PolicyObjective
 
@@ -32,14 +45,19 @@ ABSENT: dict[str, set[str]] = {
     "curriculum.by": {"distill"},
     "normalise-rewards": {"distill", "raft", "iterative_dpo"},  # they compare rewards, and use no more of them
     "reward-model": {"distill", *AGENTS},  # scored by the teacher, or by environment or agent
-    "reward-clip": {"distill", *AGENTS},
+    "reward-clip": {"distill"},  # the teacher's logprobs are no rewards that are compared
     "reward-concurrency": {"distill", *AGENTS},
     "reward-away-s": {"distill", *AGENTS},
     "reward-timeout-s": set(),  # held-out answers have a reward, too
-    "stop-penalty": {"distill", *AGENTS},
-    "overlong-buffer": {"distill", *AGENTS},
-    "overlong-filter": set(AGENTS),
-    "num-prompts": set(AGENTS),
+    "stop-penalty": {"distill"},
+    "overlong-buffer": {"distill", *AGENTS},  # --limits.tokens bounds a context, most of which others have written
+    "overlong-filter": set(AGENTS),  # an episode has --limits.on-truncated mask
+    "num-prompts": set(),
+    "reference.refresh-every": set(),
+    "objective.kl-coef": {"iterative_dpo"},  # DPO's loss has a KL to its reference in it: --beta
+    "reward-kl-coef": {"rloo", "reinforce_pp", "ppo", "raft", "iterative_dpo", "distill"},
+    # ^ three have it as --kl-coef; of the others the first two compare raw rewards, and the last has none
+    "kl-target": {"raft", "iterative_dpo", "distill"},
 }
 """Option -> the online graphs that do not have it."""
 
@@ -190,7 +208,7 @@ def test_rewards_can_be_normalised_wherever_advantages_are_made_of_them(name: st
     assert check(made, CLUSTER).problems == ()
 
 
-@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["reward-clip"]))
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["overlong-buffer"]))
 def test_rewards_are_shaped_by_the_same_options(name: str) -> None:
     given = ("--reward-clip", "-1", "2", "--stop-penalty", "0.5", "--overlong-buffer", "4", "--overlong-factor", "0.3")
     for model in ((), ("--reward-model", "a/reward/model")):
@@ -252,8 +270,32 @@ def test_a_number_of_prompts_is_that_of_the_source() -> None:
 
 
 REFUSED = {
-    ("dapo", "--objective.kl-coef 0.1"): "this graph has no reference; train adapters",
-    ("agent_tools", "--objective.kl-coef 0.1"): "this graph has no reference; train adapters",
+    ("dapo", "--reference.dtype bfloat16"): "--reference.dtype: this run has no reference; give it a KL, as with",
+    ("grpo", "--reference.gpus 1 --reference.token-budget 9"): "--reference.gpus and --reference.token-budget: this",
+    ("rloo", "--kl-coef 0 --reference.cpus 2"): "--reference.cpus: this run has no reference",
+    ("grpo", "--lora.rank 4 --objective.kl-coef 0.1 --reference.gpus 1"): "a trainer of adapters has the reference in",
+    ("iterative_dpo", "--reference.dtype bfloat16"): "this run has no reference; take --reference.weights initial",
+    ("grpo", "--reward-kl k2"): "--reward-kl: there is no KL in the reward; give --reward-kl-coef too",
+    ("ppo", "--kl-coef 0 --kl-estimator k2"): "--kl-estimator: --kl-coef is 0",
+    ("rloo", "--kl-coef 0 --kl-target 1"): "--kl-target: --kl-coef is 0",
+    ("reinforce_pp", "--baseline --kl-target 1"): "--kl-target: there is no KL in the reward with --baseline",
+    ("grpo", "--objective.kl-estimator k2"): "there is no KL in the loss; give --objective.kl-coef too",
+    ("dapo", "--overlong-buffer 0 --overlong-factor 2"): "--overlong-factor: there is no penalty on long responses",
+    ("grpo", "--of-steps mean"): "--of-steps: responses are scored as a whole; give --step-separator",
+    (
+        "custom_node",
+        "--evaluate-every 3 --evaluate-also arithmetic",
+    ): "--evaluate-every and --evaluate-also: nothing is",
+    ("grpo", "--evaluate 0 --evaluate-samples 2"): "--evaluate-samples: nothing is evaluated, for --evaluate is 0",
+    ("grpo", "--evaluate 0 --evaluate-task a.jsonl --evaluate-also arithmetic"): "--evaluate-also asks",
+    ("sft", "--answer-tokens 9 --stop-strings x"): "--stop-strings and --answer-tokens: nothing is evaluated",
+    ("dpo", "--evaluate 0 --engine.concurrency 9"): "--engine.concurrency: nothing is evaluated",
+    ("kto", "--held-out 0 --judge-every 3"): "--judge-every: there is nothing to measure on",
+    ("agent_tools", "--evaluate-also arithmetic"): "held-out episodes are those of the environment; name sets of",
+    ("self_play", "--evaluate-max-prompt-tokens 9"): "an episode's first prompt is bounded as",
+    ("distill", "--max-answer-tokens 9"): "every prompt has answers of the student, for --lmbda is 1",
+    ("distill", "--lmbda 0 --beta 0 --group-size 3 --staleness 2"): "--group-size and --staleness: nothing is sampled",
+    ("distill", "--lmbda 0 --beta 0 --evaluate 0 --max-tokens 3"): "--max-tokens: nothing is evaluated",
     ("raft", "--objective.dual-clip 3"): "dual_clip is for kind='ppo' and 'gspo'; 'reinforce' has no clipped ratio",
     ("grpo", "--objective.kind reinforce --objective.clip-high 0.3"): "kind='reinforce' has no ratio to clip",
     ("grpo", "--objective.length 3"): "length is for aggregation='constant'",
@@ -281,12 +323,56 @@ def test_adapters_have_the_reference_in_themselves(name: str) -> None:
     assert problems(name, "--objective.kl-coef", "0.1", "--lora.rank", "4") == ()
 
 
-def test_the_kl_in_the_loss_adds_the_reference() -> None:
-    for name in ("rloo", "reinforce_pp", "grpo"):
-        assert (
-            "reference"
-            in graph(name, "--objective.kl-coef", "0.1", *(() if name == "grpo" else ("--kl-coef", "0"))).nodes
-        )
+def nodes_behind(of: Graph, name: str) -> list[str]:
+    return [port_name(edge.into) for edge in of.edges if port_name(edge.out).startswith(f"{name}.")]
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["objective.kl-coef"]))
+def test_a_kl_in_the_loss_adds_the_reference(name: str) -> None:
+    own = ("--kl-coef", "0") if "kl-coef" in options(name) else ()
+    assert "reference" not in graph(name, *own).nodes
+    given = ("--objective.kl-coef", "0.1", "--reference.dtype", "bfloat16", "--reference.refresh-every", "2")
+    made = graph(name, *own, *given, "--reference.mixup", "0.5")
+    reference = made.nodes["reference"]
+    assert isinstance(reference, Reference) and isinstance(reference, EpisodeReference) is (name in AGENTS)
+    assert (reference.dtype, reference.refresh_every, reference.mixup) == ("bfloat16", 2, 0.5)
+    assert nodes(made, Trainer)[0].objective.kl_coef == 0.1
+    assert made.admission is not None and reference.weights in made.admission.until
+    assert len(nodes_behind(made, "reference")) == 1
+    assert check(made, CLUSTER).problems == ()
+    assert any("reference" in names for names in made.time_shared)
+    adapters = graph(name, *own, *given[:2], "--lora.rank", "4")
+    assert "reference" not in adapters.nodes and check(adapters, CLUSTER).problems == ()
+
+
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["reward-kl-coef"]))
+def test_a_kl_in_the_reward_is_the_same_everywhere(name: str) -> None:
+    made = graph(name, "--reward-kl-coef", "0.1", "--reward-kl", "k3", "--kl-before-baseline", "--kl-target", "2")
+    assert "reference" in made.nodes and check(made, CLUSTER).problems == ()
+    (advantage,), (batcher,) = nodes(made, GroupAdvantage), nodes(made, TokenBatch)
+    for estimate in (advantage.estimate, batcher.estimate):
+        assert (estimate.kl_coef, estimate.kl_estimator, estimate.kl_before_baseline) == (0.1, "k3", True)
+    assert batcher.adaptive_kl == AdaptiveKL(2.0)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_rewards_of_episodes_are_shaped_and_their_rows_counted(name: str) -> None:
+    made = graph(name, "--reward-clip", "-1", "2", "--stop-penalty", "0.5", "--num-prompts", "5")
+    players = nodes(made, EpisodeNode)
+    assert players and all((one.shaping.clip, one.shaping.stop_penalty) == ((-1.0, 2.0), 0.5) for one in players)
+    assert made.nodes["prompts"].num_prompts == 5  # type: ignore[attr-defined]
+
+
+def test_further_tasks_are_given_to_agents() -> None:
+    (found,) = nodes(graph("agent_openai", "--evaluate-also", "arithmetic:max_value=9"), Evaluation)
+    assert [one.name for one in found.agent_sets] == ["arithmetic:min_value=30", "arithmetic:max_value=9"]
+    with pytest.raises(ConfigError, match="one of verifiers has its own questions"):
+        graph("agent_openai", "--agent", "verifiers/reverse_text", "--evaluate-also", "arithmetic")
+
+
+def test_ppo_without_a_kl_has_no_reference() -> None:
+    made = graph("ppo", "--kl-coef", "0")
+    assert "reference" not in made.nodes and check(made, CLUSTER).problems == ()
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -170,7 +170,8 @@ def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -
     """All options of the table that the graph has are set by it, or kept at 0 where that means none."""
     prepared = checked(graph, "--policy", a_model(tmp_path / "m", 8_000_000_000), "--task", "train.jsonl")
     kept = {name for name, (_, why) in prepared.origins.items() if not why.startswith("default for 8 billion")}
-    assert kept <= {"evaluate", "token_budget", "group_size", "overlong_buffer"}
+    assert kept <= {"evaluate", "token_budget", "group_size", "overlong_buffer", "answer_tokens"}
+    assert ("answer_tokens" in kept) is (graph == "sft"), "nothing is answered unless it evaluates"
     assert bool(prepared.origins) is (graph != "score")
     if hasattr(prepared.cfg, "max_tokens"):
         assert prepared.cfg.max_tokens >= 512
@@ -185,8 +186,27 @@ def test_the_table_names_options_that_some_graph_has(tmp_path: Path) -> None:
     model = a_model(tmp_path / "m", 8_000_000_000)
     prepared = [checked(graph, "--policy", model, "--task", "train.jsonl") for graph in shipped_names()]
     assert {*BY_SIZE} == {name for one in prepared for name in one.origins}
-    found = [size_defaults(type(one.cfg), {"policy": str(model)}) for one in prepared]
+    found = [size_defaults(type(one.cfg), {"policy": str(model), "evaluate_task": "a.jsonl"}) for one in prepared]
     assert {*BY_SIZE} == {name for one in found for name in one.values}
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        (("sft", "--evaluate", 0), "answer_tokens"),
+        (("dpo", "--evaluate", 0), "max_tokens"),
+        (("kto", "--evaluate", 0), "max_tokens"),
+        (("distill", "--evaluate", 0, "--lmbda", 0, "--beta", 0), "max_tokens"),
+    ],
+)
+def test_nothing_has_the_length_of_an_answer_where_none_is_given(
+    given: tuple[str, ...], length: str, tmp_path: Path
+) -> None:
+    """A default by size would be refused, as what a user sets is, for nothing uses it."""
+    where = ("--policy", a_model(tmp_path / "m", 8_000_000_000), "--task", "train.jsonl")
+    assert not origin(checked(*given, *where), length)[1].startswith("default for")
+    asking = [8 if one == 0 else one for one in given[:3]]
+    assert origin(checked(*asking, *given[3:], *where), length)[1].startswith("default for")
 
 
 def test_a_teacher_has_the_type_of_the_trainer(tmp_path: Path) -> None:

@@ -114,10 +114,14 @@ def _values(
             yield "max_prompt_tokens", prompt
         longest = _number(given, "max_tokens", response) + _number(given, "max_prompt_tokens", prompt)
         yield "token_budget", max(MICRO_BATCH, longest)
+    sampled = learning == "samples" and _number(given, "lmbda", 1) != 0
+    answers = sampled or _evaluates(given, fields)
     if learning == "rows":
-        yield "answer_tokens", response
+        if answers:
+            yield "answer_tokens", response
         response += prompt
-    yield "max_tokens", response
+    if answers or learning == "rows":
+        yield "max_tokens", response
     yield "max_length", response + prompt
     if getattr(fields.get("overlong_buffer"), "default", 0):
         yield "overlong_buffer", _number(given, "max_tokens", response) // 8
@@ -126,6 +130,11 @@ def _values(
         yield "groups_per_step", row.groups
     if getattr(fields.get("evaluate"), "default", 0):
         yield "evaluate", EVALUATED
+
+
+def _evaluates(given: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether a run evaluates answers of the model."""
+    return "evaluate_task" in given or _number(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
 
 
 def _number(given: Mapping[str, Any], name: str, default: int) -> int:

@@ -12,8 +12,10 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Prompt, Sample
+from flowrl.messages import Bool, Int32, Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.nodes.row_source import Part
+from flowrl.nodes.too_long import TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined
 
@@ -24,18 +26,30 @@ class GivenAnswers(Node):
     Which groups depends on the run's seed and the group alone. Such a group has one sample, of its first member: the
     others are filtered as `answer_given`. Its tokens bear version -1 and no behavior logprobs, for no policy has
     sampled them; a Teacher's reward of it is the mean of the teacher's logprobs. Conversations of more than
-    `max_tokens` are dropped as `too_long`.
+    `max_tokens` are dropped as `too_long`, lose their beginning, or are an error, by `too_long`. `part`: of which rows
+    the prompts are.
     """
 
     prompts: In[Prompt]
     rollouts: Out[Sample]
     others: Out[Prompt]
 
-    def __init__(self, task: Task, policy: Policy, *, share: float, max_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        share: float,
+        max_tokens: int = 2048,
+        too_long: TooLong = "drop",
+        part: Part = "all",
+    ) -> None:
         self.task = task
         self.policy = policy
         self.share = share
         self.max_tokens = max_tokens
+        self.too_long: TooLong = too_long
+        self.part: Part = part
 
     def facts(self) -> Facts:
         return Facts(drops=True)
@@ -51,6 +65,14 @@ class GivenAnswers(Node):
                 f"{without} rows of {self.task.name!r} have no answer to learn from; set the option answer= of the "
                 "task to the column that holds it, or take rows without one out of the data (malformed=skip does not)"
             )
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+
+    def _refuse_long(self, chat: Chat) -> None:
+        found = load_rows(self.task, whole=self.part == "all")
+        rows = joined(found.train, found.held_out) if self.part == "all" else found.train
+        lengths = (len(self._rendered(chat, row)[0]) for row in rows)
+        refuse_long(lengths, self.max_tokens, option="max_answer_tokens", task=self.task.name)
 
     def _all_rows(self) -> Sequence[Row]:
         found = load_rows(self.task, whole=True)
@@ -59,6 +81,8 @@ class GivenAnswers(Node):
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
         self._rows = by_id(await self.blocking(self._all_rows))
 
     async def run(self) -> None:
@@ -84,10 +108,15 @@ class GivenAnswers(Node):
         self.context.ledger.generated(sample)
         await self.rollouts.send(sample)
 
+    def _rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
+        """(ids, mask) of a prompt with its answer; the mask marks the answer."""
+        token_ids, mask = chat.with_tools(row.tools).completion(row.turns, row.response)
+        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+
     def sample(self, prompt: Prompt) -> Sample:
         """The sample of a model that gives the row's answer."""
         row = self._rows[prompt.prompt_id]
-        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, row.response)
+        token_ids, mask = self._rendered(self._chat, row)
         return Sample.of(
             prompt,
             response_text=str(row.answer),

@@ -11,16 +11,17 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from flowrl.episode import Episode
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, MemoryTerm, Share
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Float32, Sample, Weights
+from flowrl.messages import Bool, Float32, Int32, Sample, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_layout import note, scoring_layout
-from flowrl.nodes.one_sequence import require_one_sequence
 from flowrl.nodes.refreshed import KeptReferences, num_kept
 from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shared_pass import SharedPass
@@ -30,12 +31,22 @@ from flowrl.training.settings import Dtype, Layout
 from flowrl.weights.backends import receiver
 
 
-class Reference(ScoringNode):
-    """Adds `ref_logprobs` to samples. `temperature` has to equal the generator's: logits are divided by it.
+class _Asked(NamedTuple):
+    """A sequence whose logprobs are asked for."""
 
-    `dtype` applies to weights and computation, as in the trainer. At most `batch` samples wait for a pass at the
-    same time. One pass takes at most `token_budget` tokens, padding included, or a single longer sample. `layout`:
-    whether prefixes that samples share are computed once, see `ZeroSettings`.
+    token_ids: Int32
+    policy_mask: Bool
+    reference: int
+    """The number of the reference, where it follows the policy; else 0."""
+
+
+class Reference(ScoringNode):
+    """Adds `ref_logprobs` to samples, for all sequences of each.
+
+    `temperature` has to equal the generator's: logits are divided by it. `dtype` applies to weights and computation, as
+    in the trainer. At most `batch` samples wait for a pass at the same time. One pass takes at most `token_budget`
+    tokens, padding included, or a single longer sequence. `layout`: whether prefixes that sequences share are computed
+    once, see `ZeroSettings`.
 
     With `refresh_every=n` it takes the weights of every nth version from the trainer on its latest edge, `mixup` times
     theirs plus the rest of its own. The graph admits until they are held: `until=(generator.weights,
@@ -190,46 +201,54 @@ class Reference(ScoringNode):
             fetched.close()
 
     async def _refer(self, sample: Sample) -> None:
-        require_one_sequence([sample], "a Reference")
+        wanted = 0
         if (kept := self._kept) is not None:
             wanted = kept.of(newest_version(sample))
             with self.context.waiting("the reference of its version"):
                 async with self._newest:
                     await self._newest.wait_for(lambda: kept.newest >= wanted)
-        ref_logprobs = await self._pass.ask(sample)
+        asked = [_Asked(one.token_ids, one.policy_mask, wanted) for one in sample.sequences]
+        ref_logprobs = np.concatenate(await asyncio.gather(*map(self._pass.ask, asked)))
         await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
 
-    async def _refer_all(self, samples: list[Sample]) -> Sequence[Float32]:
+    async def _refer_all(self, asked: list[_Asked]) -> Sequence[Float32]:
         with self.context.busy("reference"):
-            return await self.blocking(self._passes, samples)
+            return await self.blocking(self._passes, asked)
 
-    def _passes(self, samples: list[Sample]) -> Sequence[Float32]:
-        """The logprobs of each sample, under the reference of its version."""
+    def _passes(self, asked: list[_Asked]) -> Sequence[Float32]:
+        """The logprobs of each sequence, under the reference of its sample's version."""
         if self._kept is None:
-            return self._logprobs(samples)
+            return self._logprobs(asked)
         places: dict[int, list[int]] = defaultdict(list)
-        for place, sample in enumerate(samples):
-            places[self._kept.of(newest_version(sample))].append(place)
+        for place, one in enumerate(asked):
+            places[one.reference].append(place)
         found: dict[int, Float32] = {}
         for number, mine in sorted(places.items()):
             used = self._kept.load(number)
-            logprobs = self._logprobs([samples[place] for place in mine])
+            logprobs = self._logprobs([asked[place] for place in mine])
             found |= zip(mine, logprobs, strict=True)
             for _ in mine:
                 self.context.gauge("reference_version", used)
-        return [found[place] for place in range(len(samples))]
+        return [found[place] for place in range(len(asked))]
 
-    def _logprobs(self, samples: Sequence[Sample]) -> list[Float32]:
-        """log p of the policy tokens of each sample, at their positions; 0 elsewhere."""
+    def _logprobs(self, sequences: Sequence[_Asked]) -> list[Float32]:
+        """log p of the policy tokens of each sequence, at their positions; 0 elsewhere."""
         from flowrl.training.model.row_layout import policy_places
         from flowrl.training.scoring.passes import logprobs_of
 
-        asked = [number for number, sample in enumerate(samples) if policy_places(sample.policy_mask).size]
-        results = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
-        items = [(samples[number].token_ids, samples[number].policy_mask) for number in asked]
+        asked = [number for number, one in enumerate(sequences) if policy_places(one.policy_mask).size]
+        results = [np.zeros(len(one.token_ids), np.float32) for one in sequences]
+        items = [(sequences[number].token_ids, sequences[number].policy_mask) for number in asked]
         for number, logprobs in zip(asked, self.scores(logprobs_of, items, self.temperature), strict=True):
             results[number] = logprobs
         return results
+
+
+class EpisodeReference(Reference):
+    """A Reference of episodes."""
+
+    rollouts: In[Episode]  # type: ignore[assignment]  # an In is invariant: it takes nothing but episodes
+    referenced: Out[Episode]
 
 
 def newest_version(sample: Sample) -> int:

@@ -15,6 +15,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.steps import separator_of, split_steps, step_tokens
+from flowrl.nodes.too_long import TooLong, refuse_long
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.tasks.indexed_rows import by_id, joined, lowest
 
@@ -23,16 +24,29 @@ STEPS, LABELS = ("steps", "completions"), "labels"
 
 
 class StepDataset(Node):
-    """Sends each prompt with the steps of its row. Longer ones than `max_tokens` are dropped as `too_long`."""
+    """Sends each prompt with the steps of its row.
+
+    Those of more than `max_tokens` tokens are dropped as `too_long`, lose the beginning of their prompt, or are an
+    error, by `too_long`.
+    """
 
     prompts: In[Prompt]
     groups: Out[Group]
 
-    def __init__(self, task: Task, policy: Policy, *, separator: str = "\\n", max_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        separator: str = "\\n",
+        max_tokens: int = 2048,
+        too_long: TooLong = "drop",
+    ) -> None:
         self.task = task
         self.policy = policy
         self.separator = separator_of(separator)
         self.max_tokens = max_tokens
+        self.too_long: TooLong = too_long
 
     def facts(self) -> Facts:
         return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
@@ -42,17 +56,32 @@ class StepDataset(Node):
         found = load_demonstrations(self.task)
         for row in joined(found.train, found.held_out):
             labelled_steps(row, self.separator)
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+
+    def _refuse_long(self, chat: Chat) -> None:
+        found = load_demonstrations(self.task)
+        rows = joined(found.train, found.held_out)
+        lengths = (len(self.sample(chat, row, sample_id="", group_id="").token_ids) for row in rows)
+        refuse_long(lengths, self.max_tokens, option="max_length", task=self.task.name)
+
+    def sample(self, chat: Chat, row: Row, **fields: Any) -> Trainable:
+        """The sample of a row, without the beginning of its prompt if that is to make it fit."""
+        most = self.max_tokens if self.too_long == "truncate" else None
+        return step_sample(chat, row, self.separator, most=most, **fields)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
         found = await self.blocking(load_demonstrations, self.task)
         self._rows = by_id(found.train)
 
     async def run(self) -> None:
         async for prompt in self.prompts:
             fields = {name: getattr(prompt, name) for name in ("sample_id", "group_id", "epoch", "member")}
-            sample = step_sample(self._chat, self._rows[prompt.prompt_id], self.separator, **fields)
+            sample = self.sample(self._chat, self._rows[prompt.prompt_id], **fields)
             if len(sample.token_ids) > self.max_tokens:
                 self.prompts.drop(prompt, "too_long")
                 continue
@@ -86,9 +115,7 @@ class HeldOutSteps(Node):
     def _render(self) -> tuple[Trainable, ...]:
         chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
         rows = lowest(load_demonstrations(self.data.task).held_out, self.num_rows)
-        made = [
-            step_sample(chat, row, self.data.separator, sample_id=row.prompt_id, group_id=row.prompt_id) for row in rows
-        ]
+        made = [self.data.sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id) for row in rows]
         return tuple(sample for sample in made if len(sample.token_ids) <= self.data.max_tokens)
 
     async def run(self) -> None:
@@ -120,10 +147,17 @@ def _texts(steps: Any) -> bool:
     return isinstance(steps, Sequence) and bool(steps) and all(isinstance(step, str) for step in steps)
 
 
-def step_sample(chat: Chat, row: Row, separator: str, **fields: Any) -> Trainable:
-    """The sample of a row: its mask marks one token for each step, and `returns` has the labels there."""
+def step_sample(chat: Chat, row: Row, separator: str, *, most: int | None = None, **fields: Any) -> Trainable:
+    """The sample of a row: its mask marks one token for each step, and `returns` has the labels there.
+
+    Of more than `most` tokens it loses those at the beginning, if one of the prompt is left.
+    """
     steps, labels = labelled_steps(row, separator)
-    token_ids, mask = step_tokens(chat.with_tools(row.tools), row.turns, steps, separator)
+    chat = chat.with_tools(row.tools)
+    token_ids, mask = step_tokens(chat, row.turns, steps, separator)
+    excess = 0 if most is None else len(token_ids) - most
+    if 0 < excess < len(chat.prompt(row.turns)[1]):
+        token_ids, mask = token_ids[excess:], mask[excess:]
     returns = np.zeros(token_ids.size, np.float32)
     returns[mask] = labels
     return Trainable(

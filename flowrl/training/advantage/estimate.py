@@ -170,7 +170,7 @@ class Estimate:
 
     def kl(self, samples: Sequence[Scored]) -> Array:
         """kl_t of every policy token to the reference, with the behavior policy's logprobs."""
-        behavior_KT = stack([sample.whole_logprobs for sample in samples])
+        behavior_KT = stack([whole_logprobs(sample) for sample in samples])
         reference_KT = stack([self._needed(sample, "ref_logprobs") for sample in samples])
         return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
 
@@ -192,6 +192,11 @@ class Estimate:
 def unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
     """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
     return tuple(trainable(sample, np.zeros(0)) for sample in samples)
+
+
+def whole_logprobs(sample: Scored) -> Float32:
+    """`behavior_logprobs` of all sequences, one after the other."""
+    return np.concatenate([one.behavior_logprobs for one in sample.sequences])
 
 
 def whole_reward(sample: Scored) -> float:

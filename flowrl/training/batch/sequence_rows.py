@@ -50,7 +50,7 @@ def rows_of(sample: Trainable) -> list[Trainable]:
         return [sample]
     arrays: dict[str, list[Any]] = {
         name: split_whole(sample, value)
-        for name in ("advantages", "loss_mask", "returns")
+        for name in ("advantages", "loss_mask", "returns", "ref_logprobs")
         if (value := getattr(sample, name)) is not None
     }
     return [
