@@ -9,21 +9,22 @@ from typing import Any
 
 from flowrl.environments import Action, Env, Observation, Step
 
-OFTEN = 10
-"""Every so many rows one is that many times as long."""
-
 
 class Uneven(Env):
-    """What it shows and rewards follows from the row's seed and the actions alone."""
+    """What it shows and rewards follows from the row's seed and the actions alone.
+
+    Of `often` rows one is `often` times as long; with 0 none is.
+    """
 
     cooperative = True
 
-    def __init__(self, turns: int = 3, step_s: float = 0.05) -> None:
-        self.turns, self.step_s = turns, step_s
+    def __init__(self, turns: int = 3, step_s: float = 0.05, often: int = 10) -> None:
+        self.turns, self.step_s, self.often = turns, step_s, often
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self.state = zlib.crc32(str(seed).encode())
-        self.left = self.turns * (OFTEN if self.state % OFTEN == 0 else 1)
+        long = self.often and self.state % self.often == 0
+        self.left = self.turns * (self.often if long else 1)
         return Observation(f"{self.state % 90 + 10}+{seed % 9 + 1}=")
 
     async def step(self, action: Action) -> Step:
