@@ -1,9 +1,14 @@
 """What faults of environments cost: runs on Ray, vLLM and ZeRO, clean and faulty ones by turns.
 
+    python -m benchmarks.agent_faults [--steps 24] [--repetitions 2]
+
 In the faulty runs each attempt at an episode hangs, raises, kills its process or answers garbage, with a chance of
 `chance` each, drawn anew for each attempt. A hanging step is given up after 5 s. Without retries the figure is healthy
 episodes a second against the clean run before it; with retries, which share of samples trains, and how mean reward and
 mean length differ from the clean run's. The learning rate is 0, so all runs play the same policy.
+
+Wanted are, as medians, healthy episodes/s of at least 0.85 of the healthy share of a clean run's, and at least 0.95 of
+the samples trained; and 0 in both intervals. The exit status is 1 otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 SIZES = ("--groups-per-step", "8", "--group-size", "8", "--look-ahead", "8")
 POLICY = ("--policy", "tiny_agent", "--task.name", "arithmetic:min_value=30")
 FIXED = (*POLICY, "--evaluate", "0", "--lr", "0", "--max-tokens", "12", "--limits.step-s", "5")
+LEAST_RATE, LEAST_TRAINED = 0.85, 0.95
 SKIPPED = 2
 """Steps at the beginning of a run that are not timed."""
 TWO_SIDED = 1.96
@@ -103,17 +109,30 @@ def read(run_dir: Path) -> Played:
     )
 
 
-def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mapping[str, list[float]]]) -> str:
-    """Difference of the means of groups' means with its 95% interval, and the clean mean. Groups are independent."""
+@dataclass(frozen=True)
+class Difference:
+    """The difference of the means of groups' means, with its 95% interval; groups are independent."""
+
+    middle: float
+    low: float
+    high: float
+    clean: float
+    sizes: str
+
+    def __str__(self) -> str:
+        return f"{self.middle:+.4f}  95% [{self.low:+.4f}, {self.high:+.4f}] of {self.clean:.4f}, {self.sizes}"
+
+
+def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mapping[str, list[float]]]) -> Difference:
     first, second = ([statistics.mean(group) for run in runs for group in run.values()] for runs in (ours, clean))
     middle = statistics.mean(first) - statistics.mean(second)
     error = sum(statistics.variance(means) / len(means) for means in (first, second)) ** 0.5
     low, high = middle - TWO_SIDED * error, middle + TWO_SIDED * error
     sizes = f"{len(first)} and {len(second)} groups"
-    return f"{middle:+.4f}  95% [{low:+.4f}, {high:+.4f}] of {statistics.mean(second):.4f}, {sizes}"
+    return Difference(middle, low, high, statistics.mean(second), sizes)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     clean = Case("clean", 0.0, 2)
     without, retried = (Case(f"retries={retries}", options.chance, retries) for retries in (0, 2))
     cases = (clean, without, replace(clean, name="clean again"), retried)
@@ -129,11 +148,11 @@ def main(options: Options) -> None:
             print(
                 f"{case.name:14}{played.rate:12.2f}{share:10.3f}{played.failed:10.4f}{played.trained:10.4f}", flush=True
             )
-    report(found, options)
+    return 0 if report(found, options) else 1
 
 
-def report(found: Mapping[str, list[Played]], options: Options) -> None:
-    """The figures over all repetitions, with their spread."""
+def report(found: Mapping[str, list[Played]], options: Options) -> bool:
+    """Print the figures over all repetitions, with their spread; whether they are as wanted."""
     healthy = 1 - 4 * options.chance
     shares = [
         ours.rate / others.rate / healthy for ours, others in zip(found["retries=0"], found["clean"], strict=True)
@@ -151,11 +170,16 @@ def report(found: Mapping[str, list[Played]], options: Options) -> None:
         print(f"{what:58}{statistics.median(values):8.4f}  ({min(values):.4f} to {max(values):.4f})")
         line: dict[str, Any] = {"benchmark": "agent_faults", "figure": what, "value": statistics.median(values)}
         print(json.dumps(line | {"runs": values}))
+    reached = statistics.median(shares) >= LEAST_RATE and statistics.median(trained) >= LEAST_TRAINED
     for what in ("rewards", "lengths"):
         for name, ours in (("retries=2", again), ("two clean runs", found["clean"])):
-            told = difference([getattr(one, what) for one in ours], [getattr(one, what) for one in clean])
-            print(f"{name}: mean {what.rstrip('s')} less that of clean  {told}")
+            apart = difference([getattr(one, what) for one in ours], [getattr(one, what) for one in clean])
+            print(f"{name}: mean {what.rstrip('s')} less that of clean  {apart}")
+            reached = reached and (name != "retries=2" or apart.low <= 0 <= apart.high)
+    wanted = f"{LEAST_RATE} and {LEAST_TRAINED} at least, and 0 in the intervals of retries=2"
+    print(f"wanted: {wanted}: {'reached' if reached else 'MISSED'}")
+    return reached
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

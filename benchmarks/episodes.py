@@ -1,8 +1,15 @@
 """What the environment node costs itself: memory and processor time of episodes that wait, and of turns.
 
-The environment is cooperative and only waits; a function in the same process stands for the generator, so its time
-is in the figures too. `idle`: all episodes wait in a step. `load`: episodes whose steps take seconds, played for a
-while; a turn is one reply and one step.
+    python -m benchmarks.episodes [--case idle|load|real]
+
+The environment is cooperative and only waits. `idle`: all episodes wait in a step. `load`: episodes whose steps take
+seconds, played for a while; a turn is one reply and one step. In both a function in the same process stands for the
+generator, so its time is in the figures too. `real`: `load` on Ray and vLLM, and the generator alone on the same
+requests (benchmarks/episodes_stack.py), so the rate can be held against the smaller of what the waiting and what the
+generator allows.
+
+Wanted are at most 64 KiB an episode and 0.02 cores (`idle`), at least 0.85 of what is possible, and at most 1.5 ms of
+processor time a turn. The exit status is 1 if a median is on the other side.
 """
 
 from __future__ import annotations
@@ -21,9 +28,11 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from benchmarks import waiting_env
+from benchmarks import episodes_stack, waiting_env
+from benchmarks.episodes_stack import LoadedRun
 from flowrl.environments import EnvironmentRow
 from flowrl.episode import Reply, Turn
+from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
@@ -31,13 +40,14 @@ from flowrl.nodes import Environment, Limits
 from flowrl.nodes.environment_source import prompt_fields
 from flowrl.testing import NodeRig
 
+CASES = ("idle", "load", "real")
 TOKENS = 400
 """Most tokens of an episode; the sequences of the benchmark are shorter."""
 
 
 @dataclass(frozen=True)
 class Options:
-    case: Literal["idle", "load", "both"] = "both"
+    case: Literal["idle", "load", "real", "all"] = "all"
     idle: int = 10_000
     """Episodes that wait."""
     load: int = 1_000
@@ -45,8 +55,23 @@ class Options:
     turns: int = 4
     """Turns of each of them."""
     seconds: float = 20.0
-    """For which processor time and turns are measured."""
+    """For which processor time and turns are measured; of `real` it is as long as `total` episodes take."""
+    total: int = 5000
+    """Episodes of a repetition of `real`."""
+    max_tokens: int = 8
+    """So many has a reply of `real` at most."""
     repeats: int = 3
+
+
+WANTED = {
+    ("idle", "KiB an episode"): (0.0, 64.0),
+    ("idle", "cores"): (0.0, 0.02),
+    ("load", "of the ideal"): (0.85, float("inf")),
+    ("load", "ms a turn"): (0.0, 1.5),
+    ("real", "of the smaller"): (0.85, float("inf")),
+    ("real", "ms a turn"): (0.0, 1.5),
+}
+"""(case, figure) -> least and most of its median."""
 
 
 class Letters:
@@ -135,17 +160,34 @@ async def load(number: int, turns: int, seconds: float) -> dict[str, float]:
 
 
 def once(case: str, options: Options) -> dict[str, float]:
-    """One repetition, in a process of its own."""
+    """One repetition, in a process of its own; of `real` in those of its runs."""
+    if case == "real":
+        return episodes_stack.once(LoadedRun(options.load, options.total, options.turns, options.max_tokens))
     listed = [f"--{name}={getattr(options, name)}" for name in ("idle", "load", "turns", "seconds")]
     command = [sys.executable, "-m", "benchmarks.episodes", "--case", case, "--repeats", "0", *listed]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(done.stderr)
+        raise FlowrlError(done.stderr)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def main(options: Options) -> None:
+def measure(case: str, options: Options) -> bool:
+    """Print the figures of a case; whether all are as wanted."""
+    runs = [once(case, options) for _ in range(options.repeats)]
+    reached = True
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        middle = statistics.median(values)
+        least, most = WANTED.get((case, name), (0.0, float("inf")))
+        missed = "" if least <= middle <= most else f"  MISSED: wanted {least:g} to {most:g}"
+        print(f"{case:<6}{name:<24}{middle:10.3f}  ({min(values):.3f} to {max(values):.3f}){missed}", flush=True)
+        print(json.dumps({"benchmark": "episodes", "case": case, "figure": name, "value": middle, "runs": values}))
+        reached = reached and not missed
+    return reached
+
+
+def main(options: Options) -> int:
     if not options.repeats:
         work = (
             idle(options.idle, options.seconds)
@@ -154,14 +196,13 @@ def main(options: Options) -> None:
         )
         print(json.dumps(asyncio.run(work)), flush=True)
         os._exit(0)  # the episodes that wait need no end
-    for case in ("idle", "load") if options.case == "both" else (options.case,):
-        runs = [once(case, options) for _ in range(options.repeats)]
-        for name in runs[0]:
-            values = [run[name] for run in runs]
-            middle = statistics.median(values)
-            print(f"{case:<6}{name:<18}{middle:10.3f}  ({min(values):.3f} to {max(values):.3f})")
-            print(json.dumps({"benchmark": "episodes", "case": case, "figure": name, "value": middle, "runs": values}))
+    try:
+        reached = [measure(case, options) for case in (CASES if options.case == "all" else (options.case,))]
+    except FlowrlError as problem:
+        print(f"episodes: {problem}", file=sys.stderr)
+        return 2
+    return 0 if all(reached) else 1
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

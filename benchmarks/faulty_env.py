@@ -1,4 +1,4 @@
-"""An environment of benchmarks/agent_faults.py: sums until one is wrong, in a process that fails by chance."""
+"""An environment of benchmarks/agent_faults.py: sums until one is far off, in a process that fails by chance."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from flowrl.environments import Action, Env, Observation, Step
 
+NEAR = 5
+"""So far from the sum an answer may be, and another one is asked."""
 KINDS = ("hang", "crash", "kill", "garbage")
 NO_OBSERVATION, NO_STEP = cast(Observation, "garbage"), cast(Step, "garbage")
 AT_RESET, AT_FIRST, AT_LAST = "reset", "first", "last"
@@ -44,13 +46,16 @@ class Faulty(Env):
 
     async def step(self, action: Action) -> Step:
         await asyncio.sleep(self.step_s)  # what a tool would take
-        right = action.text.strip() == self.answer
+        said = action.text.strip()
+        off = abs(int(said) - int(self.answer)) if said.isdecimal() else None
         self.left -= 1
-        over = not right or not self.left
+        over = off is None or off > NEAR or not self.left
         if self.kind and (over if self.moment == AT_LAST else self.moment == AT_FIRST):
             self.fail()
             return NO_STEP
-        return Step(Observation(self.question()), reward=right / self.most, terminated=over)
+        return Step(
+            Observation(self.question()), reward=0.0 if off is None else 1 / (1 + off) / self.most, terminated=over
+        )
 
     def fail(self) -> None:
         """Does not return, but for garbage."""
