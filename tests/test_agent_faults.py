@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.agent_faults import difference
+from benchmarks.agent_faults import Options, Played, difference, report
 from benchmarks.faulty_env import AT_RESET, KINDS, Faulty
 from flowrl.environments import Action
 from tests.agent_faults import Cell, cells, play
@@ -43,7 +44,23 @@ def test_runs_are_compared_by_the_means_of_their_groups() -> None:
     ours = {"a": [1.0, 3.0], "b": [4.0]}
     clean = {"c": [1.0], "d": [0.0, 0.0, 0.0]}
     told = "+2.5000  95% [+0.3087, +4.6913] of 0.5000, 2 and 2 groups"  # 1.96 * sqrt(2 / 2 + 0.5 / 2) each way
-    assert difference([ours], [clean]) == told
+    assert str(difference([ours], [clean])) == told
+
+
+def test_a_missed_figure_of_faults_is_seen() -> None:
+    groups = {"a": [1.0], "b": [2.0]}
+    clean = Played(10.0, 0.0, 1.0, groups, groups)
+    found = {"clean": [clean], "clean again": [clean]}
+    good = {"retries=0": [replace(clean, rate=7.0)], "retries=2": [replace(clean, trained=0.96)]}
+    other = {"c": [9.0], "d": [9.1]}
+    assert report(found | good, Options())
+    for bad in (
+        good | {"retries=0": [replace(clean, rate=6.7)]},
+        good | {"retries=2": [replace(clean, trained=0.94)]},
+        good | {"retries=2": [replace(clean, trained=0.96, rewards=other)]},
+        good | {"retries=2": [replace(clean, trained=0.96, lengths=other)]},
+    ):
+        assert not report(found | bad, Options())
 
 
 def test_an_attempt_fails_by_chance_and_answers_sums_otherwise() -> None:
@@ -57,6 +74,7 @@ def test_an_attempt_fails_by_chance_and_answers_sums_otherwise() -> None:
         steps = [await env.step(Action(env.answer)) for _ in range(2)]
         other = Faulty(chance=0.0, step_s=0.0)
         await other.reset({}, 7)
+        await other.step(Action(str(int(other.answer) + 1)))
         steps.append(await other.step(Action("no")))
         return [(step.reward, step.terminated) for step in steps]
 
