@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle mutants random-graphs kills test-nvme docs docs-serve gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle templates mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -59,6 +59,10 @@ test-nvme: setup
 # Every case of the oracle of gradients in rows and in trees; some five minutes.
 oracle: setup
 	$(PY) -m pytest -q tests/test_oracle.py tests/test_oracle_episodes.py
+
+# Random conversations with every chat template in TRL's wheel, a hundred for each; some twenty minutes.
+templates: setup
+	FLOWRL_TEMPLATE_EXAMPLES=100 $(PY) -m pytest -q -n 2 tests/test_agents_conversation.py
 
 # Faults put in one at a time, each to be caught by the test that it names.
 mutants: setup

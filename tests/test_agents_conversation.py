@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -212,7 +213,9 @@ def slow(name: str, tokenizer: str) -> bool:
     return tokenizer == "smollm2" or (tokenizer == "merging" and name.endswith("_training"))
 
 
-FEW = settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = int(os.environ.get("FLOWRL_TEMPLATE_EXAMPLES", "3"))
+"""Of each property with each template and tokenizer; `make templates` asks for more than a run of all tests has time."""
+FEW = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 EVERY = pytest.mark.parametrize(("name", "tokenizer"), cases("characters", "merging", "smollm2"))
 
 
