@@ -89,6 +89,19 @@ class TrainerOptions(PolicyOptions):
         yield from too_low(self, token_budget=1, router_aux_loss_coef=0)
         if not 0 <= self.lr < math.inf:
             yield f"--lr is {self.lr}; it has to be a number from 0 up"
+        yield from self.unused_settings("zero", "schedule")
+        if not self.lora.rank:
+            yield from unused(self, ("lora",), "all weights are trained; give --lora.rank too")
+
+    def unused_settings(self, zero: str, schedule: str) -> Iterator[str]:
+        """A sentence for settings that the optimizer, or the schedule, of one trainer does not have."""
+        optimizer: str = getattr(self, zero).optimizer
+        theirs = {"muon": (f"{zero}.momentum", f"{zero}.muon_lr_factor"), "adamw": (f"{zero}.betas", f"{zero}.eps")}
+        for name in {"adamw": ("muon",), "sgd": ("muon", "adamw")}.get(optimizer, ()):
+            yield from unused(self, theirs[name], f"{optimizer} has no such setting; it is of {name}, leave this out")
+        if getattr(self, schedule).decay == "constant":
+            why = f"the rate does not fall; give --{schedule.replace('_', '-')}.decay too"
+            yield from unused(self, (f"{schedule}.floor",), why)
 
     @property
     def packed_as(self) -> Layout:

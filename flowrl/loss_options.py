@@ -67,6 +67,12 @@ class LossOptions(PolicyOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.objective.correction is None:
+            names = ("objective.correction_range", "objective.correction_level")
+            yield from unused(self, names, "there is no --objective.correction; leave this out")
+        elif self.objective.correction != "tis":
+            why = f"--objective.correction is {self.objective.correction}, and only tis has it; leave this out"
+            yield from unused(self, ("objective.correction_level",), why)
         if not self.kl_in_loss:
             yield from unused(
                 self, ("objective.kl_estimator",), "there is no KL in the loss; give --objective.kl-coef too"

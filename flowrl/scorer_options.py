@@ -41,13 +41,25 @@ class ScorerOptions(TimedReward, PolicyOptions):
             yield "--reward-concurrency is for reward functions and servers, and --reward-model scores; leave one out"
         if self.step_separator and not self.reward_model.model:
             yield "--step-separator is for a process reward model; name its directory with --reward-model"
-        if not self.step_separator:
+        if not self.asks_functions:
+            why = "--reward-model scores, and no reward function or server is asked; leave this out"
+            yield from unused(self, ("reward_timeout_s", "reward_away_s"), why)
+        if self.step_separator:
+            why = "a process reward model's scores of steps are not normalised; leave this out"
+            yield from unused(self, ("reward_model.normalise",), why)
+        else:
             why = "responses are scored as a whole; give --step-separator and the --reward-model of steps too"
             yield from unused(self, ("of_steps",), why)
         if names_model(self.task.reward) and not self.reward_model.model:
             yield f"--task.reward {self.task.reward!r} names reward_model; name its directory with --reward-model"
         if self.reward_model != RewardModelSize() and not self.reward_model.model:
             yield "--reward-model.gpus and the like size a reward model; name its directory with --reward-model"
+
+    @property
+    def asks_functions(self) -> bool:
+        """Whether reward functions or servers may be asked: by the reward, by `prefer`, or for held-out answers."""
+        further = getattr(self, "evaluates", False) or getattr(self, "prefer", "")
+        return bool(further) or not self.reward_model.model or names_model(self.task.reward)
 
     @property
     def answers_compared(self) -> bool:

@@ -12,7 +12,7 @@ from flowrl import Graph
 from flowrl.blocks import AnswerOptions
 from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter
 from flowrl.nodes.too_long import TooLong
-from flowrl.role_options import too_low
+from flowrl.role_options import too_low, unused
 from flowrl.scorer_options import ScorerOptions
 
 
@@ -43,11 +43,17 @@ class Generate(ScorerOptions, AnswerOptions):
         yield from too_low(self, num_prompts=1, max_prompt_tokens=1)
         if self.best and self.group_size < 2:
             yield f"--best chooses among --group-size responses, which is {self.group_size}; it needs at least 2"
+        if not self.scored:
+            names = ("reward_timeout_s", "reward_concurrency", "reward_away_s", "task.reward", "task.reward_weights")
+            yield from unused(self, names, "responses have no rewards; give --score or --best too")
+
+    @property
+    def scored(self) -> bool:
+        """Whether responses get a reward."""
+        return self.score or self.best or bool(self.reward_model.model)
 
 
 def graph(cfg: Generate) -> Graph:
-    writes = ResponseWriter(cfg.out, cfg.task, size=cfg.group_size, best=cfg.best)
-    scored = cfg.score or cfg.best or bool(cfg.reward_model.model)
 
     g = Graph("generate")
     source = RemainingPrompts(
@@ -60,16 +66,17 @@ def graph(cfg: Generate) -> Graph:
         max_prompt_tokens=cfg.max_prompt_tokens,
         too_long=cfg.too_long,
         out=cfg.out,
-        per_group=writes.per_group,
-        answers_compared=scored and cfg.answers_compared,
+        per_group=1 if cfg.best else cfg.group_size,
+        answers_compared=cfg.scored and cfg.answers_compared,
     )
     prompts = g.add("prompts", source)
     answers = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine, trained=False)
     generator = g.add("generator", answers, **cfg.place_generator())
+    writes = ResponseWriter(cfg.out, cfg.task, size=cfg.group_size, best=cfg.best, prompts=source)
     writer = g.add("writer", writes)
 
     g.connect(prompts.prompts, generator.prompts)
-    if scored:
+    if cfg.scored:
         reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
         g.connect(generator.rollouts, reward.rollouts)
         g.connect(reward.scored, writer.samples)

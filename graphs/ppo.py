@@ -65,6 +65,7 @@ class PPO(AdvantageOptions, RewardOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        yield from self.unused_settings("critic_zero", "critic_schedule")
         if not self.kl_coef:
             yield from unused(self, ("kl_estimator", "kl_target"), "--kl-coef is 0; raise it, or leave this out")
 

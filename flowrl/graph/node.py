@@ -19,6 +19,7 @@ so `__init__` only stores settings. Imports of heavy packages and other expensiv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,12 @@ class Context(Protocol):
     async def step_done(self, version: int) -> None: ...
 
 
+@functools.cache
+def _port_hints(kind: type[Node]) -> Mapping[str, Any]:
+    """The ports that a class of nodes declares. Reading annotations is most of what making a node costs."""
+    return {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) in PORT_KINDS}
+
+
 @dataclass(frozen=True)
 class Saved:
     """The saved state that a node of a resumed run would continue from."""
@@ -131,11 +138,9 @@ class Node:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         node = super().__new__(cls)
         ports: dict[str, Port] = {}
-        for name, hint in get_type_hints(cls).items():
-            kind = get_origin(hint)
-            if kind in PORT_KINDS:
-                ports[name] = kind(node, name, get_args(hint))
-                setattr(node, name, ports[name])
+        for name, hint in _port_hints(cls).items():  # type: ignore[arg-type]  # a class can be hashed
+            ports[name] = get_origin(hint)(node, name, get_args(hint))
+            setattr(node, name, ports[name])
         node.ports = ports
         return node
 
