@@ -8,7 +8,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import AnswerOptions
-from flowrl.nodes import Generator, PairMaker, PairWriter, PromptSource
+from flowrl.nodes import Generator, PairMaker, PairWriter, RemainingPrompts
 from flowrl.nodes.too_long import TooLong
 from flowrl.scorer_options import ScorerOptions
 
@@ -21,7 +21,7 @@ class Pairs(ScorerOptions, AnswerOptions):
     """Answers to one prompt; the best and the worst make a pair."""
 
     pairs: str = "pairs.jsonl"
-    """The file that is written."""
+    """The file that is written. Prompts of which it has a pair are left out, so the same command goes on with it."""
     prefer: str = ""
     """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
     better one; empty: the reward."""
@@ -37,7 +37,7 @@ class Pairs(ScorerOptions, AnswerOptions):
 
 def graph(cfg: Pairs) -> Graph:
     g = Graph("pairs")
-    source = PromptSource(
+    source = RemainingPrompts(
         cfg.task,
         cfg.model,
         repeat=cfg.group_size,
@@ -46,6 +46,8 @@ def graph(cfg: Pairs) -> Graph:
         epochs=1,
         max_prompt_tokens=cfg.max_prompt_tokens,
         too_long=cfg.too_long,
+        out=cfg.pairs,
+        per_group=1,
         answers_compared=cfg.answers_compared,
     )
     prompts = g.add("prompts", source)

@@ -51,7 +51,7 @@ def graph(cfg: Score) -> Graph:
     prompts = g.add("prompts", source)
     responses = g.add("responses", GivenResponses(task, cfg.model, column=cfg.response))
     reward = g.add("reward", cfg.make_scorer(task), **cfg.place_reward())
-    writer = g.add("writer", ResponseWriter(cfg.out, task, size=1, given=True))
+    writer = g.add("writer", ResponseWriter(cfg.out, task, size=1, given=True, prompts=source))
 
     g.connect(prompts.prompts, responses.prompts)
     g.connect(responses.rollouts, reward.rollouts)

@@ -83,6 +83,18 @@ def test_the_best_of_a_group_alone(task: Task, tmp_path: Path) -> None:
     assert [(line["response"], line["member"]) for line in written(out)] == [("é1", 1)] * 4
 
 
+def test_the_writer_says_how_many_of_how_many_responses_there_are(task: Task, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)})
+    file = load_file("generate")
+    built = file.build(file.parse(["--task", task.name, "--out", str(out), "--group-size", "2"]))
+    record = run_node(built.nodes["writer"], {"samples": answers(task, 10)[8:]})
+    assert record.progress == [f"12 of 12 responses in {out}"], "without those that the file had"
+    best = file.build(file.parse(["--task", task.name, "--out", f"{out}l.jsonl", "--group-size", "2", "--best"]))
+    record = run_node(best.nodes["writer"], {"samples": answers(task, 10)})
+    assert record.progress == [f"10 of 10 responses in {out}l.jsonl"]
+
+
 @pytest.mark.parametrize("cut", [1, 10, 70])
 def test_a_second_run_goes_on_behind_the_last_whole_group(task: Task, tmp_path: Path, cut: int) -> None:
     out = tmp_path / "out.jsonl"
@@ -248,7 +260,9 @@ def test_a_command_takes_the_run_files_and_the_dry_run_of_flowrl_run(
     monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch) or Result(tmp_path, outcome, None))
     monkeypatch.setattr("flowrl.runtime.driver.preflight.preflight", lambda graph, file: {})
     file, first = str(tmp_path / "run.yaml"), task.name if command == "score" else "tiny_teacher"
-    assert main([command, first, "--reward-timeout-s", "33", "--save-config", file, "--max-hours", "2"]) == 0
+    scored = ["--score"] if command == "generate" else []
+    own = [*scored, "--reward-timeout-s", "33", "--max-hours", "2"]
+    assert main([command, first, *own, "--save-config", file]) == 0
     assert f"graph: {command}" in (tmp_path / "run.yaml").read_text()
     assert main([command, "--config", file]) == 0
     before, after = launched

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.graph.load import load_file
 from flowrl.messages import Group, Trainable
 from flowrl.models import Policy
 from flowrl.nodes import PairWriter, PromptSource
@@ -67,9 +68,27 @@ def test_a_long_conversation_is_written_as_messages(task: Task, tmp_path: Path) 
     assert [turn["role"] for turn in line["prompt"]] == ["user", "assistant", "user"]
 
 
-def test_a_file_that_is_there_is_not_written_to(task: Task, tmp_path: Path) -> None:
-    (tmp_path / "pairs.jsonl").touch()
-    with pytest.raises(ConfigError, match="already exists; name another file"):
+@pytest.mark.parametrize("cut", [0, 1, 30])
+def test_a_second_run_goes_on_behind_the_last_whole_pair(task: Task, tmp_path: Path, cut: int) -> None:
+    path, rows = tmp_path / "pairs.jsonl", load_rows(task)
+    groups = [pair(row.prompt_id, "é", "9") for row in (*rows.train, *rows.held_out)]
+    written(task, path, groups[:5])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - cut])
+    file = load_file("pairs")
+    built = file.build(file.parse(["--task", task.name, "--pairs", str(path), "--group-size", "2"]))
+    left = run_node(built.nodes["prompts"], name="prompts").groups("prompts")
+    done = {group.group_id for group in groups[: 5 - bool(cut)]}
+    assert len(left) == 41 - len(done) and not {one[0].prompt_id for one in left} & done
+    said = built.nodes["writer"].preflight()
+    assert said == f"{path} has {len(done)} pairs already; the others follow"
+    _, lines = written(task, path, [group for group in groups if group.group_id not in done])
+    assert [line["prompt_id"] for line in lines] == [group.group_id for group in groups]
+
+
+def test_a_file_that_is_no_file_of_pairs_is_not_written_to(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1"}\n')
+    with pytest.raises(ConfigError, match="is no line that flowrl has written; name another file"):
         PairWriter(str(tmp_path / "pairs.jsonl"), task).preflight()
     with pytest.raises(ConfigError, match="does not exist; create it"):
         PairWriter(str(tmp_path / "nowhere" / "pairs.jsonl"), task).preflight()

@@ -1,7 +1,9 @@
 """Writes pairs to a file, for later training of a reward model or DPO.
 
-Each pair is one line, `{"prompt", "chosen", "rejected"}` and the row's other columns; the prompt is text, or the
-messages of a longer conversation. A line is complete when the pair is finished in the ledger.
+Each pair is one line, `{"prompt", "chosen", "rejected", "prompt_id"}` and the row's other columns; the prompt is text,
+or the messages of a longer conversation. A line is complete when the pair is finished in the ledger. A second run goes
+on with the file: `RemainingPrompts` asks no prompt of which it has a pair, and what a killed run has left of a line is
+cut off.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Group, Trainable
+from flowrl.nodes.response_writer import Written
+from flowrl.nodes.tally import Tally
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.user_path import user_path
 
-PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", "prompt_id", "margin")
 
 
 class PairWriter(Node):
-    """Writes each pair of a PairMaker to the new file `path`; `task` is the task that the prompts come from.
+    """Writes each pair of a PairMaker to the file `path`; `task` is the task that the prompts come from.
 
     The margin of a pair is the difference of the two rewards. In the ledger pairs end as dropped with the reason
     `written`. A pair with an empty answer is not written; it is filtered as `empty_answer`.
@@ -30,10 +34,12 @@ class PairWriter(Node):
 
     groups: In[Group]
 
+    _tally: Tally
+
     def __init__(self, path: str, task: Task) -> None:
         self.path = path
         self.task = task
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def facts(self) -> Facts:
         return Facts(drops=True, keeps_lineage=False)
@@ -41,20 +47,25 @@ class PairWriter(Node):
     def check(self, facts: Any) -> list[str]:
         return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         target = user_path(self.path)
-        if target.exists():
-            raise ConfigError(f"{target} already exists; name another file for the pairs, or remove it")
         if not target.parent.is_dir():
             raise ConfigError(f"the directory {target.parent} for the pairs does not exist; create it")
+        found = Written.read(target, 1)
+        return f"{target} has {len(found.prompt_ids)} pairs already; the others follow" if found.prompt_ids else None
 
     async def setup(self) -> None:
         rows = await self.blocking(load_rows, self.task)
         self._rows = by_id(joined(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
+        self._tally = Tally("pairs", self.context.progress)
 
-    def _open(self) -> IO[str]:
-        return user_path(self.path).open("a", encoding="utf-8")
+    def _open(self) -> IO[bytes]:
+        path = user_path(self.path)
+        found = Written.read(path, 1)
+        file = path.open("ab")
+        file.truncate(found.num_bytes)
+        return file
 
     async def run(self) -> None:
         assert self._file is not None
@@ -63,10 +74,12 @@ class PairWriter(Node):
             if not (chosen.response_text and rejected.response_text):
                 self.groups.drop(group, "empty_answer", state="filtered")
                 continue
-            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False)}\n")
+            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False)}\n".encode())
             self._file.flush()
             self.context.metric("pairs_written", 1)
             self.groups.drop(group, "written")
+            self._tally.add(1, f" in {self.path}")
+        self._tally.end(f" in {self.path}", always=True)
 
     async def close(self) -> None:
         if self._file is not None:
@@ -81,6 +94,7 @@ class PairWriter(Node):
             "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
             "chosen": chosen.response_text,
             "rejected": rejected.response_text,
+            "prompt_id": chosen.prompt_id,
             "margin": chosen.reward - rejected.reward,
             **kept,
         }

@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,11 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.source import PromptSource
+from flowrl.nodes.tally import Tally
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined, prompt_ids
 from flowrl.user_path import user_path
 
-REPORT_EVERY_S = 5.0
 OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response_tokens", "truncated")
 
 
@@ -90,6 +89,12 @@ class RemainingPrompts(PromptSource):
     def _done(self) -> frozenset[str]:
         return Written.read(user_path(self.out), self.per_group).prompt_ids
 
+    def num_left(self, seed: int) -> int:
+        """Number of prompts of which the file has no group yet; `seed` is the run's."""
+        self._seed = seed if self.seed is None else self.seed
+        self._rows = self.rows()
+        return len(self._order(0))
+
     def _order(self, epoch: int) -> list[int]:
         """The rows of the epoch that are not done. Of a mixture that are not all others: an epoch has its shares."""
         names, done = [*prompt_ids(self._rows)], self._done()
@@ -102,21 +107,35 @@ class RemainingPrompts(PromptSource):
 
 
 class ResponseWriter(Node):
-    """Writes the responses to each prompt of `task`, `size` of them, or the best by reward, to `path`."""
+    """Writes the responses to each prompt of `task`, `size` of them, or the best by reward, to `path`.
+
+    `prompts` is the source of the graph, which knows how many prompts there are.
+    """
 
     keyed_state = True
 
     samples: In[Sample]
 
-    def __init__(self, path: str, task: Task, *, size: int, best: bool = False, given: bool = False) -> None:
+    _tally: Tally
+
+    def __init__(
+        self,
+        path: str,
+        task: Task,
+        *,
+        size: int,
+        best: bool = False,
+        given: bool = False,
+        prompts: RemainingPrompts | None = None,
+    ) -> None:
         self.path = path
         self.task = task
         self.size = size
         self.best = best
         self.given = given
+        self.prompts = prompts
         self._file: IO[bytes] | None = None
-        self._lines = self._lost = 0
-        self._told_s = time.monotonic()
+        self._lost = 0
 
     @property
     def per_group(self) -> int:
@@ -141,6 +160,10 @@ class ResponseWriter(Node):
         rows = await self.blocking(read, self.task, whole=True)
         self._rows = by_id(joined(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
+        prompts = self.prompts
+        left = None if prompts is None else await self.blocking(prompts.num_left, self.context.seed)
+        total = None if left is None else left * self.per_group
+        self._tally = Tally("responses", self.context.progress, total=total)
 
     def _open(self) -> IO[bytes]:
         path = user_path(self.path)
@@ -160,21 +183,17 @@ class ResponseWriter(Node):
             for sample in members.items:
                 self.samples.drop(sample, "written")
             self._lost += len(members.lost)
-            self._tell(len(kept))
-        self._told_s = 0.0
-        self._tell(0)
+            self.context.metric("responses_written", len(kept))
+            self._tally.add(len(kept), self._note)
+        self._tally.end(self._note, always=True)
 
     async def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _tell(self, lines: int) -> None:
-        self._lines += lines
-        self.context.metric("responses_written", lines)
-        if time.monotonic() - self._told_s >= REPORT_EVERY_S:
-            self._told_s = time.monotonic()
-            lost = f", {self._lost} failed" if self._lost else ""
-            self.context.progress(f"{self._lines} responses written to {self.path}{lost}")
+    @property
+    def _note(self) -> str:
+        return f" in {self.path}" + (f", {self._lost:,} failed" if self._lost else "")
 
     def line(self, sample: Sample) -> dict[str, Any]:
         """The line of one response."""

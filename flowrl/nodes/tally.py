@@ -1,0 +1,56 @@
+"""Counts what a node makes, and reports every few seconds how many there are, of how many, and how many a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+REPORT_EVERY_S = 5.0
+
+
+class Tally:
+    """Use on one event loop. `say` gets the text; nothing is reported of what takes less than REPORT_EVERY_S."""
+
+    def __init__(
+        self,
+        what: str,
+        say: Callable[[str], None],
+        *,
+        total: int | None = None,
+        there: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`what` they are; `there` of the `total` are there already, which is reported at once."""
+        self._what, self._say, self._total, self._now = what, say, total, now
+        self._number = self._reported_number = there
+        self._reported_s: float | None = None
+        """When it was last reported, or the first was added: nodes may wait long for that."""
+        self._has_reported = False
+        if there:
+            self._report(f"{self._counted} are there already")
+
+    def add(self, number: int = 1, note: str = "") -> None:
+        """So many more; `note` follows the numbers."""
+        self._number += number
+        if self._reported_s is None:
+            self._reported_s, self._reported_number = self._now(), self._number
+        elapsed_s = self._now() - self._reported_s
+        if elapsed_s >= REPORT_EVERY_S:
+            rate = (self._number - self._reported_number) / elapsed_s
+            self._report(
+                f"{self._counted} ({rate:,.0f}/s){note}" if rate >= 10 else f"{self._counted} ({rate:.2g}/s){note}"
+            )
+
+    def end(self, note: str = "", *, always: bool = False) -> None:
+        """That was the last; reported `always`, or if something was before, and not this."""
+        if always or (self._has_reported and self._number > self._reported_number):
+            self._report(f"{self._counted}{note}")
+
+    @property
+    def _counted(self) -> str:
+        return f"{self._number:,}{'' if self._total is None else f' of {self._total:,}'} {self._what}"
+
+    def _report(self, text: str) -> None:
+        self._say(text)
+        self._has_reported, self._reported_number = True, self._number
+        self._reported_s = None if self._reported_s is None else self._now()
