@@ -25,6 +25,7 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -236,16 +237,17 @@ def measure(options: Options, margin: int | None, repetition: int) -> Outcome:
     return outcome
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     if options.real:
-        agents_stack.measure(repetitions=options.repetitions, margin=options.margin, steps=options.steps)
-        return
+        sizes = {"repetitions": options.repetitions, "margin": options.margin, "steps": options.steps}
+        return 0 if agents_stack.measure(**sizes) else 1
     systems = {f"margin {options.margin}": options.margin, "no bound": NEVER, "no affinity": None}
     found: dict[str, list[Outcome]] = {system: [] for system in systems}
     for repetition in range(options.repetitions):
         for system, margin in systems.items():
             found[system].append(measure(options, margin, repetition))
     report(found)
+    return 0
 
 
 def report(found: dict[str, list[Outcome]]) -> None:
@@ -262,4 +264,4 @@ def report(found: dict[str, list[Outcome]]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -7,8 +7,9 @@ What is printed comes from the ledgers and metrics, and every run has to audit w
 "cached" is the share of the context tokens of turns after the first that vLLM's prefix cache had; "busiest / idlest"
 compares the generators' tokens, those of contexts that were not cached and sampled ones; "stayed" is the share of
 those turns that the generator of the turn before answered; "tokens/s" counts sampled ones from the end of the second
-step on. Of the runs with the given margin, tokens by turn and age, and the lengths of the episodes that were offered
-and trained, by their turns.
+step on. Wanted of two generators with the given margin are at least 0.9 of the cached share of one, and a busiest one
+that does at most 1.3 times the work of the idlest; the exit status is 1 otherwise. Of the runs with the given margin,
+tokens by turn and age, and the lengths of the episodes that were offered and trained, by their turns.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ POLICY = ("--policy", "tiny_agent", "--task.name", "arithmetic:min_value=30")
 FIXED = (*POLICY, "--evaluate", "0", "--lr", "0", "--max-tokens", "12", "--limits.turns", "64")
 GROUPS = 4
 SIZES = ("--groups-per-step", str(GROUPS), "--group-size", "8", "--look-ahead", str(GROUPS), "--staleness", "4")
+ONE = "one generator"
 NEVER = 1 << 20
 """A margin that no load exceeds."""
+LEAST_CACHED, MOST_BALANCE = 0.9, 1.3
 SKIPPED = 2
 LATER = "abandoned IS NULL AND turn > 0"
 CACHED = f"SELECT SUM(cached_tokens) * 1.0 / SUM(context_tokens) FROM requests WHERE {LATER}"
@@ -120,11 +123,11 @@ def found(run_dir: Path, case: Case) -> Played:
         )
 
 
-def measure(*, repetitions: int, margin: int, steps: int) -> None:
-    """Play all cases by turns, and print the tables and a line of JSON for each figure."""
+def measure(*, repetitions: int, margin: int, steps: int) -> bool:
+    """Play all cases by turns, and print the tables and a line of JSON for each figure. Whether all is as wanted."""
     ours = f"margin {margin}"
     cases = (
-        Case("one generator", 1, margin),
+        Case(ONE, 1, margin),
         Case(ours, 2, margin),
         Case("no bound", 2, NEVER),
         Case("no affinity", 2, None),
@@ -137,6 +140,17 @@ def measure(*, repetitions: int, margin: int, steps: int) -> None:
             print(f"{case.name:15}{told}", flush=True)
     for line in (*table(runs), *staleness(runs[ours])):
         print(line)
+    return as_wanted(runs[ONE], runs[ours])
+
+
+def as_wanted(one: Sequence[Played], two: Sequence[Played]) -> bool:
+    """Print what two generators do with the margin against what is wanted of them; whether they do it."""
+    cached = median(run.cached for run in two) / median(run.cached for run in one)
+    balance = median(run.balance for run in two)
+    reached = cached >= LEAST_CACHED and balance <= MOST_BALANCE
+    print(f"\ncached share over that of one generator {cached:.3f}, wanted {LEAST_CACHED} and more")
+    print(f"busiest / idlest {balance:.3f}, wanted {MOST_BALANCE} at most: {'reached' if reached else 'MISSED'}")
+    return reached
 
 
 def table(runs: dict[str, list[Played]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agents_stack import AGES, CACHED, STAYED, TURNS, VERSIONS, WORK, Played, staleness
+from benchmarks.agents_stack import AGES, CACHED, STAYED, TURNS, VERSIONS, WORK, Played, as_wanted, staleness
 from tests.made_episodes import asked, episode
 from tests.request_rows import commit, run, trained
 from tests.small_run import SmallRun, prompts
@@ -50,3 +50,12 @@ def test_figures_of_episodes_with_two_turns(tmp_path: Path) -> None:
     lines = list(staleness([Played(0.5, 1.0, 1.0, 9.0, 0, found["a"], [1, 3], found["t"])]))
     assert "1 of 2 episodes lasted three versions or more, the longest 3" in lines[0]
     assert lines[-1] == f"trained, {number} episodes: 2 turns 1.000"
+
+
+def test_a_missed_figure_of_two_generators_is_seen() -> None:
+    def played(cached: float, balance: float) -> list[Played]:
+        return [Played(cached, balance, 1.0, 9.0, 0, [], [], [])]
+
+    assert as_wanted(played(0.8, 1.0), played(0.721, 1.3))
+    assert not as_wanted(played(0.8, 1.0), played(0.719, 1.3))
+    assert not as_wanted(played(0.8, 1.0), played(0.8, 1.31))
