@@ -1,11 +1,13 @@
 """Whatever fails at whatever moment of an episode: the books close, no reward is made up, and nothing is left running.
 
-    python -m tests.agent_faults [--only PART ...] [--results FILE]
+    python -m tests.agent_faults [--real] [--only PART ...] [--results FILE]
 
 One line for each cell of {zygote, process, agent, client, generator, tool} x {kill, stop, hang, garbage} x {reset,
 step, generating, scoring, checkpoint}; those that make no sense say why. Environments' and agents' processes, zygotes
-and the endpoint are real; the generator is a stand-in, and its cells run in processes of their own on Ray. With a file
-for the results, cells that are `ok` there are not done again. The exit status is 1 if a cell is not ok.
+and the endpoint are real; the generator is a stand-in, and its cells run in processes of their own on Ray. With
+`--real` everything does, with vLLM and ZeRO: the generator's cells, and one of each other target; others with `--only`.
+A run whose generator is killed ends with status 2, and its books have to close after a resume. With a file for the
+results, cells that are `ok` there are not done again. The exit status is 1 if a cell is not ok.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from pathlib import Path
 
 from flowrl.environments import process_episode, zygote
 from flowrl.testing import GraphRun, run_graph
+from flowrl.testing.local_hosts import KeptView
 from tests.fault_parts import GENERATOR, Fault
-from tests.run_process import MARK, Run, audit, pids_of, states
+from tests.run_process import MARK, Run, pids_of
 
 GRAPH = Path(__file__).parent / "graphs_episodes" / "faulty.py"
+REAL_GRAPH = GRAPH.with_name("faulty_real.py")
 TARGETS = ("zygote", "process", "agent", "client", "generator", "tool")
 WAYS = ("kill", "stop", "hang", "garbage")
 MOMENTS = ("reset", "step", "generating", "scoring", "checkpoint")
@@ -39,11 +43,16 @@ TIMES = {"zygote": 2, "generator": 1}
 """How often the fault happens in a run; else OFTEN times."""
 OFTEN = 4
 RUN_S = 120.0
+REAL_RUN_S = 600.0
 KILLED_WITHIN_S = 2.0
 """In place of the 10 s after which a zygote that does not answer is given up."""
 ENDED_WITHIN_S = 10.0
 STOPPED_S = 12.0
 """For so long a generator stands still."""
+CUT = "sample_id IN (SELECT sample_id FROM episodes WHERE truncated NOT NULL)"
+REWARDS = f"SELECT reward FROM samples WHERE reward NOT NULL AND NOT {CUT}"
+CUT_OFF = f"SELECT 1 FROM samples WHERE reward != 0 AND {CUT}"
+"""A real policy may write what is no call three times in a row; nothing was given for such an episode."""
 STATES = {"trained", "filtered: group_too_small", "dropped: run_end"}
 CAUSES = {
     "zygote": {"env_died", "env_timed_out"},
@@ -83,16 +92,29 @@ class Cell:
         return ""
 
 
+REAL = frozenset(
+    {
+        *(Cell("generator", way, moment) for way in ("kill", "stop", "garbage") for moment in MOMENTS),
+        Cell("zygote", "kill", "step"),
+        Cell("process", "garbage", "generating"),
+        Cell("agent", "kill", "generating"),
+        Cell("client", "kill", "generating"),
+        Cell("tool", "stop", "checkpoint"),
+    }
+)
+"""The cells that `--real` does without `--only`; those that make no sense among them are told."""
+
+
 def cells() -> Iterator[Cell]:
     return itertools.starmap(Cell, itertools.product(TARGETS, WAYS, MOMENTS))
 
 
-def play(cell: Cell, directory: Path) -> list[str]:
+def play(cell: Cell, directory: Path, *, real: bool = False) -> list[str]:
     """What is wrong after a run with this fault."""
     fault = Fault(cell.target, cell.way, cell.moment, str(directory), TIMES.get(cell.target, OFTEN))
     os.environ[MARK] = mark = uuid.uuid4().hex
-    if cell.target == "generator" and cell.way != "garbage":
-        return list(_with_processes(cell, fault, directory))
+    if real or (cell.target == "generator" and cell.way != "garbage"):
+        return list(_with_processes(cell, fault, directory, real=real))
     config = {"agents": cell.target in ("agent", "client"), "fault": fault.told}
     options = {"steps": STEPS, "save_every": 1, "timeout_s": RUN_S, "must_succeed": False, "preflight": False}
     ran = run_graph(GRAPH, directory / "run", config, **options)  # type: ignore[arg-type]
@@ -119,9 +141,9 @@ def _wrong(cell: Cell, ran: GraphRun, directory: Path) -> Iterator[str]:
     causes = {cause for (cause,) in ran.rows("SELECT DISTINCT cause FROM attempts")}
     if not causes <= CAUSES[cell.target]:
         yield f"causes of void attempts: {causes}"
-    yield from _made_up(
-        directory, [reward for (reward,) in ran.rows("SELECT reward FROM samples WHERE reward NOT NULL")]
-    )
+    yield from _made_up(directory, [reward for (reward,) in ran.rows(REWARDS)])
+    if ran.rows(CUT_OFF):
+        yield "an episode that was cut off before its last step has a reward"
     if ran.rows("SELECT 1 FROM samples WHERE state = 'failed' AND reward NOT NULL"):
         yield "a sample that failed has a reward"
 
@@ -145,11 +167,15 @@ def _left(mark: str) -> list[str]:
     return names
 
 
-def _with_processes(cell: Cell, fault: Fault, directory: Path) -> Iterator[str]:
-    """A generator in a process of its own: a killed one ends the run, a stopped one goes on when it is let."""
-    options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told, "--reset-s", "60")
-    run = Run(GRAPH, directory / "run", *options, timeout_s=2 * RUN_S)
-    if cell.way == "stop":
+def _with_processes(cell: Cell, fault: Fault, directory: Path, *, real: bool) -> Iterator[str]:
+    """Nodes in processes of their own: a killed generator ends the run, a stopped one goes on when it is let."""
+    options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told)
+    by_agents = ("--by-agents",) * (cell.target in ("agent", "client"))
+    options += ("--evaluate", "0", *by_agents) if real else ("--reset-s", "60")
+    graph, timeout_s = (REAL_GRAPH, REAL_RUN_S) if real else (GRAPH, 2 * RUN_S)
+    run = Run(graph, directory / "run", *options, timeout_s=timeout_s)
+    stopped, killed = (cell.target == "generator" and cell.way == way for way in ("stop", "kill"))
+    if stopped:
         try:
             run.until("is stopped, or its code")
         except AssertionError as ended:
@@ -159,19 +185,16 @@ def _with_processes(cell: Cell, fault: Fault, directory: Path) -> Iterator[str]:
     status = run.wait()
     if left := run.left_after(ENDED_WITHIN_S):
         yield f"left running: {left}"
-    if cell.way == "kill":
+    if killed:
         lines = run.stderr.splitlines()
         if status != 2 or len(lines) != 1 or "generator" not in lines[0]:
             yield f"status {status}, stderr {run.stderr!r}"
-        run = Run(GRAPH, directory / "run", *options, "--resume", timeout_s=2 * RUN_S)
+        run = Run(graph, directory / "run", *options, "--resume", timeout_s=timeout_s)
         status = run.wait()
     if status:
         yield f"the run failed: {run.stderr}"
         return
-    if "audit: ok" not in (report := audit(directory / "run")):
-        yield f"audit: {report}"
-    if (found := states(directory / "run")) != {("trained", None): SAMPLES}:
-        yield f"samples: {found}"
+    yield from _wrong(cell, GraphRun(directory / "run", None, None, KeptView()), directory)
     if not list(directory.glob("fault-*")):
         yield "the fault has not happened"
 
@@ -185,6 +208,7 @@ def done_before(file: Path | None) -> set[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--real", action="store_true", help="with vLLM and ZeRO, on Ray")
     parser.add_argument("--only", nargs="*", default=[], help="words that the names of cells have all of")
     parser.add_argument("--results", type=Path, default=None, help="a file of results to add to")
     args = parser.parse_args()
@@ -193,19 +217,21 @@ def main() -> int:
         module.KILLED_WITHIN_S = KILLED_WITHIN_S  # type: ignore[attr-defined]
     known, failed = done_before(args.results), 0
     for cell in cells():
-        if not {*args.only} <= {*str(cell).split()} or str(cell) in known:
+        name = f"real {cell}" if args.real else str(cell)
+        asked = {*args.only} <= {*str(cell).split()} if args.only else not args.real or cell in REAL
+        if not asked or name in known:
             continue
         if cell.senseless:
-            print(f"{cell!s:<28} no sense: {cell.senseless}", flush=True)
+            print(f"{name:<33} no sense: {cell.senseless}", flush=True)
             continue
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
-            result = "; ".join(play(cell, Path(directory))) or "ok"
-        print(f"{cell!s:<28} {result} ({time.monotonic() - began_s:.0f} s)", flush=True)
+            result = "; ".join(play(cell, Path(directory), real=args.real)) or "ok"
+        print(f"{name:<33} {result} ({time.monotonic() - began_s:.0f} s)", flush=True)
         failed += result != "ok"
         if args.results is not None:
             with args.results.open("a") as file:
-                file.write(json.dumps({"cell": str(cell), "result": result}) + "\n")
+                file.write(json.dumps({"cell": name, "result": result}) + "\n")
     return int(failed > 0)
 
 

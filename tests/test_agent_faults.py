@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.agent_faults import Options, Played, difference, report
 from benchmarks.faulty_env import AT_RESET, KINDS, Faulty
 from flowrl.environments import Action
-from tests.agent_faults import Cell, cells, play
+from tests.agent_faults import MOMENTS, REAL, Cell, cells, play
 
 
 def test_the_matrix_is_whole_and_says_why_it_leaves_cells_out() -> None:
@@ -22,6 +23,19 @@ def test_the_matrix_is_whole_and_says_why_it_leaves_cells_out() -> None:
     assert {(cell.way, cell.moment) for cell in done if cell.target == "process"} == {
         (cell.way, cell.moment) for cell in found
     }
+
+
+def test_with_vllm_the_generator_is_killed_and_stopped_at_every_moment_and_each_other_target_fails_once() -> None:
+    done = {cell for cell in REAL if not cell.senseless}
+    generators = {(cell.way, cell.moment) for cell in done if cell.target == "generator"}
+    assert generators == {*itertools.product(("kill", "stop"), MOMENTS), ("garbage", "step")}
+    assert sorted(cell.target for cell in done if cell.target != "generator") == [
+        "agent",
+        "client",
+        "process",
+        "tool",
+        "zygote",
+    ]
 
 
 @pytest.mark.slow
