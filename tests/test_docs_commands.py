@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import COMMANDS, CheckOptions, RunFileOptions
+from flowrl.cli import COMMANDS, CheckOptions
 from flowrl.commands.around import FIRST
 from flowrl.commands.copy_graph import GraphCopy, parse_new
 from flowrl.commands.doctor import DoctorOptions
@@ -20,6 +20,7 @@ from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
 from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.commands.prepare import prepare
 from flowrl.commands.quickstart import QuickstartOptions
+from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions
@@ -127,8 +128,13 @@ def options_of(name: str, args: tuple[str, ...]) -> set[str]:
 
 OF_OTHERS = ("options.md", "names.md", "from-openrlhf.md", "from-trl.md", "from-verl.md")
 """Pages that name options of other programs, or of former versions, too."""
-ELSEWHERE = {"agents.md": {"real", "results"}, "losses.md": {"objective.coef"}, "start.md": {"no-deps"}}
-"""Page -> options of a program of the tests, of the page's own example, of pip."""
+ELSEWHERE = {
+    "agents.md": {"real", "results", "case"},
+    "benchmarks.md": {"case", "real"},
+    "losses.md": {"objective.coef"},
+    "start.md": {"no-deps"},
+}
+"""Page -> options of a program of the tests or benchmarks, of the page's own example, of pip."""
 
 
 @pytest.mark.parametrize("page", [page for page in DOCUMENTS if page.name not in OF_OTHERS], ids=lambda page: page.name)
