@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from flowrl.nodes import AdaptiveKL, Curriculum, DynamicSampling
 from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import ReferenceSize, unused
-from flowrl.training.advantage.estimate import KlEstimator
+from flowrl.training.advantage.advantages import WHITENED_ESTIMATORS
+from flowrl.training.advantage.estimate import Estimate, KlEstimator
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
@@ -116,6 +117,17 @@ class AdvantageOptions(LossOptions, FilterOptions):
 
     normalise_rewards: bool = False
     """Subtract the running mean from each reward and divide by the running standard deviation."""
+    whiten: Literal["off", "full", "mean"] | None = None
+    """Normalise advantages over the batch; None: full for reinforce, reinforce_baseline and gae, otherwise off."""
+
+    def of_advantages(self, estimate: Estimate) -> dict[str, Any]:
+        """Arguments of a batcher of groups whose advantages are made in that way."""
+        usual = "full" if estimate.estimator in WHITENED_ESTIMATORS else "off"
+        return {
+            "whiten": self.whiten or usual,
+            "estimate": estimate,
+            "normalise_rewards": self.normalise_rewards,
+        }
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     environment = g.add("environment", cfg.episodes(evaluated))
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batch = cfg.batcher(estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=cfg.adaptive_kl)
-    batcher = g.add("batcher", batch)
+    batcher = g.add("batcher", cfg.batcher(**cfg.of_advantages(estimate), adaptive_kl=cfg.adaptive_kl))
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, environment.prompts)

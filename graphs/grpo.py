@@ -20,8 +20,6 @@ class GRPO(RewardKLOptions, RewardOptions):
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce"] = "group_norm"
     """What a sample is compared with: the mean of its group, with or without division by the group's standard
     deviation, the other samples, or nothing."""
-    whiten: Literal["off", "full", "mean"] | None = None
-    """Normalise advantages over the batch; None: full for reinforce and reinforce_baseline, otherwise off."""
     gamma: float = 1.0
     """Discount, for `advantage` reinforce."""
     shuffle_rewards: bool = False
@@ -29,7 +27,6 @@ class GRPO(RewardKLOptions, RewardOptions):
 
 
 def graph(cfg: GRPO) -> Graph:
-    whitened = cfg.whiten or ("full" if cfg.advantage.startswith("reinforce") else "off")
     estimate = Estimate(cfg.advantage, gamma=cfg.gamma, shuffle_rewards=cfg.shuffle_rewards, **cfg.reward_kl_settings)
     filtering = cfg.filtering(cfg.groups_per_step)
 
@@ -38,13 +35,7 @@ def graph(cfg: GRPO) -> Graph:
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batch = cfg.batcher(
-        whiten=whitened,
-        estimate=estimate,
-        normalise_rewards=cfg.normalise_rewards,
-        adaptive_kl=cfg.adaptive_kl,
-    )
-    batcher = g.add("batcher", batch)
+    batcher = g.add("batcher", cfg.batcher(**cfg.of_advantages(estimate), adaptive_kl=cfg.adaptive_kl))
     trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)

@@ -101,10 +101,7 @@ def graph(cfg: PPO) -> Graph:
     )
     kind = GroupAdvantage if cfg.compared_with is None else JoinedAdvantage
     advantage = g.add("advantage", kind(estimate, size=cfg.group_size, dynamic=filtering))
-    batch = cfg.batcher(
-        whiten="full", estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=adaptive_kl
-    )
-    batcher = g.add("batcher", batch)
+    batcher = g.add("batcher", cfg.batcher(**cfg.of_advantages(estimate), adaptive_kl=adaptive_kl))
     values = Critic(critic_model, **cfg.scoring(cfg.critic) | {"layout": cfg.critic_zero.layout})
     critic = g.add("critic", values, **cfg.share(cfg.critic))
     actor = g.add(

@@ -55,10 +55,7 @@ def graph(cfg: ReinforcePP) -> Graph:
     generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
     reward = g.add("reward", cfg.make_reward(), **cfg.place_reward())
     advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batch = cfg.batcher(
-        whiten="full", estimate=estimate, normalise_rewards=cfg.normalise_rewards, adaptive_kl=adaptive_kl
-    )
-    batcher = g.add("batcher", batch)
+    batcher = g.add("batcher", cfg.batcher(**cfg.of_advantages(estimate), adaptive_kl=adaptive_kl))
     trainer = g.add("trainer", cfg.make_trainer(objective), **cfg.place(cfg.trainer))
 
     g.connect(prompts.prompts, generator.prompts)

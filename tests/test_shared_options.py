@@ -57,6 +57,7 @@ ABSENT: dict[str, set[str]] = {
     "objective.kl-coef": {"iterative_dpo"},  # DPO's loss has a KL to its reference in it: --beta
     "reward-kl-coef": {"rloo", "reinforce_pp", "ppo", "raft", "iterative_dpo", "distill"},
     # ^ three have it as --kl-coef; of the others the first two compare raw rewards, and the last has none
+    "whiten": {"raft", "iterative_dpo", "distill"},  # they have no advantages that are compared
     "kl-target": {"raft", "iterative_dpo", "distill"},
 }
 """Option -> the online graphs that do not have it."""
@@ -355,6 +356,16 @@ def test_a_kl_in_the_reward_is_the_same_everywhere(name: str) -> None:
     assert batcher.adaptive_kl == AdaptiveKL(2.0)
 
 
+@pytest.mark.parametrize("name", sorted({*ONLINE} - ABSENT["whiten"]))
+def test_advantages_are_whitened_where_the_estimator_needs_it_or_somebody_asks(name: str) -> None:
+    usual = "full" if name in ("ppo", "reinforce_pp") else "off"
+    assert [node.whiten for node in nodes(graph(name), TokenBatch)] == [usual]
+    assert [node.whiten for node in nodes(graph(name, "--whiten", "mean"), TokenBatch)] == ["mean"]
+    if "advantage" in options(name):
+        made = graph(name, "--advantage", "reinforce_baseline")
+        assert [node.whiten for node in nodes(made, TokenBatch)] == ["full"], "else it would be dr_grpo"
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_rewards_of_episodes_are_shaped_and_their_rows_counted(name: str) -> None:
     made = graph(name, "--reward-clip", "-1", "2", "--stop-penalty", "0.5", "--num-prompts", "5")
@@ -394,6 +405,20 @@ def test_episodes_look_ahead_by_the_groups_of_a_step(name: str, given: str, wind
     found = check(graph(name, *given.split()), CLUSTER)
     assert not [text for text in found.problems if "look_ahead" in text]
     assert (found.plan.numbers.window, found.plan.numbers.ahead) == (window, ahead)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_bounds_of_processes_reach_every_node_with_episodes(name: str) -> None:
+    given = "--memory-gb 0.5 --processes 7 --episodes-per-process 3 --limits.turns 5"
+    made = graph(name, *given.split())
+    players = nodes(made, EpisodeNode)
+    assert len(players) == (2 if name == "self_play" else 1)
+    assert {(one.memory_bytes, one.processes, one.episodes_per_process, one.limits.turns) for one in players} == {
+        (GB // 2, 7, 3, 5)
+    }
+    assert nodes(graph(name), EpisodeNode)[0].memory_bytes == GB
+    with pytest.raises(ConfigError, match=r"--memory-gb is 0\.0; it has to be above 0"):
+        graph(name, "--memory-gb", "0")
 
 
 @pytest.mark.parametrize("name", AGENTS)
