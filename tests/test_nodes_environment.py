@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flowrl.environments import EnvironmentRow, Observation, ToolCall, environment_rows
+from flowrl.environments import EnvironmentName, EnvironmentRow, Observation, ToolCall, environment_rows
+from flowrl.environments.adapters import gymnasium_env, verifiers_env
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, NodeFailed
 from flowrl.messages import Prompt
@@ -291,6 +293,33 @@ def test_an_environment_that_cannot_be_played_is_refused_before_anything_starts(
     )
     with pytest.raises(ConfigError, match=r"the trial episode of .*bad.py:Bad.* failed: (.|\n)*KeyError: 'map'"):
         Environment(f"{bad}:Bad", Policy("tiny")).preflight()
+    bad.write_text(bad.read_text().replace("raise KeyError('map')", SHOWS_IMAGE))
+    with pytest.raises(ConfigError, match=r"the trial episode of .*bad.py:Bad.* failed: (.|\n)*images are not su"):
+        Environment(f"{bad}:Bad", Policy("tiny")).preflight()
+
+
+SHOWS_IMAGE = (
+    "from flowrl.environments import Observation; "
+    "return Observation(messages=[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'a'}}]}])"
+)
+
+
+def test_images_are_refused_by_the_space_or_the_examples_before_anything_is_played() -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    pixels = spaces.Dict({"seen": spaces.Box(0, 255, (96, 96, 3), np.uint8)})
+    with pytest.raises(ConfigError, match=r"shows images, uint8 of the shape \(96, 96, 3\); images are not sup"):
+        gymnasium_env._check_observations(EnvironmentName("gymnasium/CarRacing-v3"), pixels)
+    rows = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, {"prompt": "a text"}]
+    shown = [{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}]
+
+    def examples(training: list[Any]) -> Any:
+        datasets = {"get_dataset": training, "get_eval_dataset": rows}
+        made = {name: lambda found=found: SimpleNamespace(to_list=lambda: found) for name, found in datasets.items()}
+        return verifiers_env._examples(EnvironmentName("verifiers/seen"), SimpleNamespace(**made))
+
+    assert examples(rows) == {True: rows, False: rows}
+    with pytest.raises(ConfigError, match=r"'verifiers/seen' have parts of the kind image_url .* are not supported"):
+        examples(shown)
 
 
 def test_settings_out_of_range_are_said_in_sentences() -> None:

@@ -144,6 +144,11 @@ def _check_observations(name: EnvironmentName, space: Any) -> None:
     if parts is not None:
         for part in parts.values() if isinstance(parts, Mapping) else parts:
             _check_observations(name, part)
+    elif isinstance(space, spaces.Box) and len(space.shape) > 1:
+        raise ConfigError(
+            f"environment {name.text!r} shows images, {space.dtype} of the shape {space.shape}; images are not "
+            "supported: choose an environment of discrete observations, or describe it in words in an Env of your own"
+        )
     elif not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Text):
         raise ConfigError(f"environment {name.text!r} has observations in {space}; only discrete ones become text")
 

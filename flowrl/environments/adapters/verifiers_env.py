@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -99,7 +99,21 @@ def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
         raise ConfigError(
             f"environment {name.text!r} has no examples for training, or none for evaluation; it needs both"
         )
+    if kinds := {kind for rows in found.values() for row in rows for kind in _media(row.get("prompt"))}:
+        raise ConfigError(
+            f"the examples of environment {name.text!r} have parts of the kind {', '.join(sorted(kinds))} in their "
+            "prompts; images and other media are not supported: choose examples of text alone"
+        )
     return found
+
+
+def _media(prompt: Any) -> Iterator[str]:
+    """The kinds of parts, besides texts, in the messages of an example."""
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                yield str(part["type"])
 
 
 def _access(text: str) -> Mapping[str, str]:
