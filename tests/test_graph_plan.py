@@ -7,12 +7,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.machine import GB
+from flowrl.models import Policy
+from flowrl.nodes import Environment, Generator
 from tests.graph_nodes import MACHINE, Evaluation, Grpo, grpo
 
 TWO_CORES = Cluster((Machine((0, 1), memory_bytes=8 * GB),))
@@ -125,6 +128,20 @@ def test_calls_join_askers_and_servers() -> None:
         ("evaluation/0", "generator/1"),
     ]
     assert (calls[0].capacity, calls[0].affinity_margin, calls[0].types) == (3, 2, ("Prompt", "Sample"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "margin"), [({}, 2), ({"affinity_margin": None}, None), ({"affinity_margin": 0}, 0)]
+)
+def test_the_turns_of_an_episode_stay_on_a_replica_without_being_told_to(chosen: Any, margin: int | None) -> None:
+    parts = grpo(num_generators=2)
+    plays = parts.graph.add("environment", Environment("gymnasium/FrozenLake-v1", Policy("tiny")))
+    answers = parts.graph.add("answers", Generator(Policy("tiny")), replicas=2)
+    evaluation = parts.graph.add("evaluation", Evaluation())
+    parts.graph.call(plays.generate, answers.turns, **chosen)
+    parts.graph.call(evaluation.generate, parts.generator.requests)
+    turns, prompts = parts.graph.edges[-2:]
+    assert (turns.affinity_margin, prompts.affinity_margin) == (margin, None)
 
 
 def test_other_machines_are_reached_by_tcp() -> None:

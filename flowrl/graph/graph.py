@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from flowrl.episode import Turn
 from flowrl.graph.dispatch_rules import LATEST, RULES, SHARE, Dispatch, DispatchRule
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
@@ -24,6 +25,7 @@ Rep = TypeVar("Rep", bound=Message)
 OnLimit = Literal["wait", "mask"]
 EdgeKind = Literal["queue", "latest", "call"]
 RESERVED_NAMES = ("driver", "core")
+AFFINITY_MARGIN = 2
 
 
 @dataclass(frozen=True)
@@ -142,16 +144,20 @@ class Graph:
         serve: Serve[Req, Rep],
         *,
         capacity: int | None = None,
-        affinity_margin: int | None = None,
+        affinity_margin: int | Literal["auto"] | None = "auto",
     ) -> None:
         """Connect a requesting port to a serving port. Replies return to the requesting replica.
 
         `capacity` bounds the open requests between two replicas. A request goes to the replica of the server with the
         fewest open requests. With `affinity_margin`, a session of a caller stays on its replica while that has at most
         so many open requests more than the replica with the fewest; 0 and more, a large number for sessions that never
-        move. New sessions of one group go together under the same condition.
+        move. New sessions of one group go together under the same condition. "auto" is AFFINITY_MARGIN for the turns of
+        episodes, each of which begins with what its replica has computed before, and None for other requests.
         """
-        self._join(Edge("call", call, serve, capacity, affinity_margin=affinity_margin), Call, Serve)
+        margin = affinity_margin
+        if margin == "auto":
+            margin = AFFINITY_MARGIN if isinstance(call, Call) and issubclass(carried(call), Turn) else None
+        self._join(Edge("call", call, serve, capacity, affinity_margin=margin), Call, Serve)
         if isinstance(call, Call):
             call.server = getattr(serve, "node", None)
 
