@@ -2,6 +2,7 @@
 
 flowrl run evaluate --policy tiny --task arithmetic --prompts 512
 flowrl run evaluate --policy runs/first/checkpoints/step_000060 --task test.jsonl:check=math
+flowrl run evaluate --task prompts.jsonl --reward-model runs/reward_model/checkpoints/step_000300
 """
 
 from collections.abc import Iterator
@@ -11,16 +12,18 @@ from flowrl import Graph
 from flowrl.blocks import TruncationOptions
 from flowrl.nodes import Evaluation, Generator, Sampling
 from flowrl.nodes.too_long import PromptLimit, TooLong
-from flowrl.role_options import TimedReward, too_low
+from flowrl.role_options import too_low
+from flowrl.scorer_options import ScorerOptions
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
+from flowrl.tasks.rewards import MODEL, names_model
 
 OF_MADE_ROWS = 512
 """Held-out prompts that are asked of a task that makes its rows."""
 
 
 @dataclass(frozen=True)
-class Evaluate(TimedReward, TruncationOptions):
+class Evaluate(ScorerOptions, TruncationOptions):
     learning = "samples"  # its answers are as long as those of training
 
     policy: str = "tiny"
@@ -50,7 +53,6 @@ class Evaluate(TimedReward, TruncationOptions):
         yield from super().problems()
         yield from too_low(self, prompts=1, evaluate_samples=1, max_tokens=1, evaluate_max_prompt_tokens=1)
         yield from too_low(self, temperature=0)
-        yield from self.timeout_problems()
         names = [one.name for one in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"the set {twice[0]} is asked twice; name one of them with --evaluate-task, as in other=FILE"
@@ -61,15 +63,21 @@ class Evaluate(TimedReward, TruncationOptions):
             )
         if all(one.asked_at == 0 for one in self.sets):
             yield from self.untruncated_problems()
+        if self.reward_model.model and not any(names_model(one.task.reward) for one in self.sets):
+            yield (
+                "--reward-model scores nothing, for each set of --evaluate-task has a check or reward of its own; "
+                "leave it out, or write reward=reward_model into a set"
+            )
 
     @property
     def sets(self) -> tuple[EvaluationSet, ...]:
         """What is asked."""
         named = [
-            EvaluationSet.parse(text, like=self.task, samples=self.evaluate_samples) for text in self.evaluate_task
+            EvaluationSet.parse(text, like=self.held_out_task, samples=self.evaluate_samples)
+            for text in self.evaluate_task
         ]
         further = [replace(self.task, name=name, reward="") for name in self.evaluate_also]
-        tasks = [*([] if named else [self.task]), *further]
+        tasks = [*([] if named else [self.held_out_task]), *further]
         return tuple(self._sampled(one) for one in (*map(self._limited, named), *map(self._set_of, tasks)))
 
     def _set_of(self, task: Task) -> EvaluationSet:
@@ -105,11 +113,17 @@ def graph(cfg: Evaluate) -> Graph:
         sets=cfg.sets,
         prompt_limit=PromptLimit(cfg.evaluate_max_prompt_tokens, cfg.too_long),
         concurrency=cfg.engine.concurrency * cfg.generator.replicas,
-        **cfg.timed,
+        **cfg.held_out_asking,
     )
     evaluation = g.add("evaluation", asked)
 
     g.call(evaluation.generate, generator.requests)
+    if asked.asks_model and cfg.reward_model.model:
+        task = replace(cfg.sets[0].task, reward=MODEL)  # the functions of a sum are asked by the evaluation
+        reward = g.add("reward", cfg.make_reward_model(task, **cfg.reward_model.given), **cfg.place_reward())
+        g.call(evaluation.score, reward.requests)
+        g.ignore(reward.rollouts)
+        g.ignore(reward.scored)
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
     g.ignore(generator.weights)

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.errors import ConfigError
-from flowrl.messages import Sample
+from flowrl.errors import ConfigError, SampleFailed
+from flowrl.messages import Int32, Sample
 from flowrl.models import Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
+from flowrl.nodes.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.reward_model import renders_alike
-from flowrl.tasks import Task, reward_parts
+from flowrl.tasks import Row, Task, reward_parts
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
 from tests.word_policy import EOS, make_policy
@@ -130,9 +131,10 @@ def test_in_a_sum_the_functions_are_asked_too_and_every_part_is_logged(
     assert out.reward == pytest.approx(3.0 + 0.5 * (raw - 0.5) / 2.0)
     assert out.raw_reward == pytest.approx(3.0 + 0.5 * raw)
     assert out.reward_parts == {"reward_model": pytest.approx(raw), "right": 1.0}
-    assert Evaluation(summed, Policy(str(policy))).parts[summed.name] == reward_parts(
-        replace(task, reward="3*verifier as right")
-    )
+    plain = RewardModel(str(reward_model), Policy(str(policy)), replace(task, reward="verifier + 0.5*reward_model"))
+    assert score(plain, [given]).sent("scored")[0].reward_parts["verifier"] == 1.0
+    held_out = Evaluation(summed, Policy(str(policy))).scored_by[summed.name]
+    assert (held_out.weight, held_out.functions) == (0.5, reward_parts(replace(task, reward="3*verifier as right")))
 
 
 def test_another_template_means_rendering_the_row_anew(
@@ -149,9 +151,78 @@ def test_another_template_means_rendering_the_row_anew(
 
     row = load_rows(task).train[0]
     given = sample(0, prompt_id=row.prompt_id, response_text="w9", token_ids=np.array([5, 1, 5, 9], np.int32))
-    record = score(RewardModel(str(reward_model), Policy(str(other)), task), [given])
-    assert record.sent("scored")[0].reward == pytest.approx(scorer.score([(row.turns, "w9")])[0])
+    expected = scorer.score([(row.turns, "w9")])[0]
+    node = RewardModel(str(reward_model), Policy(str(other)), task)
+    record = score(node, [given])
+    assert record.sent("scored")[0].reward == pytest.approx(expected)
     assert "rendered again" in record.progress[0]
+    (of_row, of_another) = answered(
+        RewardModel(str(reward_model), Policy(str(other)), task),
+        [ScoreQuestion.of(given, row), ScoreQuestion.of(given, Row(tuple(ask("w3 w4"))))],
+    )
+    assert of_row.score == pytest.approx(expected)
+    assert of_another.score == pytest.approx(scorer.score([(ask("w3 w4"), "w9")])[0]), "its row is in no task"
+
+
+def answered(node: RewardModel, asked: list[ScoreQuestion]) -> list[ModelScore]:
+    async def main() -> list[ModelScore]:
+        async with NodeRig(node, preflight=False) as rig:
+            found = [await rig.ask(node.requests, one) for one in asked]
+            record = await rig.finished()
+        assert record.ledger == [] and record.sent("scored") == [], "held-out answers are in no books of samples"
+        return found
+
+    return asyncio.run(main())
+
+
+def test_a_held_out_answer_has_the_score_of_a_sample(
+    policy: Path, reward_model: Path, scorer: Scorer, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sample(0, token_ids=np.array([1, 2, 3, EOS], np.int32))
+    node = RewardModel(str(reward_model), Policy(str(policy)), task, normalise=True, shaping=Shaping(negate=True))
+    (found,) = answered(node, [ScoreQuestion.of(given, None)])
+    raw = scorer.score_ids([given.token_ids])[0]
+    assert found == ModelScore(pytest.approx(raw), pytest.approx((raw - 0.5) / 2.0), {})
+    monkeypatch.setattr(Scorer, "label_scores", lambda self, ids: [(float("nan"),)] * len(ids))
+    with pytest.raises(SampleFailed, match="reward_not_finite"):
+        answered(RewardModel(str(reward_model), Policy(str(policy)), task), [ScoreQuestion.of(given, None)])
+
+
+def test_held_out_answers_wait_for_samples(policy: Path, reward_model: Path, task: Task) -> None:
+    """A pass is under way when a held-out answer and then three samples come; they go first."""
+    node = RewardModel(str(reward_model), Policy(str(policy)), task)
+    passes: list[int] = []
+
+    async def main() -> None:
+        begun, there, go_on, read = asyncio.Event(), asyncio.Event(), asyncio.Event(), list[int]()
+
+        async def blocking(fn: Any, *args: Any) -> Any:
+            passes.append(len(args[0]))
+            begun.set()
+            await go_on.wait()
+            return fn(*args)
+
+        def scored_ids(asked: ScoreQuestion) -> Int32:
+            read.append(1)
+            if len(read) == 3:
+                there.set()
+            return RewardModel.scored_ids(node, asked)
+
+        async with NodeRig(node, preflight=False) as rig:
+            node.context.blocking, node.scored_ids = blocking, scored_ids  # type: ignore[method-assign]
+            samples = [sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(4)]
+            rig.feed(node.rollouts, samples[0])
+            await begun.wait()
+            held_out = [asyncio.create_task(rig.ask(node.requests, ScoreQuestion.of(one, None))) for one in samples[:2]]
+            await there.wait()
+            rig.feed(node.rollouts, *samples[1:])
+            await rig.taken(node.rollouts)
+            go_on.set()
+            await asyncio.gather(*held_out)
+            await rig.finished()
+
+    asyncio.run(main())
+    assert passes == [1, 3, 2]
 
 
 def test_what_waits_is_scored_in_one_pass(policy: Path, reward_model: Path, task: Task) -> None:

@@ -14,6 +14,7 @@ from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
+from flowrl.nodes.model_scores import ScoreQuestion
 from flowrl.nodes.process_reward import reward_of
 from flowrl.nodes.step_dataset import labelled_steps
 from flowrl.tasks import Row, Task, load_demonstrations
@@ -21,6 +22,7 @@ from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
 from flowrl.training.scoring.local_model import scored
 from flowrl.training.scoring.passes import values_of_pass
+from tests.test_nodes_reward_model import answered
 from tests.word_policy import EOS, make_policy
 from tests.write_model import write_model
 
@@ -117,6 +119,9 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
     given = sample(0, prompt_id=row.prompt_id, response_text="w1 w2 w5 w3 w5", token_ids=np.array([1, EOS], np.int32))
     node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", of_steps="product")
     (out,) = run_node(node, {"rollouts": [given]}).sent("scored")
+    again = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", of_steps="product")
+    (held_out,) = answered(again, [ScoreQuestion.of(given, row)])
+    assert (held_out.reward, held_out.parts["steps"]) == (pytest.approx(out.reward), 2.0)
     chat = Chat(load_tokenizer(path))
     ids, mask = step_tokens(chat, row.turns, ["w1 w2", " w3"], " w5")
     model = load_scalar_model(path, start="reward_model").eval()

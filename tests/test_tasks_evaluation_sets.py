@@ -155,7 +155,7 @@ def test_all_rows_of_a_file_are_asked_by_name_with_several_answers(tmp_path: Pat
     assert (figures["gsm8k/pass_at_4"], figures["pass_at_4"], figures["gsm8k/pass_at_2"]) == (1.0, 1.0, 0.5)
     assert figures["mean_at_4"] == 0.25
     assert shown_sets(figures) == ["gsm8k/"], "one set is told once, by its name"
-    assert shown_sets({"exact_match": 0.0, "b/exact_match": 0.0}) == ["", "b/"]
+    assert shown_sets({"num_answers": 1, "b/num_answers": 1, "b/reward/num": 1}) == ["", "b/"]
     assert len({prompt.prompt_id for prompt in answers.asked}) == 1319
     (booked,) = rows(record)
     assert {row.task for row in booked} == {"gsm8k"}

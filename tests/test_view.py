@@ -171,6 +171,7 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     view.evaluation("before", 0, {"exact_match": 0.25, "score": 0.2501, "num_answers": 512})
     several = {"score": 0.5, "mean_at_4": 0.0, "pass_at_2": 0.1, "pass_at_4": 0.2}
     view.evaluation("before", 0, {"exact_match": 0.0, "num_answers": 64, **several}, "sums.jsonl")
+    view.evaluation("after", 1, {"score": -0.5, "num_answers": 64})
     view.statistics(report(0.9), str)
     view.step(record(1))
     view.warning("something")
@@ -181,6 +182,7 @@ def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
         "held-out 0.250 before training (512 answers)",
         "held-out 0.000 before training"
         " (64 answers, sums.jsonl, score 0.500, mean@4 0.000, pass@2 0.100, pass@4 0.200)",
+        "held-out score -0.500 after training (64 answers)",
         "step 1/40  reward_mean 0.26  loss -0.5  staleness_max 1  tokens_trained 3000"
         "  bottleneck trainer (works 90% of the time)",
         "warning: something",

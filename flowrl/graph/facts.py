@@ -58,6 +58,8 @@ class Facts:
     """One message out for one in, of the same sample. False: merges, splits or renames samples."""
     optional: tuple[str, ...] = ()
     """Ports that may stay unconnected."""
+    unconnected: Mapping[str, str] = field(default_factory=dict)
+    """Port -> what to say if it has no edge, ignored or not, because the node's settings need one."""
     weights_in_host_memory: bool = False
     """Readers of weights: takes them from host memory even on a GPU, because it is not a vLLM engine."""
     weights_dtype: str = ""

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import comb
 from typing import Any, TypeVar
 
 from flowrl.environments import environment_rows
@@ -21,19 +20,24 @@ from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of
 from flowrl.nodes.environment_source import prompt_fields, question_fields
+from flowrl.nodes.evaluation_figures import mean_parts, summary, versions_of
 from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask, held_out_prompt
+from flowrl.nodes.held_out_scores import ScoredBy, full_marks, scores_by
+from flowrl.nodes.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.row_source import SourceRow
 from flowrl.nodes.task_source import task_fields
 from flowrl.nodes.too_long import PromptLimit, within
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
-from flowrl.tasks import Row, Rows, Task, check_answers, load_rows, reward_parts
+from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
+from flowrl.tasks.away import AWAY_S, Patience
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.indexed_rows import prompt_ids
-from flowrl.tasks.rewards import check_reward, open_reward
+from flowrl.tasks.reward_client import RewardClient
+from flowrl.tasks.rewards import Part, names_model, open_reward
 
 R = TypeVar("R", bound=SourceRow)
-CORRECT = 1.0 - 1e-6
-"""A score of at least this is an exact match."""
+Answered = tuple[EvaluationRow, Mapping[str, float]]
+"""What is booked of an answer, and the parts of its score where a reward model is one of them."""
 
 
 class Evaluation(Node):
@@ -41,11 +45,11 @@ class Evaluation(Node):
 
     With `every`, also after every `every` steps: the trainers pause meanwhile, so that all answers have one
     version, while rollouts continue. The generator's `evaluation` option sets how answers are sampled. The
-    task's verifier or `function` scores them. If there are several tasks, the metrics of the first keep their
-    plain names, and the others' begin with the task's name. `also` names further tasks; they use the first
-    task's system prompt and their own verifiers. `environments` are played by the node that `play` asks, one
-    episode for each held-out row and sample: the score is the episode's reward, and an episode that fails has none.
-    `agent_tasks` are given to that node's agents in the same way.
+    task's reward or `function` scores them, and where that names a reward model, the node that `score` asks does. If
+    there are several tasks, the metrics of the first keep their plain names, and the others' begin with the task's
+    name. `also` names further tasks; they use the first task's system prompt and their own verifiers. `environments`
+    are played by the node that `play` asks, one episode for each held-out row and sample: the score is the episode's
+    reward, and an episode that fails has none. `agent_tasks` are given to that node's agents in the same way.
 
     With `sets`, these are asked in place of the held-out rows of `task`, each with its own number of prompts and
     samples, and the figures of every one of them are named after it; with `agents`, agents are given them. `training`
@@ -57,6 +61,7 @@ class Evaluation(Node):
 
     generate: Call[Prompt, Sample]
     play: Call[Prompt, Episode]
+    score: Call[ScoreQuestion, ModelScore]
 
     def __init__(
         self,
@@ -77,6 +82,8 @@ class Evaluation(Node):
         function: str | Callable[..., Any] | None = None,
         concurrency: int = 64,
         timeout_s: float = 10.0,
+        reward_concurrency: int | None = None,
+        away_s: float = AWAY_S,
     ) -> None:
         first = (task,) if isinstance(task, Task) else tuple(task)
         like = (*first, *(one.task for one in sets))
@@ -95,9 +102,11 @@ class Evaluation(Node):
         self.num_prompts = num_prompts
         self.num_samples = num_samples
         self.every = every
-        self.parts = {one.name: reward_parts(one.task, function) for one in self.sets}
+        self.scored_by = {one.name: ScoredBy.of(one.task, function) for one in self.sets}
         self.concurrency = concurrency
         self.timeout_s = timeout_s
+        self.reward_concurrency = reward_concurrency
+        self.away_s = away_s
         self._finished = asyncio.Event()
         self._held_out: list[HeldOutRows] = []
 
@@ -106,10 +115,20 @@ class Evaluation(Node):
         """The tasks that a generator answers."""
         return tuple(one.task for one in self.sets)
 
+    @property
+    def asks_model(self) -> bool:
+        """Whether a reward model scores answers."""
+        return any(by.by_model for by in self.scored_by.values())
+
     def facts(self) -> Facts:
         played = (*self.environments, *self.agent_sets)
         unused = [port for port, asked in (("generate", self.sets), ("play", played)) if not asked]
-        return Facts(concurrency=self.concurrency, longest_context=self.limit.tokens, optional=tuple(unused))
+        return Facts(
+            concurrency=self.concurrency,
+            longest_context=self.limit.tokens,
+            optional=("score", *unused),
+            unconnected={"score": self._unscored} if self.asks_model else {},
+        )
 
     def check(self, facts: Any) -> list[str]:
         least = {"num_prompts": 1, "num_samples": 1, "every": 0, "concurrency": 1}
@@ -122,6 +141,11 @@ class Evaluation(Node):
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
         problems += self.limit.problems()
+        problems += [
+            f"the reward of {one.name!r} names reward_model, but episodes have rewards of their own; leave it out"
+            for one in self.agent_sets
+            if names_model(one.task.reward)
+        ]
         problems += [
             f"the set {one.name!r} has a {name}, but agents answer it, who sample as the episodes do; leave it out"
             for one in self.agent_sets
@@ -136,11 +160,20 @@ class Evaluation(Node):
         ]
         return problems
 
+    @property
+    def _unscored(self) -> str:
+        """What is wrong if a reward model is named and none is there."""
+        first = next(name for name, by in self.scored_by.items() if by.by_model)
+        return (
+            f"the reward of {first!r} names reward_model, but no reward model is there to score held-out answers; name "
+            "its directory with --reward-model if the graph has that option, name another reward, or set --evaluate 0 "
+            "and score afterwards with flowrl evaluate MODEL --reward-model DIRECTORY"
+        )
+
     def preflight(self) -> str | None:
         check_model(self.policy)
         for one in self.sets:
             rows = self._checked(one)
-            check_reward(self.parts[one.name], rows)
             if self.limit.too_long == "error" and not self.policy.built_in:
                 self._asked(one, rows, Chat(tokenizer_of(self.policy), one.task.system_prompt))
         for one in self.agent_sets:
@@ -155,7 +188,12 @@ class Evaluation(Node):
         """The prompts of a set. Raises ConfigError if they are too few."""
         rows = one.chosen(load_rows(one.task, whole=one.whole))
         one.require_enough(rows)
-        check_answers(one.task, rows)
+        try:
+            check_answers(one.task, rows)
+            if one.name in self.scored_by:
+                self.scored_by[one.name].telling(one.task, rows).checked(rows)
+        except ConfigError as problem:
+            raise ConfigError(f"{problem}; a run that trains asks no held-out prompts with --evaluate 0") from problem
         return rows
 
     def _is_said(self, one: EvaluationSet) -> bool:
@@ -201,7 +239,8 @@ class Evaluation(Node):
         chat = Chat(tokenizer, one.task.system_prompt)
         found = await self.blocking(load_rows, one.task, whole=one.whole)
         rows, num_long = await self.blocking(self._asked, one, one.chosen(found), chat)
-        parts = await self.blocking(check_reward, self.parts[one.name], ())
+        by = await self.blocking(self.scored_by[one.name].telling, one.task, rows)
+        by = await self.blocking(by.checked, ())
         if num_long:
             self.context.metric("evaluation_prompts_too_long", num_long)
             left_out = self.limit.too_long == "drop"
@@ -213,12 +252,16 @@ class Evaluation(Node):
             one,
             rows,
             chat,
-            open_reward(parts, timeout_s=self.timeout_s),
+            scores_by(by, one.task, self.score, open_client=self._client, count=self.context.metric),
             most=self._most,
             generate=self.generate,
-            parts=parts,
-            count=self.context.metric,
+            tells_right=by.tells_right,
         )
+
+    def _client(self, parts: Sequence[Part]) -> RewardClient:
+        """A client of functions and servers."""
+        patience = Patience(self.away_s, self.context.outside, self.context.progress)
+        return open_reward(parts, timeout_s=self.timeout_s, concurrency=self.reward_concurrency, patience=patience)
 
     def _asked(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
         """The rows of a set that are asked, and how many prompts are too long. Raises ConfigError."""
@@ -256,35 +299,35 @@ class Evaluation(Node):
         slots = asyncio.Semaphore(self.concurrency)
         figures: dict[str, float] = {}
         for index, held_out in enumerate(self._held_out):
-            rows = await self._answers(held_out, phase, step, slots)
+            answered = await self._answers(held_out, phase, step, slots)
+            rows = [row for row, _ in answered]
             _require_one_version(self.name, phase, rows)
             self.context.ledger.evaluation(rows)
-            found = summary(rows, held_out.num_samples)
+            found = summary(rows, held_out.num_samples, tells_right=held_out.tells_right)
+            found |= mean_parts([parts for _, parts in answered])
             if index or held_out.name in self._named:
                 figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
             figures |= found if index == 0 else {}
         return figures
 
-    async def _answers(
-        self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore
-    ) -> list[EvaluationRow]:
+    async def _answers(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(self._answer(held_out, row, member, phase, step, slots))
                 for row in held_out.rows
                 for member in range(held_out.num_samples)
             ]
-        rows = [row for task in asked if (row := task.result()) is not None]
-        if not rows:
+        answered = [found for task in asked if (found := task.result()) is not None]
+        if not answered:
             raise FlowrlError(
-                f"{self.name}: all {len(asked)} held-out episodes of {held_out.name!r} failed {phase} training; the "
-                "counters evaluation_* in metrics.jsonl say why"
+                f"{self.name}: none of {len(asked)} held-out answers of {held_out.name!r} has a score "
+                f"{phase} training; the counters evaluation_* in metrics.jsonl say why"
             )
-        return rows
+        return answered
 
     async def _answer(
         self, held_out: HeldOutRows, row: SourceRow, member: int, phase: str, step: int, slots: asyncio.Semaphore
-    ) -> EvaluationRow | None:
+    ) -> Answered | None:
         async with slots:
             where = (self.name, phase, step)
             prompt = held_out_prompt(held_out, row, member=member, where=where)
@@ -292,20 +335,23 @@ class Evaluation(Node):
         if marked is None:
             return None
         versions = marked.sample.whole_versions[marked.sample.whole_mask]
-        place = {"phase": phase, "step": step, "task": held_out.name}
-        self.context.samples.held_out(marked.sample, **place, score=marked.score, correct=marked.score >= CORRECT)
-        return EvaluationRow(
+        correct = full_marks(marked.score) if marked.correct is None else marked.correct
+        place = {"phase": phase, "step": step, "task": held_out.name, "parts": marked.parts}
+        told = correct if held_out.tells_right else None
+        self.context.samples.held_out(marked.sample, **place, score=marked.score, correct=told)
+        booked = EvaluationRow(
             phase=phase,
             step=step,
             prompt_id=row.prompt_id,
             member=member,
             score=marked.score,
-            correct=marked.score >= CORRECT,
+            correct=correct,
             response_tokens=marked.sample.response_tokens,
             oldest_version=int(versions.min()) if versions.size else None,
             newest_version=int(versions.max()) if versions.size else None,
             task=held_out.name,
         )
+        return booked, marked.parts
 
     def _rows(self, held_out: Sequence[R]) -> tuple[R, ...]:
         """The rows to use; they do not depend on the order of the data."""
@@ -315,45 +361,6 @@ class Evaluation(Node):
     def _named(self) -> set[str]:
         """The names of sets whose figures are named even where they come first."""
         return {one.name for one in (*self.sets, *self.agent_sets) if one.whole}
-
-
-def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
-    """1 − C(n − c, k) / C(n, k): the probability that one of k answers drawn from n is right (arXiv 2107.03374)."""
-    return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
-
-
-def summary(rows: Sequence[EvaluationRow], num_samples: int) -> dict[str, float]:
-    """An evaluation's metrics; with several answers per prompt also mean@k and, for each power of two, pass@k."""
-    answers: dict[str, list[bool]] = {}
-    for row in rows:
-        answers.setdefault(row.prompt_id, []).append(row.correct)
-    figures = {
-        "exact_match": sum(row.correct for row in rows) / len(rows),
-        "score": sum(row.score for row in rows) / len(rows),
-        "num_answers": len(rows),
-        "response_tokens_mean": sum(row.response_tokens for row in rows) / len(rows),
-    }
-    if known := versions_of(rows):
-        figures |= {"oldest_version": min(known), "newest_version": max(known)}
-    if num_samples > 1:
-        figures[f"mean_at_{num_samples}"] = figures["exact_match"]
-    for k in draws(num_samples):
-        passed = [pass_at_k(len(given), sum(given), k) for given in answers.values() if len(given) >= k]
-        if passed:
-            figures[f"pass_at_{k}"] = sum(passed) / len(passed)
-    return figures
-
-
-def versions_of(rows: Sequence[EvaluationRow]) -> set[int]:
-    """The versions of the first and the last token of each answer; an answer without a token has none."""
-    ends = {version for row in rows for version in (row.oldest_version, row.newest_version)}
-    return {version for version in ends if version is not None}
-
-
-def draws(num_samples: int) -> list[int]:
-    """The values of k for pass@k: 2, 4, 8, … up to the number of answers per prompt, and that number itself."""
-    powers = (1 << power for power in range(1, num_samples.bit_length()))
-    return sorted({*powers, num_samples} - {1})
 
 
 def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -> None:

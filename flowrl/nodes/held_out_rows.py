@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowrl.episode import Episode
@@ -11,20 +10,10 @@ from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat
+from flowrl.nodes.held_out_scores import HeldOutScores, Marked
 from flowrl.nodes.row_source import SourceRow, sampling_seed
-from flowrl.tasks import Row, asked_columns
+from flowrl.tasks import Row
 from flowrl.tasks.evaluation_set import EvaluationSet
-from flowrl.tasks.judge import BadReward
-from flowrl.tasks.reward_client import RewardClient
-from flowrl.tasks.rewards import Part
-
-
-@dataclass(frozen=True)
-class Marked:
-    """One answer, or one episode, with its score."""
-
-    sample: Sample
-    score: float
 
 
 class HeldOutRows(Protocol):
@@ -33,6 +22,8 @@ class HeldOutRows(Protocol):
     name: str
     num_samples: int
     """Answers to each row."""
+    tells_right: bool
+    """Whether answers are right or wrong, besides having a score."""
 
     @property
     def rows(self) -> Sequence[SourceRow]: ...
@@ -49,44 +40,34 @@ class HeldOutRows(Protocol):
 
 
 class HeldOutTask:
-    """A task: a generator answers, and the task's reward scores."""
+    """A task: a generator answers, and `scores` scores."""
 
     def __init__(
         self,
         asked: EvaluationSet,
         rows: Sequence[Row],
         chat: Chat,
-        client: RewardClient,
+        scores: HeldOutScores,
         *,
         most: int | None,
         generate: Call[Prompt, Sample],
-        parts: Sequence[Part],
-        count: Callable[[str, float], None],
+        tells_right: bool,
     ) -> None:
-        """`parts` are those of the reward that `client` asks. Prompts lose what they have above `most` tokens."""
-        self.name, self.num_samples, self.rows, self.client = asked.name, asked.samples, rows, client
-        self._task, self._chat, self._asked_as = asked.task, chat, asked.asked_as
-        self._most = most
-        self._generate, self._parts, self._count = generate, parts, count
+        """Prompts lose what they have above `most` tokens."""
+        self.name, self.num_samples, self.rows, self.tells_right = asked.name, asked.samples, rows, tells_right
+        self._chat, self._asked_as, self._most = chat, asked.asked_as, most
+        self._generate, self._scores = generate, scores
 
     def fields(self, row: Row) -> Mapping[str, Any]:
         text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
         asked = token_ids if self._most is None else token_ids[-self._most :]
         return {"text": text, "token_ids": asked, "columns": row.columns, **self._asked_as}
 
-    async def judge(self, prompt: Prompt, row: Row) -> Marked:
-        """The score is 0 if the reward function returns none."""
-        sample = await self._generate(prompt)
-        columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
-        try:
-            verdicts = await self.client.ask([sample.prompt_text], [sample.response_text], [columns])
-        except BadReward as bad:
-            self._count(f"evaluation_{bad.reason}", 1)
-            return Marked(sample, 0.0)
-        return Marked(sample, verdicts.scores[0])
+    async def judge(self, prompt: Prompt, row: Row) -> Marked | None:
+        return await self._scores.of(await self._generate(prompt), row)
 
     async def close(self) -> None:
-        await self.client.close()
+        await self._scores.close()
 
 
 class HeldOutEpisodes:
@@ -94,6 +75,8 @@ class HeldOutEpisodes:
 
     `fields` are those of a row's prompt: of an environment's row, or of a task's for agents.
     """
+
+    tells_right = True
 
     def __init__(
         self,

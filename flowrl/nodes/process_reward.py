@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flowrl.errors import SampleFailed
-from flowrl.messages import Bool, Int32, Sample
+from flowrl.messages import Bool, Int32
 from flowrl.models import Policy
 from flowrl.models.steps import separator_of, split_steps, step_tokens
-from flowrl.nodes.reward_model import RewardModel
+from flowrl.nodes.model_scores import ScoreQuestion
+from flowrl.nodes.reward_model import RewardModel, require_finite
 from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import Task
 
@@ -46,21 +46,20 @@ class ProcessReward(RewardModel):
             problems.append("normalise is set, but the scores of steps are probabilities; leave it out")
         return problems
 
-    async def _score(self, sample: Sample) -> None:
-        scores = await self._steps.ask(self.step_tokens(sample))
-        if not all(map(math.isfinite, scores)):
-            self.context.metric("reward_not_finite", 1)
-            raise SampleFailed("reward_not_finite")
-        parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
-        scored = self.scored_sample(sample, reward_of(scores, self.of_steps), await self._verdicts(sample), parts)
-        self.context.ledger.scored(scored)
-        await self.scored.send(scored)
+    @property
+    def reads_text(self) -> bool:
+        return True
 
-    def step_tokens(self, sample: Sample) -> tuple[Int32, Bool]:
+    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
+        scores = await self._steps.ask(self.step_tokens(asked), later=later)
+        require_finite(scores)
+        parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
+        return reward_of(scores, self.of_steps), parts
+
+    def step_tokens(self, asked: ScoreQuestion) -> tuple[Int32, Bool]:
         """The tokens that the model reads, and where the scores of the steps stand."""
-        steps = split_steps(sample.response_text, self.separator)
-        row = self.row_of(sample)
-        return step_tokens(self._scorer.chat.with_tools(row.tools), row.turns, steps, self.separator)
+        steps = split_steps(asked.response, self.separator)
+        return step_tokens(self._scorer.chat.with_tools(asked.tools), asked.turns, steps, self.separator)
 
     async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
         with self.context.busy("score"):

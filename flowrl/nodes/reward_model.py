@@ -5,11 +5,15 @@ otherwise the response text is rendered again after the turns of its row.
 
 Where the task's reward is a sum that names `reward_model`, the functions of the sum are asked too.
 
-One pass of the model takes up to `batch` samples (`flowrl.nodes.shared_pass`).
+One pass of the model takes up to `batch` samples (`flowrl.nodes.shared_pass`). Held-out answers are scored by the same
+model, when no sample waits: they take no tickets and are not in the books of samples.
+
+The body ends when every sample is scored and every caller has closed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import time
@@ -18,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.facts import Facts
-from flowrl.graph.ports import In, Out
+from flowrl.graph.ports import In, Out, Serve
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.models.model_layout import note, scoring_layout
 from flowrl.models.tool_form import uses_tools
+from flowrl.nodes.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.reward_functions import RewardFunctions
 from flowrl.nodes.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.shaping import Shaping
@@ -30,7 +35,7 @@ from flowrl.nodes.shared_pass import SharedPass
 from flowrl.tasks import KnownRows, Row, Task, parts_of
 from flowrl.tasks.away import AWAY_S
 from flowrl.tasks.judge import BadReward, Verdicts
-from flowrl.tasks.rewards import MODEL, beside_model
+from flowrl.tasks.rewards import MODEL, beside_model, named_parts
 from flowrl.training.layouts import Decision, refused
 from flowrl.training.settings import Dtype, Layout
 
@@ -50,12 +55,15 @@ class RewardModel(ScoringNode):
     share are computed once, see `ZeroSettings`. `label`: which of several labels are the score, see
     `flowrl.models.labels.label_weights`; each is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
     `away_s` are for the functions and servers of a sum, as those of `Reward`.
+
+    At `requests` it is asked for the scores of held-out answers, to the rows of any task with the same system prompt.
     """
 
     cpus = 1
 
     rollouts: In[Sample]
     scored: Out[Scored]
+    requests: Serve[ScoreQuestion, ModelScore]
 
     def __init__(
         self,
@@ -93,7 +101,7 @@ class RewardModel(ScoringNode):
         self._pass = SharedPass(self._score_all)
 
     def facts(self) -> Facts:
-        return Facts(drops=True, concurrency=self.batch)
+        return Facts(drops=True, concurrency=self.batch, optional=("requests",))
 
     def check(self, facts: Any) -> list[str]:
         problems = [*self.shaping.problems(), *gpu_problems(self.gpus)]
@@ -167,17 +175,32 @@ class RewardModel(ScoringNode):
         return Policy(self.model)
 
     async def run(self) -> None:
-        await self.rollouts.each(self._score, concurrency=self.batch)
+        async with asyncio.TaskGroup() as tasks:
+            if self.requests.live is not None:
+                tasks.create_task(self.requests.each(self._answer, concurrency=self.batch))
+            await self.rollouts.each(self._score, concurrency=self.batch)
+            self.scored.close()  # held-out answers may still come
 
     async def _score(self, sample: Sample) -> None:
-        labels = await self._pass.ask(self.token_ids(sample))
-        if not all(map(math.isfinite, labels)):
-            self.context.metric("reward_not_finite", 1)
-            raise SampleFailed("reward_not_finite")
-        more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
-        scored = self.scored_sample(sample, self._scorer.summed(labels), await self._verdicts(sample), more)
+        try:
+            score, more = await self.model_score(self.question(sample))
+        except SampleFailed as failure:
+            self.context.metric(str(failure), 1)
+            raise
+        scored = self.scored_sample(sample, score, await self._verdicts(sample), more)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
+
+    async def _answer(self, asked: ScoreQuestion) -> ModelScore:
+        score, more = await self.model_score(asked, later=True)
+        return ModelScore(score, self.reward_of_score(score), more)
+
+    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
+        """The model's score, and further parts to be logged. Raises SampleFailed if it is no number."""
+        labels = await self._pass.ask(self.scored_ids(asked), later=later)
+        require_finite(labels)
+        more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
+        return self._scorer.summed(labels), more
 
     async def _verdicts(self, sample: Sample) -> Verdicts | None:
         """What the functions of the sum say; None if there are none."""
@@ -193,12 +216,20 @@ class RewardModel(ScoringNode):
         with self.context.busy("score"):
             return await self.blocking(self._scorer.label_scores, token_ids)
 
-    def token_ids(self, sample: Sample) -> Int32:
-        """The token ids of `sample` that the reward model reads."""
-        if self._same_tokens:
-            return self._scorer.ended(sample.token_ids)
-        row = self.row_of(sample)
-        return self._scorer.ids(row.turns, sample.response_text, tools=row.tools)
+    @property
+    def reads_text(self) -> bool:
+        """Whether it reads a row and a response anew, not a sample's own tokens."""
+        return not self._same_tokens
+
+    def question(self, sample: Sample) -> ScoreQuestion:
+        """What it is asked about a sample of training."""
+        return ScoreQuestion.of(sample, self.row_of(sample) if self.reads_text else None)
+
+    def scored_ids(self, asked: ScoreQuestion) -> Int32:
+        """The token ids that the reward model reads."""
+        if not self.reads_text:
+            return self._scorer.ended(asked.token_ids)
+        return self._scorer.ids(asked.turns, asked.response, tools=asked.tools)
 
     def row_of(self, sample: Sample) -> Row:
         """The row of the sample's prompt."""
@@ -209,6 +240,10 @@ class RewardModel(ScoringNode):
             )
         return row
 
+    def reward_of_score(self, score: float) -> float:
+        """What the model's score is in a reward: normalised, or as it is."""
+        return self._scorer.normalised([score])[0] if self.normalise else score
+
     def scored_sample(
         self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None
     ) -> Scored:
@@ -216,14 +251,20 @@ class RewardModel(ScoringNode):
 
         `beside` is what the functions of a sum say, `more` are further parts to be logged.
         """
-        reward = self._scorer.normalised([score])[0] if self.normalise else score
+        reward = self.reward_of_score(score)
         summed, raw, parts = self.weight * reward, self.weight * score, {MODEL: score, **(more or {})}
-        if beside is not None:
+        if beside is not None and self._functions is not None:
             summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
-            parts |= {name: values[0] for name, values in beside.logs.items()}
+            parts |= named_parts(self._functions.parts, beside)
         shaped = self.shaping.shaped(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
         return Scored(**fields, reward=shaped, raw_reward=raw, reward_parts=parts, scored_s=time.time())
+
+
+def require_finite(scores: Sequence[float]) -> None:
+    """Raise SampleFailed if one of them is no number."""
+    if not all(map(math.isfinite, scores)):
+        raise SampleFailed("reward_not_finite")
 
 
 def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:

@@ -14,6 +14,7 @@ A = TypeVar("A")
 @dataclass(eq=False)
 class _Question(Generic[Q, A]):
     content: Q
+    later: bool
     answer: A | None = None
 
 
@@ -21,7 +22,8 @@ class SharedPass(Generic[Q, A]):
     """Answers concurrent questions: the first caller that finds the model free runs a pass for all waiting questions.
 
     `answer_all(questions)` returns one answer per question, none of which is None. Each wait ends with the pass that
-    answers the question. If a pass is cancelled, the other questions keep waiting for the next pass.
+    answers the question. If a pass is cancelled, the other questions keep waiting for the next pass. A question that is
+    asked `later` is answered by the first pass that begins when only such questions wait.
     """
 
     def __init__(self, answer_all: Callable[[list[Q]], Awaitable[Sequence[A]]]) -> None:
@@ -29,14 +31,15 @@ class SharedPass(Generic[Q, A]):
         self._waiting: list[_Question[Q, A]] = []
         self._model_is_free = asyncio.Lock()
 
-    async def ask(self, content: Q) -> A:
+    async def ask(self, content: Q, *, later: bool = False) -> A:
         """Return the answer; raises the exception of the pass."""
-        mine: _Question[Q, A] = _Question(content)
+        mine: _Question[Q, A] = _Question(content, later)
         self._waiting.append(mine)
         try:
-            async with self._model_is_free:
-                if mine.answer is None:  # else another caller's pass answered it while this one waited
-                    await self._pass()
+            while mine.answer is None:  # the pass of a later question may have answered others only
+                async with self._model_is_free:
+                    if mine.answer is None:  # else another caller's pass answered it while this one waited
+                        await self._pass()
         finally:
             if mine in self._waiting:
                 self._waiting.remove(mine)
@@ -44,7 +47,7 @@ class SharedPass(Generic[Q, A]):
         return mine.answer
 
     async def _pass(self) -> None:
-        asked = list(self._waiting)
+        asked = [question for question in self._waiting if not question.later] or list(self._waiting)
         answers = await self._answer_all([question.content for question in asked])
         for question, answer in zip(asked, answers, strict=True):
             question.answer = answer

@@ -54,8 +54,7 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
     Without the reward model that a sum may have, which a node of its own asks.
     """
     if function is None or isinstance(function, str):
-        parts = parts_of(task, function or task.verifier)
-        return tuple(part for part in parts if part.place != MODEL) or parts_of(task, task.own_verifier)
+        return tuple(part for part in parts_of(task, function or task.verifier) if part.place != MODEL)
     return (Part(place_of(function), name=function.__name__, heads=tuple(task.head_weights.items())),)
 
 

@@ -101,7 +101,7 @@ class Judge:
                 f"{row} has no {', '.join(missing)} to compare responses with (it has "
                 f"{', '.join(columns) or 'the prompt alone'}); set the option answer= of the task to the column that "
                 "holds it, take rows without one out of the data (malformed=skip does not), or give the task a "
-                "reward function"
+                "reward function, or a reward model with --reward-model"
             )
         if missing:
             raise ConfigError(

@@ -193,6 +193,12 @@ def is_sum(parts: Sequence[Part]) -> bool:
     return len(parts) != 1 or parts[0].weight != 1.0
 
 
+def named_parts(parts: Sequence[Part], verdicts: Verdicts) -> dict[str, float]:
+    """What the functions beside a reward model say of one sample, each under its name, as of a sum."""
+    named = {name: values[0] for name, values in verdicts.logs.items()}
+    return named if is_sum(parts) else {parts[0].name: verdicts.rewards[0], **named}
+
+
 def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
     """The weight of the reward model in a sum, and the other parts; a reward without it is replaced by the model."""
     weights = [part.weight for part in parts if part.place == MODEL]

@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.input_template import check_template
 from flowrl.tasks.name_options import option_text, parse_options, split_name
-from flowrl.tasks.rewards import VERIFIER, parse_reward
+from flowrl.tasks.rewards import MODEL, VERIFIER, names_model, parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
 from flowrl.user_path import user_path
 
@@ -148,6 +148,11 @@ class Task:
     def compares(self) -> bool:
         """Whether the source's own verifier is the reward, or a part of it."""
         return any(part.place == VERIFIER for part in parse_reward(self.reward or VERIFIER))
+
+    @property
+    def by_model(self) -> Task:
+        """The task as a graph's reward model scores it: in a sum where its reward names the model, else alone."""
+        return self if names_model(self.reward) else replace(self, reward=MODEL)
 
     @property
     def path(self) -> Path:

@@ -113,9 +113,8 @@ class KeptView:
         self.lines.append(f"warning: {text}")
 
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
-        self.lines.append(
-            f"evaluation {phase} at {step}: {figures['exact_match']} of {figures['num_answers']:.0f} {task}"
-        )
+        first = figures["exact_match" if "exact_match" in figures else "score"]
+        self.lines.append(f"evaluation {phase} at {step}: {first} of {figures['num_answers']:.0f} {task}")
 
     def sample(self, row: Mapping[str, Any]) -> None:
         self.sample_ids.append(row["sample_id"])

@@ -53,7 +53,7 @@ def connection_problems(graph: Graph) -> Iterator[str]:
     joined = Counter(id(port) for edge in graph.edges for port in (edge.out, edge.into))
     ignored = {id(port) for port in graph.ignored}
     for name, node in graph.nodes.items():
-        optional = node.facts().optional
+        optional, needed = node.facts().optional, node.facts().unconnected
         yield from (
             f"facts().optional of {name} names the port {port!r}, which it does not have; "
             f"it has {', '.join(node.ports) or 'none'}."
@@ -63,6 +63,8 @@ def connection_problems(graph: Graph) -> Iterator[str]:
         for port in node.ports.values():
             if joined[id(port)] and id(port) in ignored:
                 yield f"{port_name(port)} is both connected and ignored; remove the g.ignore or the edge."
+            elif not joined[id(port)] and port.name in needed:
+                yield f"node {name}: {needed[port.name]}"
             elif not joined[id(port)] and id(port) not in ignored and port.name not in optional:
                 yield _unconnected(graph, port)
     yield from _doubled(graph)

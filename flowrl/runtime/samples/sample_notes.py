@@ -7,10 +7,11 @@ every answer. A sample that failed is sent whatever the share, unless nothing of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Unpack
 
 from flowrl.channel.chunks import chunked
 from flowrl.messages import Prompt, Sample
-from flowrl.runtime.samples.sample_record import SampleRecord, held_out_record, record_of
+from flowrl.runtime.samples.sample_record import HeldOutVerdict, SampleRecord, held_out_record, record_of
 from flowrl.runtime.samples.sample_share import SampleChoice, SampleShare, hashed
 
 
@@ -28,11 +29,10 @@ class SampleNotes:
         """Samples that a trainer is done with, or that are lost."""
         self._note(samples, self._choice_of_failed if failed else self._choice)
 
-    def held_out(self, sample: Sample, *, phase: str, step: int, task: str, score: float, correct: bool) -> None:
+    def held_out(self, sample: Sample, **place_and_verdict: Unpack[HeldOutVerdict]) -> None:
         """An answer of an evaluation."""
         if self._keep.held_out:
-            place = {"phase": phase, "step": step, "task": task}
-            self._send([held_out_record(sample, **place, score=score, correct=correct, token_ids=self._token_ids)])  # type: ignore[arg-type]
+            self._send([held_out_record(sample, token_ids=self._token_ids, **place_and_verdict)])
 
     def _note(self, samples: Iterable[Prompt | Sample], choice: SampleChoice) -> None:
         """Groups are kept whole, in an order that has nothing to do with that of the batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
@@ -32,12 +32,26 @@ def record_of(sample: Prompt | Sample, *, token_ids: bool) -> SampleRecord:
     return record | _rollout(sample, token_ids) | _verdict(sample)
 
 
-def held_out_record(
-    sample: Sample, *, phase: str, step: int, task: str, score: float, correct: bool, token_ids: bool
-) -> SampleRecord:
+class HeldOutVerdict(TypedDict):
+    """Where a held-out answer belongs, and what is said of it."""
+
+    phase: str
+    step: int
+    task: str
+    score: float
+    correct: bool | None
+    """None: nothing tells right answers."""
+    parts: NotRequired[Mapping[str, float]]
+    """What the score is made of, by name."""
+
+
+def held_out_record(sample: Sample, *, token_ids: bool, **said: Unpack[HeldOutVerdict]) -> SampleRecord:
     """The record of a held-out answer."""
-    found = {"phase": phase, "step": step, "task": task, "reward": score, "raw_reward": score, "correct": correct}
-    return record_of(sample, token_ids=token_ids) | found
+    place = {"phase": said["phase"], "step": said["step"], "task": said["task"], "correct": said["correct"]}
+    found = record_of(sample, token_ids=token_ids) | place | {"reward": said["score"], "raw_reward": said["score"]}
+    if parts := said.get("parts"):
+        found["parts"] = {name: float(value) for name, value in parts.items()}
+    return found
 
 
 def _rollout(sample: Sample, token_ids: bool) -> SampleRecord:

@@ -163,7 +163,7 @@ def _reward(board: Board) -> Text:
 def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
     """The share of right answers, the first one and the last ones, and the other figures of the last."""
     shares = [
-        f"{figures['exact_match']:.3f} {phase if phase != 'during' else f'at step {step}'}"
+        f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}"
         for phase, step, figures in rows
     ]
     return Text(" → ".join(shares)).append(f"   {_other_figures(rows[-1][2], task)}", style="dim")
@@ -258,17 +258,22 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def evaluation_text(phase: str, step: int, figures: Mapping[str, float], task: str) -> str:
     """Formats a result as "0.412 at step 30 (512 answers, sums.jsonl, score 0.532, pass@4 0.611)".
 
-    The first number is the share of right answers.
+    The first number is the share of right answers, or the mean score where nothing tells right answers.
     """
     where = f"at step {step}" if phase == "during" else f"{phase} training"
-    return f"{figures['exact_match']:.3f} {where} ({_other_figures(figures, task)})"
+    return f"{_first_figure(figures)} {where} ({_other_figures(figures, task)})"
+
+
+def _first_figure(figures: Mapping[str, float]) -> str:
+    """The share of right answers, else the mean score, and that it is one."""
+    return f"{figures['exact_match']:.3f}" if "exact_match" in figures else f"score {figures['score']:.3f}"
 
 
 def _other_figures(figures: Mapping[str, float], task: str) -> str:
     """What a result says besides the share of right answers: the mean score only where it is another number."""
     told = [f"{figures['num_answers']:.0f} answers", *([task] if task else [])]
-    right = figures["exact_match"]
-    if f"{(score := figures.get('score', right)):.3f}" != f"{right:.3f}":
+    right = figures.get("exact_match")
+    if right is not None and f"{(score := figures.get('score', right)):.3f}" != f"{right:.3f}":
         told.append(f"score {score:.3f}")
     several = {name: value for name, value in figures.items() if name.startswith(("mean_at_", "pass_at_"))}
     return ", ".join([*told, *(f"{name.replace('_at_', '@')} {value:.3f}" for name, value in several.items())])
