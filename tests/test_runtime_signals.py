@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.driver.launch import _signals
+from flowrl.runtime.driver.signals import RunSignals
 
 
 @dataclass
@@ -33,10 +33,10 @@ class NotingDriver:
         self.told.append(text)
 
 
-async def signalled(driver: Any, *numbers: signal.Signals) -> bool:
+async def signalled(driver: Any, *numbers: signal.Signals, at_once: bool = False) -> bool:
     """Whether the run ends at once by these signals, one after the other."""
     try:
-        with _signals(driver, driver):
+        with RunSignals(driver, driver, at_once=at_once):
             for number in numbers:
                 os.kill(os.getpid(), number)
                 await asyncio.sleep(0.01)  # the loop reads the signal from its own pipe
@@ -59,3 +59,9 @@ def test_a_run_that_has_begun_ends_in_order_and_by_the_second_signal_at_once() -
     driver = NotingDriver(begun=True)
     assert asyncio.run(signalled(driver, signal.SIGINT, signal.SIGINT))
     assert driver.told == ["interrupt", "stopping at once"]
+
+
+def test_a_run_that_only_evaluates_ends_at_once() -> None:
+    driver = NotingDriver(begun=True)
+    assert asyncio.run(signalled(driver, signal.SIGTERM, at_once=True))
+    assert driver.told == ["stopping at once; the same command goes on with the answers that are there"]

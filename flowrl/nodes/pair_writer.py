@@ -16,8 +16,8 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Group, Trainable
+from flowrl.nodes.progress_count import ProgressCount
 from flowrl.nodes.response_writer import Written
-from flowrl.nodes.tally import Tally
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined
 from flowrl.user_path import user_path
@@ -34,7 +34,7 @@ class PairWriter(Node):
 
     groups: In[Group]
 
-    _tally: Tally
+    _progress: ProgressCount
 
     def __init__(self, path: str, task: Task) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class PairWriter(Node):
         rows = await self.blocking(load_rows, self.task)
         self._rows = by_id(joined(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
-        self._tally = Tally("pairs", self.context.progress)
+        self._progress = ProgressCount("pairs", self.context.progress)
 
     def _open(self) -> IO[bytes]:
         path = user_path(self.path)
@@ -78,8 +78,8 @@ class PairWriter(Node):
             self._file.flush()
             self.context.metric("pairs_written", 1)
             self.groups.drop(group, "written")
-            self._tally.add(1, f" in {self.path}")
-        self._tally.end(f" in {self.path}", always=True)
+            self._progress.add(1, f" in {self.path}")
+        self._progress.end(f" in {self.path}", always=True)
 
     async def close(self) -> None:
         if self._file is not None:

@@ -20,8 +20,8 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Sample, Scored
+from flowrl.nodes.progress_count import ProgressCount
 from flowrl.nodes.source import PromptSource
-from flowrl.nodes.tally import Tally
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined, prompt_ids
 from flowrl.user_path import user_path
@@ -116,7 +116,7 @@ class ResponseWriter(Node):
 
     samples: In[Sample]
 
-    _tally: Tally
+    _progress: ProgressCount
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class ResponseWriter(Node):
         prompts = self.prompts
         left = None if prompts is None else await self.blocking(prompts.num_left, self.context.seed)
         total = None if left is None else left * self.per_group
-        self._tally = Tally("responses", self.context.progress, total=total)
+        self._progress = ProgressCount("responses", self.context.progress, total=total)
 
     def _open(self) -> IO[bytes]:
         path = user_path(self.path)
@@ -184,8 +184,8 @@ class ResponseWriter(Node):
                 self.samples.drop(sample, "written")
             self._lost += len(members.lost)
             self.context.metric("responses_written", len(kept))
-            self._tally.add(len(kept), self._note)
-        self._tally.end(self._note, always=True)
+            self._progress.add(len(kept), self._note)
+        self._progress.end(self._note, always=True)
 
     async def close(self) -> None:
         if self._file is not None:

@@ -64,8 +64,22 @@ class RunDir:
         self.path = path
         self._lock: IO[str] | None = None
         self._made = False
+        self.goes_on = False
+        """Whether an evaluation that ended early goes on here."""
         self.damaged: list[str] = []
         """The damaged checkpoints that are newer than the one found, each with its defect."""
+
+    @classmethod
+    def claimed(cls, path: Path, *, resume: bool = False, goes_on: bool = False) -> RunDir:
+        """The directory, created and locked. Raises ConfigError as `claim`."""
+        directory = cls(path)
+        directory.goes_on = goes_on
+        try:
+            directory.claim(resume=resume)
+        except ConfigError:
+            directory.release()
+            raise
+        return directory
 
     @staticmethod
     def fresh(graph_name: str) -> Path:
@@ -100,7 +114,9 @@ class RunDir:
                 f"--run-dir {self.path} is in use by the run of process {self._owner()}; wait for it to end, or name "
                 "another directory"
             ) from None
-        if not resume and ((self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)):
+        if not (resume or self.goes_on) and (
+            (self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)
+        ):
             raise ConfigError(
                 f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
             )
@@ -157,8 +173,8 @@ class RunDir:
 
     def changed_config(self, config: Mapping[str, Any]) -> list[str]:
         """The fields of `config` that differ from those at the start of the run, as "lr: 0.0001, was 0.001"."""
-        before = dict(_leaves(json.loads((self.path / "config.json").read_text())["config"]))
-        now = dict(_leaves(json.loads(json.dumps(config))))
+        before = dict(leaves(json.loads((self.path / "config.json").read_text())["config"]))
+        now = dict(leaves(json.loads(json.dumps(config))))
         return [
             f"{name}: {now.get(name)!r}, was {before.get(name)!r}"
             for name in sorted(before | now)
@@ -178,13 +194,13 @@ class RunDir:
             temporary.replace(self.path / name)
 
 
-def _leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every field below `config`."""
     if not isinstance(config, Mapping):
         yield name, config
         return
     for key, value in config.items():
-        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+        yield from leaves(value, f"{name}.{key}" if name else str(key))
 
 
 def provenance(graph_file: Path) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import signal
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,12 @@ from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.claims import claims
+from flowrl.runtime.driver.launch_checks import check_options
 from flowrl.runtime.driver.node_versions import require_same_versions
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
+from flowrl.runtime.driver.signals import RunSignals
+from flowrl.runtime.driver.unfinished import UnfinishedEvaluation
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.samples.sample_share import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from flowrl.channel.endpoint_transport import EndpointTransport
     from flowrl.runtime.audit.audit import AuditReport
     from flowrl.runtime.driver.cluster import RayCluster
-    from flowrl.runtime.driver.driver import Driver, Outcome
+    from flowrl.runtime.driver.driver import Outcome
     from flowrl.runtime.telemetry.view import View
 
 
@@ -75,16 +78,29 @@ class Launch:
 
         raise_limit()
         cluster = RayCluster()
-        directory = RunDir(self.options.run_dir or RunDir.fresh(self.graph.name))
+        directory = None
         try:
             machines = self._machines(cluster)
             with user_code(self.graph_file):
                 check(self.graph, machines).raise_for_problems()
-            directory.claim(resume=self.options.resume)
+                directory = self._directory()
             return self._claimed(directory, machines, cluster)
         finally:
             cluster.stop()
-            directory.release()
+            if directory is not None:
+                directory.release()
+
+    def _directory(self) -> RunDir:
+        """The claimed directory of the run: a new one, or that of the run that goes on."""
+        named, resume = self.options.run_dir, self.options.resume
+        if self.unfinished is not None and (self.unfinished.is_in(named) or not resume):
+            return self.unfinished.directory(named)
+        return RunDir.claimed(named or RunDir.fresh(self.graph.name), resume=resume)
+
+    @cached_property
+    def unfinished(self) -> UnfinishedEvaluation | None:
+        """What the answers of a graph that only evaluates depend on; None of another graph."""
+        return UnfinishedEvaluation.of(self.graph, dump(self.config))
 
     def _machines(self, cluster: RayCluster) -> Cluster:
         """Join a running cluster now, because the plan depends on its machines; flowrl's own Ray starts later."""
@@ -99,14 +115,11 @@ class Launch:
     def _claimed(self, directory: RunDir, machines: Cluster, cluster: RayCluster) -> Result:
         from flowrl.runtime.audit.audit import audit
 
-        version, resume_from = directory.newest_checkpoint() if self.options.resume else (0, None)
+        version, resume_from = directory.newest_checkpoint() if self._resumes(directory) else (0, None)
         if resume_from is not None:
             self._check_steps(version)
-        self._check_keep_best()
-        self._check_stop()
+        check_options(self.options, self.graph)
         plan = make_plan(self.graph, machines)
-        if plan.admission is None and not any(node.gang for node in self.graph.nodes.values()):
-            self._check_stepless()
         versions: dict[str, int] = {}
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
@@ -122,6 +135,8 @@ class Launch:
             view.progress("driver", self.derived)
         if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
             view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
+        if directory.goes_on:
+            view.progress("driver", "the answers there, of an evaluation that ended early, are not asked again")
         for problem in directory.damaged:
             assert resume_from is not None
             view.warning(f"checkpoint {problem}; it is put aside, and the run continues from {resume_from.name}")
@@ -129,6 +144,8 @@ class Launch:
             with private():
                 if resume_from is None:
                     self.describe(directory, plan)
+                    if self.unfinished is not None:
+                        self.unfinished.begin(directory)
                 if not cluster.started:
                     view.progress("driver", "starting Ray")
                     num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
@@ -141,8 +158,14 @@ class Launch:
                     raise KeyboardInterrupt from None
         finally:
             view.close()
+        if self.unfinished is not None:
+            self.unfinished.end(directory)
         cluster.stop()  # others may use its GPUs while this process audits the ledger
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
+
+    def _resumes(self, directory: RunDir) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self.options.resume and not directory.goes_on
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
         from rich.console import Console
@@ -164,21 +187,6 @@ class Launch:
             raise ConfigError(
                 f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}, so "
                 "nothing is left to do; ask for more steps"
-            )
-
-    def _check_stepless(self) -> None:
-        for option, value in (("--steps", self.options.steps), ("--save-every", self.options.save_every)):
-            if value:
-                raise ConfigError(
-                    f"{option} counts the batches of a trainer, and the graph has none: it runs until the end of its "
-                    f"data; leave {option} out"
-                )
-
-    def _check_keep_best(self) -> None:
-        if self.options.keep_best and not any(hasattr(node, "evaluate") for node in self.graph.nodes.values()):
-            raise ConfigError(
-                "--keep-best needs held-out scores, but the graph evaluates nothing; add an Evaluation node (in the "
-                "graphs of flowrl: --evaluate N), or leave --keep-best out"
             )
 
     @property
@@ -206,16 +214,6 @@ class Launch:
             yield
         finally:
             timer.cancel()
-
-    def _check_stop(self) -> None:
-        metric = self.options.stop.metric
-        if metric.startswith("evaluation/") and not any(
-            getattr(n, "every", 0) for n in self.graph.nodes.values() if hasattr(n, "evaluate")
-        ):
-            raise ConfigError(
-                f"--stop.metric {metric} has values from evaluations during training alone, and there are none; add an "
-                "Evaluation node with every=N (in the graphs of flowrl: --evaluate-every N)"
-            )
 
     def describe(self, directory: RunDir, plan: Plan) -> None:
         """Write the description of the run: `config.json` and `graph.json`."""
@@ -290,7 +288,8 @@ class PreparedRun:
             driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
-            with _signals(driver, view), self.launch.limit(driver.stop_early):
+            alone = self.launch.unfinished is not None
+            with RunSignals(driver, view, at_once=alone) as signals, self.launch.limit(signals.stop_early):
                 return await driver.run()
         finally:
             await endpoint.close()
@@ -347,46 +346,6 @@ class PreparedRun:
             lease=host.lease,
             weight_routes=routes_of(self.plan, node),
         )
-
-
-class _signals:
-    """SIGINT and SIGTERM end the run in order, a second one ends it at once, and so does one during the set-up, when
-    nothing is in flight yet and a model may be on its way for minutes; SIGUSR1 shows who waits for what.
-
-    The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible.
-    """
-
-    def __init__(self, driver: Driver, view: View) -> None:
-        self._driver = driver
-        self._view = view
-        self._describing: set[asyncio.Task[None]] = set()
-
-    def __enter__(self) -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def stop(begin: Callable[[], None]) -> None:
-            if self._driver.begun and not self._driver.interrupted:
-                begin()
-            elif not task.cancelling():
-                self._view.progress("driver", "stopping at once")
-                task.cancel()
-
-        loop.add_signal_handler(signal.SIGINT, stop, self._driver.interrupt)
-        loop.add_signal_handler(signal.SIGTERM, stop, self._driver.terminate)
-        loop.add_signal_handler(signal.SIGUSR1, self._describe)
-
-    def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _describe(self) -> None:
-        async def report() -> None:
-            self._view.warning(await self._driver.lookout.describe())
-
-        task = asyncio.get_running_loop().create_task(report())
-        self._describing.add(task)
-        task.add_done_callback(self._describing.discard)
 
 
 def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:

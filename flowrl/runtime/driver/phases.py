@@ -71,7 +71,8 @@ class Phases:
         run, results = self._run, {}
         if self._evaluations and run.version == 0:
             results["before"] = await self._evaluate("before", self._evaluations)
-        self._view.progress("driver", "training" if self.trainers else "running")
+        if self.trainers or not self._evaluations:
+            self._view.progress("driver", "training" if self.trainers else "running")
         run.accounting.resume_admission("start")
         await self._end_of_training()
         await run.accounting.booked()
@@ -152,14 +153,17 @@ class Phases:
 
     async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
         version = self._run.version
-        self._view.progress("driver", f"evaluation {phase} training, at version {version}")
+        text = f"evaluation {phase} training, at version {version}" if self.trainers else "evaluation"
+        self._view.progress("driver", text)
         answers = await asyncio.gather(
             *(self._orders.on_node(f"{name}/0", "evaluate", phase=phase, step=version) for name in names)
         )
         figures: dict[str, float] = {}
         for name, answer in zip(names, answers, strict=True):
             for task in shown_sets(answer):
-                self._view.evaluation(phase, version, of_set(answer, task), task.removesuffix("/"))
+                self._view.evaluation(
+                    phase if self.trainers else "", version, of_set(answer, task), task.removesuffix("/")
+                )
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
         self._run.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})

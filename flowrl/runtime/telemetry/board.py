@@ -260,7 +260,7 @@ def evaluation_text(phase: str, step: int, figures: Mapping[str, float], task: s
 
     The first number is the share of right answers, or the mean score where nothing tells right answers.
     """
-    where = f"at step {step}" if phase == "during" else f"{phase} training"
+    where = f"at step {step}" if phase == "during" else f"{phase or 'without'} training"
     return f"{_first_figure(figures)} {where} ({_other_figures(figures, task)})"
 
 

@@ -36,7 +36,10 @@ class View(Protocol):
         """
 
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
-        """Show the figures of a finished evaluation; `task` is given for all tasks but the first."""
+        """Show the figures of a finished evaluation; `task` is given for all tasks but the first.
+
+        `phase` is before, during or after training, and empty where nothing is trained.
+        """
 
     def sample(self, row: Mapping[str, Any]) -> None:
         """Show a sample that is kept; the newest one is enough."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 REPORT_EVERY_S = 5.0
 
 
-class Tally:
+class ProgressCount:
     """Use on one event loop. `say` gets the text; nothing is reported of what takes less than REPORT_EVERY_S."""
 
     def __init__(

@@ -1,0 +1,68 @@
+"""What signals do to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self
+
+from flowrl.runtime.telemetry.view import View
+
+if TYPE_CHECKING:
+    from flowrl.runtime.driver.driver import Driver
+
+
+class RunSignals:
+    """SIGINT and SIGTERM end the run in order, a second one ends it at once, and so does one during the set-up, when
+    nothing is in flight yet and a model may be on its way for minutes; SIGUSR1 shows who waits for what.
+
+    The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible. A run that
+    only evaluates ends `at_once`: nothing is trained, and the same command goes on with the answers that are there.
+    """
+
+    def __init__(self, driver: Driver, view: View, *, at_once: bool = False) -> None:
+        self._driver = driver
+        self._view = view
+        self._at_once = at_once
+        self._describing: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> Self:
+        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        loop.add_signal_handler(signal.SIGINT, self._stop, self._driver.interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._stop, self._driver.terminate)
+        loop.add_signal_handler(signal.SIGUSR1, self._describe)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def stop_early(self, reason: str) -> None:
+        """End the run as `Driver.stop_early`, or at once."""
+        if self._at_once:
+            self._view.warning(reason.partition(";")[0])
+            self._stop_at_once()
+        else:
+            self._driver.stop_early(reason)
+
+    def _stop(self, begin: Callable[[], None]) -> None:
+        if self._driver.begun and not (self._at_once or self._driver.interrupted):
+            begin()
+        else:
+            self._stop_at_once()
+
+    def _stop_at_once(self) -> None:
+        assert self._task is not None
+        if not self._task.cancelling():
+            again = "; the same command goes on with the answers that are there" if self._at_once else ""
+            self._view.progress("driver", f"stopping at once{again}")
+            self._task.cancel()
+
+    def _describe(self) -> None:
+        async def report() -> None:
+            self._view.warning(await self._driver.lookout.describe())
+
+        task = asyncio.get_running_loop().create_task(report())
+        self._describing.add(task)
+        task.add_done_callback(self._describing.discard)

@@ -1,0 +1,157 @@
+"""An evaluation that trains nothing and ended early: the same command goes on in its directory.
+
+Invariants
+- `unfinished.json` is in the directory of such a run from its beginning to its end. It says what the answers depend
+  on, and only a run for which that is the same takes them over.
+- The answers are those of `rollouts/`. Everything else that the earlier run has written begins anew: the ledger's
+  evaluations are booked from the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.analysis.branches import trainers
+from flowrl.graph.graph import Graph
+from flowrl.hub import pins
+from flowrl.runtime.checkpoints.checkpoint import steps_of
+from flowrl.runtime.checkpoints.rundir import RunDir, leaves
+from flowrl.runtime.samples.kept_answers import UNFINISHED
+from flowrl.runtime.samples.rollout_files import rollout_files
+from flowrl.user_path import user_path
+
+ELSEWHERE = ("generator.", "time_share")
+"""How options begin that say where the model answers, and not how."""
+BETWEEN = re.compile(r"[:,\s]+|(?<![\w.])[\d.]+\*")
+"""What stands between the names of files in an option."""
+BEGIN_ANEW = (
+    "ledger.sqlite",
+    "ledger.sqlite-wal",
+    "ledger.sqlite-shm",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "trace.json",
+)
+
+
+@dataclass(frozen=True)
+class UnfinishedEvaluation:
+    """What the answers of a graph that evaluates and trains nothing depend on."""
+
+    graph: Graph
+    options: Mapping[str, Any]
+    """Option of the graph -> its value, of those that matter to an answer."""
+    files: Mapping[str, str]
+    """File or directory named in an option -> sizes and times of change."""
+
+    @classmethod
+    def of(cls, graph: Graph, config: Mapping[str, Any]) -> UnfinishedEvaluation | None:
+        """None of a graph that trains, has tickets, or evaluates nothing that can be taken over."""
+        asking = [node for node in graph.nodes.values() if hasattr(node, "evaluate")]
+        if not asking or graph.admission is not None or trainers(graph):
+            return None
+        if not all(hasattr(node, "asked_rows") for node in asking):
+            return None
+        found = dict(leaves(json.loads(json.dumps(config))))
+        options = {name: value for name, value in found.items() if not name.startswith(ELSEWHERE)}
+        return cls(graph, options, dict(_files(options)))
+
+    @staticmethod
+    def is_in(run_dir: Path | None) -> bool:
+        """Whether the directory has such a run that has not ended."""
+        return run_dir is not None and (run_dir / UNFINISHED).is_file()
+
+    def directory(self, named: Path | None) -> RunDir:
+        """The claimed directory of the run. It is that of an unfinished one with the same answers, where there is one:
+        the directory `named`, or else the newest in `runs/`. Raises ConfigError if the answers in `named` are others.
+        """
+        if named is None:
+            return self._found() or RunDir.claimed(RunDir.fresh(self.graph.name))
+        if self.is_in(named):
+            directory = RunDir.claimed(named, goes_on=True)
+            if others := self._differing(directory):
+                directory.release()
+                raise ConfigError(
+                    f"--run-dir {named} has answers of an evaluation that ended early, and this one differs: "
+                    f"{'; '.join(others)}; name another directory, or remove that one"
+                )
+            return directory
+        return RunDir.claimed(named)
+
+    def _found(self) -> RunDir | None:
+        begun = Path("runs").glob(f"{self.graph.name}-*/{UNFINISHED}")
+        for path in sorted((path.parent for path in begun), reverse=True):
+            try:
+                directory = RunDir.claimed(path, goes_on=True)
+            except ConfigError:  # in use, or not to be written
+                continue
+            if rollout_files(path) and not self._differing(directory):
+                return directory
+            directory.release()
+            pins.forget()
+        return None
+
+    def _differing(self, directory: RunDir) -> list[str]:
+        """What the answers in a directory depend on and is not the same now."""
+        try:
+            before = json.loads((directory.path / UNFINISHED).read_text(encoding="utf-8"))
+            found = _different(before["options"], self.options) + _different(before["files"], self.files, "has changed")
+            if found:
+                return found
+            pins.use(directory.hub_commits())
+            return _different(before["rows"], self._rows(), "has other rows")
+        except (OSError, ValueError, KeyError, TypeError):
+            return [f"{UNFINISHED} there cannot be read"]
+
+    def _rows(self) -> dict[str, str]:
+        """Set -> digest of the rows that are asked."""
+        found: dict[str, str] = {}
+        for name, node in self.graph.nodes.items():
+            if hasattr(node, "asked_rows"):
+                found |= {f"{name}/{asked}": digest for asked, digest in node.asked_rows().items()}
+        return found
+
+    def begin(self, directory: RunDir) -> None:
+        """Write what the answers depend on; remove what an earlier run has written besides them."""
+        for name in BEGIN_ANEW:
+            (directory.path / name).unlink(missing_ok=True)
+        for _, made in steps_of(directory.checkpoints):
+            rmtree(made)
+        content = {"options": self.options, "files": self.files, "rows": self._rows()}
+        directory.write(UNFINISHED, content)
+
+    @staticmethod
+    def end(directory: RunDir) -> None:
+        """The evaluation has ended."""
+        (directory.path / UNFINISHED).unlink(missing_ok=True)
+
+
+def _different(before: Mapping[str, Any], now: Mapping[str, Any], how: str = "") -> list[str]:
+    return [
+        f"{name} {how}" if how else f"{name} is {now.get(name)!r}, was {before.get(name)!r}"
+        for name in sorted({*before, *now})
+        if now.get(name) != before.get(name)
+    ]
+
+
+def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every file and directory here that an option names, as a model, a reward or a template."""
+    texts = [text for value in options.values() for text in (value if isinstance(value, list) else [value])]
+    for name in dict.fromkeys(part for text in texts if isinstance(text, str) for part in BETWEEN.split(text) if part):
+        path = user_path(name)
+        if path.is_file():
+            yield name, _stamp(path)
+        elif path.is_dir():
+            yield name, " ".join(f"{one.name} {_stamp(one)}" for one in sorted(path.iterdir()) if one.is_file())
+
+
+def _stamp(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
