@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -13,15 +14,17 @@ import pytest
 from flowrl import Cluster, Machine, check
 from flowrl.cli import main
 from flowrl.commands import export as export_module
+from flowrl.commands import merge_adapter as merge_module
 from flowrl.commands.checkpoint_of import model_dir
 from flowrl.commands.talk import ChatOptions, Talk
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
-from flowrl.models import Policy
+from flowrl.models import Chat, Policy, TokenizerOptions
 from flowrl.models.directory import context_length
 from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, pairwise
 from flowrl.nodes.pairwise import Comparisons
 from flowrl.nodes.response_writer import Written
+from flowrl.policy_options import PolicyOptions
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, Result
 from flowrl.tasks import Task, load_demonstrations, load_rows
@@ -341,7 +344,13 @@ def test_an_adapter_is_merged_into_its_base(policy: Path, tmp_path: Path, capsys
     config = tmp_path / "step" / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(policy)}))
     out = tmp_path / "merged"
+    leave = tmp_path / ".merged.tmp" / "model.safetensors"  # as a killed command does
+    leave.parent.mkdir()
+    leave.write_text("half")
     assert main(["merge", str(tmp_path / "step"), "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["loading", "merging", "writing", "wrote"]
+    assert not leave.parent.exists()
     found = AutoModelForCausalLM.from_pretrained(out).eval()(ids).logits
     assert torch.allclose(found, expected, atol=1e-5)
     assert not torch.allclose(found, AutoModelForCausalLM.from_pretrained(policy).eval()(ids).logits, atol=1e-3)
@@ -350,6 +359,61 @@ def test_an_adapter_is_merged_into_its_base(policy: Path, tmp_path: Path, capsys
     assert "already exists" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "step"), "--out", str(tmp_path / "other"), "--base", str(tmp_path)]) == 2
     assert "is no model directory here; name it with --base" in capsys.readouterr().err
+
+
+def adapter(home: Path, base: Path, **described: Any) -> Path:
+    """An adapter by its configuration alone: what is wrong with its base is told before its weights are read."""
+    home.mkdir()
+    (home / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), **described}))
+    return home
+
+
+def test_a_base_with_code_of_its_own_is_refused_until_it_is_trusted(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}))
+    command = ["merge", str(adapter(tmp_path / "adapter", policy)), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "add --trust-remote-code" in capsys.readouterr().err
+    assert main([*command, "--trust-remote-code"]) == 2
+    err = capsys.readouterr().err
+    assert f"the base model {policy} cannot be loaded" in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_that_fails_while_it_writes_can_be_run_again(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Merged:
+        def parameters(self) -> list[Any]:
+            return []
+
+        def save_pretrained(self, target: Path) -> None:
+            (target / "model.safetensors").write_text("half")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge_module, "_merged", lambda *args, **options: Merged())
+    with pytest.raises(KeyboardInterrupt):
+        merge_module.write_merged(tmp_path, policy, tmp_path / "out", "auto")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy"]
+    monkeypatch.setattr(Merged, "save_pretrained", lambda self, target: None)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "tokenizer_config.json").write_text('{"of": "adapter"}')
+    merge_module.write_merged(tmp_path / "adapter", policy, tmp_path / "out", "auto")
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {"of": "adapter"}
+
+
+@pytest.mark.parametrize(
+    "command", ["chat {}", "check generate --preflight --policy {}", "check grpo --preflight --policy {}"]
+)
+def test_an_adapter_in_place_of_a_model_is_told_how_to_be_merged(
+    command: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = adapter(tmp_path / "adapter", policy)
+    assert main(command.format(path).split()) == 2
+    said = f"{path} is a PEFT adapter without its base model; put it into the base's weights with `flowrl merge {path} "
+    assert said in capsys.readouterr().err
 
 
 def checkpoint(policy: Path) -> Path:
@@ -364,9 +428,14 @@ def checkpoint(policy: Path) -> Path:
     return policy
 
 
-def test_an_export_has_the_model_alone(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_has_the_model_alone(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "exported"
+    monkeypatch.setattr(export_module, "LARGE_BYTES", (policy / "model.safetensors").stat().st_size)
     assert main(["export", str(checkpoint(policy)), "--name", str(out)]) == 0
+    (large,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("copied")]
+    assert large.startswith("copied model.safetensors: ") and " of " in large
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "adapter/adapter_config.json"} <= found
     assert not found & {*export_module.LEFT_OUT, "trainer_state/zero.pt"}
@@ -442,12 +511,45 @@ def test_a_chat_names_a_command_that_there_is_not_and_a_context_that_is_full(
 
 
 def test_a_reply_ends_at_every_end_that_the_model_names(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "".join(Talk(talker, ChatOptions(temperature=0, max_tokens=4)).reply("w1"))
+    said = replied(talker)
     config = json.loads((talker / "generation_config.json").read_text())
     second = int(said.split()[1].removeprefix("w"))
     (talker / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [second]}))
-    shorter = "".join(Talk(talker, ChatOptions(temperature=0, max_tokens=4)).reply("w1"))
+    shorter = replied(talker)
     assert said.startswith(shorter) and len(shorter.split()) < len(said.split())
+
+
+def replied(talker: Path, **options: Any) -> str:
+    told = ChatOptions(temperature=0, max_tokens=4, **options)
+    return "".join(Talk(told.model(str(talker)), told).reply("w1"))
+
+
+def test_a_chat_has_the_tokenizer_and_template_of_its_options(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    said = replied(talker)
+    second = said.split()[1]
+    assert said.startswith(shorter := replied(talker, tokenizer=TokenizerOptions(eos=(second,)))) and shorter != said
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ word }} {{ messages[-1].content }} w6")
+    prompts: list[str] = []
+    render = Chat.prompt
+
+    def seen(chat: Chat, turns: Any) -> Any:
+        prompts.append(render(chat, turns)[0])
+        return render(chat, turns)
+
+    monkeypatch.setattr(Chat, "prompt", seen)
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1\n"))
+    own = ("--chat-template", str(template), "--chat-template-kwargs", "word=w7")
+    assert main(["chat", str(talker), "--max-tokens", "4", *own]) == 0
+    assert prompts == ["w7 w1 w6"]
+    assert main(["chat", str(talker), "--chat-template-kwargs", "enable_thinking=false"]) == 2
+    assert f"the chat template of {talker} does not read enable_thinking" in capsys.readouterr().err
+    shared = {field.name: field for field in dataclasses.fields(PolicyOptions)}
+    for name in ("trust_remote_code", "chat_template", "chat_template_kwargs", "tokenizer"):
+        assert shared[name].default == getattr(ChatOptions(), name), "graphs have the same option"
 
 
 @pytest.mark.timeout(60)

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.commands.checkpoint_of import model_dir
-from flowrl.commands.merge_adapter import require_free
+from flowrl.commands.whole_directory import whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
+from flowrl.hub.hub_problems import gigabytes
 from flowrl.user_path import user_path
 
 LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")
 """Files of a checkpoint that are no part of a model; directories are left out too, except `adapter`."""
+LARGE_BYTES = 100_000_000
+"""A file of so many bytes has a line when it is copied."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,16 @@ def files_of(source: Path) -> list[Path]:
 
 
 def copy(source: Path, files: Sequence[Path], target: Path) -> None:
-    """Copy the files to `target`, complete or not at all. Raises ConfigError."""
-    require_free(target)
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    """Copy the files to `target`, complete or not at all; a line for each large one. Raises ConfigError."""
+    total, copied = sum(file.stat().st_size for file in files), 0
+    with whole_directory(target) as temporary:
         for file in files:
             into = temporary / file.relative_to(source)
             into.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, into)  # a run's own files are its user's alone
-        if target.is_dir():
-            target.rmdir()
-        temporary.replace(target)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise ConfigError(f"{target} cannot be written: {error.strerror}; name another directory") from None
+            copied += into.stat().st_size
+            if into.stat().st_size >= LARGE_BYTES:
+                print(f"copied {file.name}: {gigabytes(copied)} of {gigabytes(total)}", flush=True)
 
 
 def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:

@@ -7,12 +7,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from flowrl.commands.whole_directory import require_free, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.models import Policy, resolve, to_stderr
+from flowrl.hub.hub_problems import gigabytes
+from flowrl.models import Policy, check_model, resolve, to_stderr
+from flowrl.models.directory import weight_files
+from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
 from flowrl.user_path import user_path
+
+ADAPTER = "adapter"
+"""Directory of a checkpoint that has the adapter."""
+LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
+"""What transformers and PEFT raise for files that do not go together, a model's own code among them."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,8 @@ class MergeOptions:
     """Directory of the base model; empty: the one that the adapter names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the written weights; auto: that of the base model."""
+    trust_remote_code: bool = False
+    """Run the Python files that come with the base model."""
 
 
 def merge(args: Sequence[str]) -> int:
@@ -34,28 +45,27 @@ def merge(args: Sequence[str]) -> int:
             parse_options(MergeOptions, ["--help"], prog="flowrl merge ADAPTER")
         raise ConfigError("flowrl merge needs an adapter's directory first: flowrl merge ADAPTER --out DIR")
     options = parse_options(MergeOptions, args[1:], prog="flowrl merge ADAPTER")
-    adapter = adapter_dir(user_path(args[0]))
-    base = base_of(adapter, options.base)
-    require_free(options.out)
-    print(f"merging {adapter} into {base}", flush=True)
-    write_merged(adapter, base, options.out, options.dtype)
-    print(f"wrote {options.out}")
+    adapter, out = adapter_dir(user_path(args[0])), user_path(str(options.out))
+    require_free(out)
+    base = base_of(adapter, options.base, trust_remote_code=options.trust_remote_code)
+    write_merged(adapter, base, out, options.dtype, trust_remote_code=options.trust_remote_code)
+    print(f"wrote {out}")
     return 0
 
 
 def adapter_dir(path: Path) -> Path:
     """The adapter at `path`, or the one of a checkpoint. Raises ConfigError."""
-    found = next((one for one in (path, path / "adapter") if (one / "adapter_config.json").is_file()), None)
+    found = next((one for one in (path, path / ADAPTER) if (one / "adapter_config.json").is_file()), None)
     if found is None:
         raise ConfigError(
-            f"{path} holds no adapter (no adapter_config.json there, nor in {path / 'adapter'}); name a PEFT adapter's "
+            f"{path} holds no adapter (no adapter_config.json there, nor in {path / ADAPTER}); name a PEFT adapter's "
             "directory, or a checkpoint of a run with --lora.rank"
         )
     return found
 
 
-def base_of(adapter: Path, named: str) -> Path:
-    """The directory of the base model. Raises ConfigError."""
+def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Path:
+    """The directory of the base model, which can be loaded. Raises ConfigError."""
     try:
         config = json.loads((adapter / "adapter_config.json").read_text())
     except ValueError as problem:
@@ -63,11 +73,12 @@ def base_of(adapter: Path, named: str) -> Path:
             f"{adapter}/adapter_config.json is not valid JSON ({problem}); save the adapter again"
         ) from None
     base = named or config.get("base_model_name_or_path")
-    if base and (policy := Policy(_with_commit(base, None if named else config.get("revision")))).hub_name is not None:
-        return Path(resolve(policy, progress=to_stderr))
-    if not base or not (user_path(base) / "config.json").is_file():
+    found = _with_commit(base, None if named else config.get("revision")) if base else ""
+    if not found or (Policy(found).hub_name is None and not (user_path(found) / "config.json").is_file()):
         raise ConfigError(f"the adapter's base model {base!r} is no model directory here; name it with --base")
-    return user_path(base)
+    policy = Policy(found, trust_remote_code=trust_remote_code)
+    check_model(policy)
+    return Path(resolve(policy, progress=to_stderr))
 
 
 def _with_commit(base: str, revision: str | None) -> str:
@@ -75,30 +86,59 @@ def _with_commit(base: str, revision: str | None) -> str:
     return f"{base}@{revision}" if revision and not user_path(base).is_dir() else base
 
 
-def require_free(out: Path) -> None:
-    """Raise ConfigError unless a model can be written to `out`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} already exists; name another directory, or remove it")
+def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
+    """Write a model directory like `base`, with the adapter in its weights and the adapter's tokenizer if it has one.
+
+    It is there complete, or not at all. A line is printed for each part of the work.
+    """
+    from flowrl.training.model.policy_model import companions
+
+    weights = sum(file.stat().st_size for file in weight_files(base))
+    print(f"loading {base}: {gigabytes(weights)}", flush=True)
+    merged = _merged(adapter, base, dtype, trust_remote_code=trust_remote_code)
+    written = sum(tensor.nbytes for tensor in merged.parameters())
+    print(f"writing {gigabytes(written)} to {out}", flush=True)
+    with whole_directory(out) as temporary:
+        merged.save_pretrained(temporary)
+        for name, content in companions(base).items():
+            if not (temporary / name).exists():
+                (temporary / name).write_bytes(content)
+        for path in _tokenizer_files(adapter):
+            (temporary / path.name).write_bytes(path.read_bytes())
 
 
-def write_merged(adapter: Path, base: Path, out: Path, dtype: str) -> None:
-    """Write a model directory like `base`, with the adapter in its weights."""
+def _merged(adapter: Path, base: Path, dtype: str, *, trust_remote_code: bool) -> Any:
+    """The base model with the adapter in its weights, in host memory. Raises ConfigError."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from flowrl.training.model.policy_model import companions
-
     disable_progress_bar()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft imports DeepSpeed, which warns where it has to guess
-    loaded = AutoModelForCausalLM.from_pretrained(base, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
-        merged = PeftModel.from_pretrained(loaded, str(adapter)).merge_and_unload()
-    except (ValueError, KeyError, RuntimeError) as problem:
-        first = str(problem).splitlines()[0]
-        raise ConfigError(f"{adapter} does not fit {base} ({first}); name its base model with --base") from None
-    merged.save_pretrained(out)
-    for name, content in companions(base).items():
-        if not (out / name).exists():
-            (out / name).write_bytes(content)
+        loaded = AutoModelForCausalLM.from_pretrained(base, dtype=wanted, trust_remote_code=trust_remote_code)
+    except LOADING as problem:
+        raise ConfigError(
+            f"the base model {base} cannot be loaded ({_first_line(problem)}); name another with --base"
+        ) from None
+    print(f"merging {adapter} into it", flush=True)
+    try:
+        return PeftModel.from_pretrained(loaded, str(adapter)).merge_and_unload()
+    except LOADING as problem:
+        raise ConfigError(
+            f"{adapter} does not fit {base} ({_first_line(problem)}); name its base model with --base"
+        ) from None
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
+
+def _tokenizer_files(adapter: Path) -> list[Path]:
+    """The tokenizer with its ends beside the adapter, or in the checkpoint that the adapter is a part of, if any."""
+    places = [adapter, adapter.parent] if adapter.name == ADAPTER else [adapter]
+    place = next((place for place in places if has_tokenizer(place)), None)
+    files = [path for path in place.iterdir() if path.is_file()] if place is not None else []
+    return [path for path in files if TOKENIZER_FILE.fullmatch(path.name) or path.name == "generation_config.json"]

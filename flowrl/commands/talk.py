@@ -7,12 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowrl.commands.checkpoint_of import model_dir
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
+from flowrl.models import Chat, Policy, TokenizerOptions, check_model, resolve, to_stderr, tokenizer_of
+from flowrl.tasks import Task
 
 HELP = "/reset begins anew, /exit or the end of input leaves"
 
@@ -31,8 +32,25 @@ class ChatOptions:
     """Sample from the most likely tokens that have this share together."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model."""
+    chat_template: str = ""
+    """File of a Jinja template in place of the model's own; none: the last message's text, without a template."""
+    chat_template_kwargs: str = ""
+    """Values of the chat template's variables, as enable_thinking=false."""
+    tokenizer: TokenizerOptions = TokenizerOptions()
+    """Another tokenizer than the model's own, or other special tokens."""
     seed: int | None = None
     """Replies follow from it; None: others each time."""
+
+    def model(self, named: str) -> Policy:
+        """The model of this name, with the tokenizer and template of the options."""
+        return Policy(
+            named,
+            task=Task(),
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            tokenizer=self.tokenizer,
+        )
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -48,7 +66,7 @@ def chat(args: Sequence[str]) -> int:
             parse_options(ChatOptions, ["--help"], prog="flowrl chat MODEL")
         raise ConfigError("flowrl chat needs a model first: flowrl chat runs/NAME, or flowrl chat MODEL_DIRECTORY")
     options = parse_options(ChatOptions, args[1:], prog="flowrl chat MODEL")
-    talk = Talk(_directory(args[0], options), options)
+    talk = Talk(_found(args[0], options), options)
     print(HELP, file=sys.stderr)
     for line in _lines():
         if line == "/exit":
@@ -72,14 +90,11 @@ class _NoRoom(Exception):
     """The model's context has no room for a reply."""
 
 
-def _directory(named: str, options: ChatOptions) -> Path:
-    """The model's directory: of a built-in model, a run, a checkpoint, a model, or a name on the Hub."""
-    from flowrl.models import Policy, resolve, to_stderr
-    from flowrl.tasks import Task
-
-    policy = Policy(named, task=Task(), trust_remote_code=options.trust_remote_code)
+def _found(named: str, options: ChatOptions) -> Policy:
+    """The built-in model of this name, the one on the Hub, or that of a run, a checkpoint or a model's directory."""
+    policy = options.model(named)
     found = policy.built_in or policy.hub_name is not None
-    return Path(resolve(policy, progress=to_stderr)) if found else model_dir(policy.path)
+    return policy if found else options.model(str(model_dir(policy.path)))
 
 
 def _lines() -> Iterator[str]:
@@ -97,17 +112,15 @@ def _lines() -> Iterator[str]:
 class Talk:
     """One conversation with a model."""
 
-    def __init__(self, directory: Path, options: ChatOptions) -> None:
+    def __init__(self, policy: Policy, options: ChatOptions) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        from flowrl.models import Chat, Policy, check_model, load_tokenizer
-
         disable_progress_bar()
-        trusted = options.trust_remote_code
-        check_model(Policy(str(directory), trust_remote_code=trusted))
-        self._tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
+        check_model(policy)
+        directory, trusted = resolve(policy, progress=to_stderr), policy.trust_remote_code
+        self._tokenizer = tokenizer_of(policy)
         self._chat = Chat(self._tokenizer, options.system_prompt)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trusted).to(

@@ -19,6 +19,7 @@ LENGTH = struct.Struct("<Q")
 def check_directory(path: Path) -> None:
     """Raise ConfigError unless `path` holds the config of a causal language model and all its weights."""
     if not (path / "config.json").is_file():
+        require_no_adapter(path)
         raise ConfigError(f"{path} is no model directory: config.json is missing; name one that transformers can load")
     config = _json(path / "config.json")
     for file in weight_files(path):
@@ -27,6 +28,15 @@ def check_directory(path: Path) -> None:
         else:
             _check_weights(file)
     _check_kind(path, config)
+
+
+def require_no_adapter(path: Path) -> None:
+    """Raise ConfigError if `path` has an adapter in place of a model."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} is a PEFT adapter without its base model; put it into the base's weights with "
+            f"`flowrl merge {path} --out DIRECTORY`, and name that directory"
+        )
 
 
 def check_code(path: str | Path, *, trusted: bool) -> None:
