@@ -34,7 +34,7 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 CLUSTER = Cluster((Machine(cores=(0, 1)),))
 
 OUT_OF_RANGE: list[tuple[type[PolicyOptions], str, Any, str]] = [
-    (PolicyOptions, "time_share", ("generator",), "--time-share names generator alone"),
+    (PolicyOptions, "time_share", ("generator",), "--time-share names only generator"),
     (SamplingOptions, "max_tokens", 0, "--max-tokens is 0; it has to be 1 or more"),
     (SamplingOptions, "group_size", 0, "--group-size is 0; it has to be 1 or more"),
     (SamplingOptions, "generator", Size(0), "--generator.replicas is 0; it has to be 1 or more"),
