@@ -19,6 +19,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of
+from flowrl.nodes.answers_so_far import Answered, AnswersSoFar, digest_of_ids, digest_of_rows
 from flowrl.nodes.environment_source import prompt_fields, question_fields
 from flowrl.nodes.evaluation_figures import mean_parts, summary, versions_of
 from flowrl.nodes.held_out_rows import HeldOutEpisodes, HeldOutRows, HeldOutTask, held_out_prompt
@@ -36,8 +37,6 @@ from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, names_model, open_reward
 
 R = TypeVar("R", bound=SourceRow)
-Answered = tuple[EvaluationRow, Mapping[str, float]]
-"""What is booked of an answer, and the parts of its score where a reward model is one of them."""
 
 
 class Evaluation(Node):
@@ -196,6 +195,12 @@ class Evaluation(Node):
             raise ConfigError(f"{problem}; a run that trains asks no held-out prompts with --evaluate 0") from problem
         return rows
 
+    def asked_rows(self) -> dict[str, str]:
+        """Set -> digest of its rows, by which a run that goes on knows that they are the same."""
+        sets = {one.name: digest_of_rows(self._checked(one)) for one in (*self.sets, *self.agent_sets)}
+        played = {name: self._rows(environment_rows(name).held_out) for name in self.environments}
+        return sets | {name: digest_of_ids(row.prompt_id for row in rows) for name, rows in played.items()}
+
     def _is_said(self, one: EvaluationSet) -> bool:
         """Whether it is not plain how many prompts a set has."""
         return one.whole or (one.takes_fewer and len(load_rows(one.task).held_out) != one.num)
@@ -297,6 +302,9 @@ class Evaluation(Node):
         The figures of the first set have plain names. Where it has a name that is shown, they stand under that first.
         """
         slots = asyncio.Semaphore(self.concurrency)
+        total = sum(len(held_out.rows) * held_out.num_samples for held_out in self._held_out)
+        read, place = AnswersSoFar.read, (self.context.run_dir, phase, step)
+        self._so_far = await self.blocking(read, *place, total, self.context.progress)
         figures: dict[str, float] = {}
         for index, held_out in enumerate(self._held_out):
             answered = await self._answers(held_out, phase, step, slots)
@@ -308,6 +316,7 @@ class Evaluation(Node):
             if index or held_out.name in self._named:
                 figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
             figures |= found if index == 0 else {}
+        self._so_far.end()
         return figures
 
     async def _answers(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:
@@ -321,19 +330,22 @@ class Evaluation(Node):
         if not answered:
             raise FlowrlError(
                 f"{self.name}: none of {len(asked)} held-out answers of {held_out.name!r} has a score "
-                f"{phase} training; the counters evaluation_* in metrics.jsonl say why"
+                f"at version {step}; the counters evaluation_* in metrics.jsonl say why"
             )
         return answered
 
     async def _answer(
         self, held_out: HeldOutRows, row: SourceRow, member: int, phase: str, step: int, slots: asyncio.Semaphore
     ) -> Answered | None:
+        if (before := self._so_far.kept(held_out.name, row.prompt_id, member)) is not None:
+            return before
         async with slots:
             where = (self.name, phase, step)
             prompt = held_out_prompt(held_out, row, member=member, where=where)
             marked = await held_out.judge(prompt, row)
         if marked is None:
             return None
+        self._so_far.add()
         versions = marked.sample.whole_versions[marked.sample.whole_mask]
         correct = full_marks(marked.score) if marked.correct is None else marked.correct
         place = {"phase": phase, "step": step, "task": held_out.name, "parts": marked.parts}
