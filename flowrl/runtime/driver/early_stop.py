@@ -39,6 +39,10 @@ class StopRule:
             )
         if self.patience < 0 or self.for_values < 1:
             raise ConfigError("--stop.patience has to be 0 or more, and --stop.for-values 1 or more")
+        if self.for_values > 1 and self.above is None and self.below is None:
+            raise ConfigError("--stop.for-values is for --stop.above and --stop.below; give one of them too")
+        if self.best != "highest" and not self.patience:
+            raise ConfigError("--stop.best is for --stop.patience; give that too, or leave it out")
 
 
 class EarlyStop:

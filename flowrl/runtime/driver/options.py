@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,3 +70,12 @@ class RunOptions:
             raise ConfigError(f"--max-hours is {self.max_hours}; it has to be above 0")
         SampleShare.parse(self.keep_samples)
         check_sinks(self.track)
+        for problem in self._unused():
+            raise ConfigError(problem)
+
+    def _unused(self) -> Iterator[str]:
+        """A sentence for each option that changes nothing beside the others."""
+        if self.tracking != Tracking() and not self.track:
+            yield "--tracking names runs and samples in the sinks of --track, and there is none; give --track wandb too"
+        if self.keep_token_ids and self.keep_samples == "off":
+            yield "--keep-token-ids is for the samples of --keep-samples, which is off; leave one of them out"
