@@ -70,6 +70,10 @@ class Evaluate(ScorerOptions, TruncationOptions):
             )
 
     @property
+    def asks_functions(self) -> bool:
+        return True  # where a reward model scores, the verifier of rows with answers
+
+    @property
     def sets(self) -> tuple[EvaluationSet, ...]:
         """What is asked."""
         named = [

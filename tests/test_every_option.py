@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[Values, ...]] = {
     "reinforce_pp": (*SCORED, {"baseline": True}),
     "grpo": (*SCORED, {"reward_kl_coef": 0.1}),
     **dict.fromkeys(("dapo", "raft", "custom_node"), SCORED),
-    **{name: ({}, STEPS) for name in ("generate", "pairs", "score")},
+    **{name: ({}, STEPS) for name in ("generate", "pairs", "score", "evaluate")},
     "process_reward_model": ({}, {"held_out": 0}),
 }
 """How a graph is used: in each of these ways every option is tried. Others are used as they are."""
@@ -91,6 +91,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("ppo", "critic_trainer.tensor_parallel_size"): 3,
     ("ppo", "reward_model.normalise"): False,
     ("generate", "time_share"): ("generator", "reward"),
+    ("evaluate", "time_share"): ("generator", "reward"),
     ("pairs", "time_share"): ("generator", "reward"),
 }
 
@@ -138,6 +139,7 @@ OF_ONE_GRAPH: Mapping[tuple[str, str], Values] = {
     ("distill", "max_answer_tokens"): {"beta": 0.5, "lmbda": 0.5},
     ("generate", "best"): {"group_size": 4},
     ("generate", "time_share"): MODEL,
+    ("evaluate", "time_share"): MODEL,
     ("pairs", "time_share"): MODEL,
     ("sft", "judge_every"): {"held_out": 8},
     **{("self_play", name): ONE_SEAT for name in ("dynamic_sampling", "mean_between", "normalise_rewards")},
@@ -165,7 +167,7 @@ REFUSED: Mapping[str, set[str]] = {
     "evaluate_also": AGENTS - {"agent_openai"},  # an environment has its own questions
     "task.template": AGENTS - {"agent_openai"},
     "evaluate_task": {"agent_game", "self_play"},  # games have no questions; other environments of agent_game do
-    "time_share": {"evaluate", "score", "process_reward_model", "reward_model"},  # one node has devices
+    "time_share": {"score", "process_reward_model", "reward_model"},  # one node has devices
     "reference.replicas": {"dpo", "kto"},  # one process computes its logprobs once
     "on_limit": {"iterative_dpo"},  # one answer of a pair would be masked
     "overlong_filter": {"iterative_dpo"},
