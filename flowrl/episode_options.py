@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.agents import History
 from flowrl.blocks import EvaluationOptions, OnlineOptions
-from flowrl.graph.graph import Graph
+from flowrl.graph.graph import AFFINITY_MARGIN, Graph
+from flowrl.graph.machine import GB
 from flowrl.nodes import AgentProgram, Environment, Evaluation, Generator, Limits, Sampling, Shaping
 from flowrl.role_options import ShapedReward, too_low, unused
 from flowrl.training.advantage.advantages import Estimator
@@ -33,7 +35,9 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
     episodes_per_process: int = 1
     """Episodes that a process plays, one after the other. More than 1 save the time of new processes; what a program or
     an environment keeps in its modules is then there in the next episode."""
-    affinity_margin: int | None = 2
+    memory_gb: float = 1.0
+    """GiB of data that each of them may take, beyond what its imports take."""
+    affinity_margin: int | None = AFFINITY_MARGIN
     """A session stays on its generator while that has at most so many more open requests than the least loaded. None:
     each of its requests goes where least is open."""
     tool_parser: str = ""
@@ -51,6 +55,8 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, processes=1, episodes_per_process=1, affinity_margin=0, num_prompts=1)
+        if not 0 < self.memory_gb < math.inf:
+            yield f"--memory-gb is {self.memory_gb}; it has to be above 0"
         if self.task.reward:
             yield f"--task.reward is {self.task.reward!r}, but an episode is scored by its environment or agent"
         if self.reward_timeout_s is not None:
@@ -70,6 +76,16 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
         return self.groups_per_step if self.on_limit == "wait" and self.staleness >= 2 else 1
 
     @property
+    def bounds(self) -> dict[str, Any]:
+        """The arguments of nodes with episodes that bound these and their processes."""
+        return {
+            "limits": self.limits,
+            "processes": self.processes,
+            "memory_bytes": int(self.memory_gb * GB),
+            "episodes_per_process": self.episodes_per_process,
+        }
+
+    @property
     def parsers(self) -> dict[str, Any]:
         """The arguments of `Generator` that say how replies are parsed."""
         return {"tool_parser": self.tool_parser, "reasoning_parser": self.reasoning_parser}
@@ -87,10 +103,8 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
             agent=agent,
             command=command,
             sampling=self.sampling,
-            limits=self.limits,
-            processes=self.processes,
-            episodes_per_process=self.episodes_per_process,
             shaping=self.shaping,
+            **self.bounds,
             **settings,
         )
 
@@ -124,11 +138,9 @@ class EnvironmentOptions(EpisodeOptions):
         return Environment(
             environment,
             self.model,
-            limits=self.limits,
-            processes=self.processes,
-            episodes_per_process=self.episodes_per_process,
             shaping=self.shaping,
             history=self.history,
+            **self.bounds,
             system_prompt=self.task.system_prompt,
         )
 

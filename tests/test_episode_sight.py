@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from heapq import heappop, heappush
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from flowrl.environments import Observation
 from flowrl.environments.protocol import MalformedValue
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.episode_time import EpisodeTime
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.characters import character_tokenizer
@@ -137,6 +139,61 @@ def test_more_episodes_than_places_are_a_warning() -> None:
     assert warnings() == []
     (text,) = warnings("--limits.episodes", "16")
     assert text.startswith("environment plays 16 episodes at a time but ")
+
+
+def simulated(seconds: float, update_s: float, *, ahead: int, places: int, batch: int, steps: int = 400) -> list[float]:
+    """When the trainer begins each step: tickets for `ahead` + 1 batches, `places` episodes at a time, in order."""
+    free = [0.0] * places
+    begins, trained = [], [0.0] * (ahead + 1)
+    for step in range(steps):
+        ends = []
+        for _ in range(batch):
+            begin = max(heappop(free), trained[step])
+            ends.append(begin + seconds)
+            heappush(free, begin + seconds)
+        begins.append(max(max(ends), trained[-1]))
+        trained.append(begins[-1] + update_s)
+    return begins
+
+
+@pytest.mark.parametrize(("ahead", "places"), [(1, 99), (2, 99), (3, 99), (1, 5), (2, 7), (1, 3)])
+def test_the_least_time_of_a_step_is_that_of_a_simulation(ahead: int, places: int) -> None:
+    found = EpisodeTime("environment", 60.0, min(places, 4 * (ahead + 1)), batch=4, ahead=ahead)
+
+    def step_s(update_s: float) -> float:
+        begins = simulated(60.0, update_s, ahead=ahead, places=found.places, batch=4)
+        return (begins[-1] - begins[99]) / 300
+
+    assert step_s(0.0) == pytest.approx(found.step_s, rel=0.02)
+    assert found.update_s is not None
+    assert step_s(0.8 * found.update_s) > 1.05 * 0.8 * found.update_s, "the trainer waits"
+    if places >= found.admitted:
+        assert step_s(found.update_s) == pytest.approx(found.update_s, rel=0.02), "it never does"
+
+
+def test_check_says_how_long_a_step_takes_by_the_expected_time_of_an_episode() -> None:
+    def said(name: str, *options: str) -> tuple[list[str], list[str]]:
+        file = load_file(name)
+        report = check(file.build(file.parse(["--limits.expected-s", "60", *options])))
+        assert not [text for text in report.problems if "expected" in text]
+        return [one for one in report.notes if "(limits.expected_s)" in one], [
+            one for one in report.warnings if "has places for" in one
+        ]
+
+    notes, warned = said("agent_tools")
+    assert (notes, warned) == (
+        [
+            "environment: 128 episodes of 60 s at a time (limits.expected_s) give 2.1 a second, so a step of 64 takes "
+            "30 s or more; the trainer waits for episodes where an update takes less than 60 s"
+        ],
+        [],
+    )
+    assert "with a staleness of 0 nothing is played meanwhile" in said("self_play", "--staleness", "0")[0][0]
+    assert said("agent_openai")[1] == [
+        "agents has places for 32 episodes at a time, of 60 s each, so a step of 64 takes 120 s or more, where its "
+        "tickets allow 30 s; raise limits.episodes and processes to 128."
+    ]
+    assert "ends an attempt after 1800 s; raise episode_s" in next(Limits(expected_s=2000).problems())
 
 
 def test_the_preflight_tells_of_the_template_and_refuses_tools_that_it_cannot_take() -> None:

@@ -30,6 +30,10 @@ class Facts:
     """Items that one replica works on at a time (a generator's slots); `flowrl check` warns if some stay idle."""
     episodes: int | None = None
     """Episodes that one replica plays at a time; `flowrl check` warns if more than these are admitted."""
+    processes: int | None = None
+    """Episodes that one replica has a process for, or a worker outside, at a time; None: for all."""
+    expected_s: float | None = None
+    """Seconds that an episode takes on average, by the user's estimate."""
     publish_every: int = 1
     """Trainers: every nth version is published."""
     adapter_rank: int | None = None

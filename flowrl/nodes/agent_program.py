@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSess
 from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_verifiers
 from flowrl.environments import Episodes
 from flowrl.errors import AttemptFailed, ConfigError
+from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
@@ -139,6 +140,9 @@ class AgentProgram(EpisodeNode):
         return self.source
 
     # Declarations for the graph
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), processes=self.processes)
 
     def check(self, facts: Any) -> list[str]:
         problems = super().check(facts)

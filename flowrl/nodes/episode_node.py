@@ -96,6 +96,7 @@ class EpisodeNode(Node):
             longest_response=self.limits.tokens,
             concurrency=self.limits.episodes,
             episodes=self.limits.episodes,
+            expected_s=self.limits.expected_s,
             drops=True,
             optional=("requests",),
         )

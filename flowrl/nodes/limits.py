@@ -28,6 +28,9 @@ class Limits:
     """Seconds for one of its steps."""
     episode_s: float = 1800.0
     """Seconds of an attempt; it is looked at between turns."""
+    expected_s: float | None = None
+    """Bounds nothing: the seconds that an episode takes on average, by your estimate, for what `flowrl check` says of
+    the time of a step."""
     observation_bytes: int = 65536
     """Longest text of one message of the environment, in UTF-8; the middle of a longer one is cut out and marked."""
     episodes: int = 1024
@@ -44,8 +47,14 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < least:
                 yield f"limits.{name} is {value}; it has to be {least} or more"
-        for name in ("reset_s", "step_s", "episode_s"):
-            if not getattr(self, name) > 0:
-                yield f"limits.{name} is {getattr(self, name)}; it has to be above 0"
+        for name in ("reset_s", "step_s", "episode_s", "expected_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                yield f"limits.{name} is {value}; it has to be above 0"
+        if self.expected_s is not None and self.expected_s >= self.episode_s:
+            yield (
+                f"limits.expected_s is {self.expected_s:g}, but limits.episode_s ends an attempt after "
+                f"{self.episode_s:g} s; raise episode_s"
+            )
         if self.on_truncated not in get_args(OnTruncated):
             yield f"limits.on_truncated is {self.on_truncated!r}; choose one of {', '.join(get_args(OnTruncated))}"

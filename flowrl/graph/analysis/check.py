@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowrl.errors import GraphError
-from flowrl.graph.analysis import accumulation, edge_rules, flow_rules, quantized_rules, residents, size_rules
+from flowrl.graph.analysis import (
+    accumulation,
+    edge_rules,
+    episode_time,
+    flow_rules,
+    quantized_rules,
+    residents,
+    size_rules,
+)
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.analysis.residents import DeviceUse, MachineUse, Resident
 from flowrl.graph.graph import Graph
@@ -59,11 +67,13 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
     warnings = (
         *size_rules.idle_warnings(graph, plan.numbers),
         *size_rules.episode_warnings(graph, plan.numbers),
+        *episode_time.warnings(graph, plan.numbers),
         *size_rules.memory_warnings(graph, plan, cluster),
         *quantized_rules.gap_warnings(graph),
     )
     notes = tuple(f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes())
     notes += (*accumulation.piece_notes(graph), *quantized_rules.gap_notes(graph))
+    notes += tuple(episode_time.notes(graph, plan.numbers))
     found = residents.residents(graph, plan, cluster)
     warnings += tuple(residents.memory_warnings(residents.machines(found, cluster)))
     return Report(
