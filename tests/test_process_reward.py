@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.steps import separator_of, split_steps, step_tokens
+from flowrl.models.scorer import load_scorer
 from flowrl.nodes import ProcessReward, StepDataset
 from flowrl.nodes.model_scores import ScoreQuestion
 from flowrl.nodes.process_reward import reward_of
 from flowrl.nodes.step_dataset import labelled_steps
+from flowrl.nodes.serve import ServeOptions, _client
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
@@ -152,3 +155,20 @@ def test_a_separator_without_a_model_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
         load_file("grpo").parse(["--step-separator", ";"])
+def test_a_server_scores_the_steps_as_the_node_does(policy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "process"
+    write_model(load_scalar_model(policy, start="policy", seed=1), policy, path)
+    client = _client(str(path), ServeOptions(step_separator=" w5", of_steps="mean"))
+    asked = [{"role": "user", "content": "w9"}]
+    found = asyncio.run(client.ask(["w9", "?"], ["w1 w2 w5w3", "w4"], [{}, {"messages": asked}]))
+    scorer, texts = load_scorer(path), (["w1 w2", "w3"], ["w4"])
+    tokens = [step_tokens(scorer.chat, asked, steps, " w5") for steps in texts]
+    expected = [sum(scores) / len(scores) for scores in scorer.step_scores(tokens)]
+    assert list(found.rewards) == pytest.approx(expected) and found.rewards[0] != found.rewards[1]
+    assert found.logs == {"steps": (2.0, 1.0)} and found.heads == {}
+    with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
+        _client("rules.py:short", ServeOptions(step_separator=";"))
+    with pytest.raises(ConfigError, match="--of-steps: responses are scored as a whole"):
+        ServeOptions(of_steps="mean")
+
+

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.messages import Int32
+from flowrl.messages import Bool, Int32
 from flowrl.models.chat import Chat, Messages, load_tokenizer
 from flowrl.models.labels import OPTION, label_weights, weighted
 from flowrl.training.settings import Attention, Dtype, Layout
@@ -84,6 +84,15 @@ class Scorer:
         from flowrl.training.scoring.passes import scores_of_pass
 
         return scored(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
+
+    def step_scores(self, asked: Sequence[tuple[Int32, Bool]]) -> list[list[float]]:
+        """The score of each step, σ of the model's output, of sequences as `step_tokens` has them."""
+        from flowrl.training.scoring.local_model import scored
+        from flowrl.training.scoring.passes import values_of_pass
+
+        weights = tuple(self.labels.values())
+        values = scored(self.model, values_of_pass, asked, weights, token_budget=self.token_budget)
+        return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, (_, mask) in zip(values, asked, strict=True)]
 
     def summed(self, scores: Sequence[float]) -> float:
         """The score of a sequence whose labels have these scores."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from flowrl.messages import Bool, Int32
 from flowrl.models import Policy
 from flowrl.models.steps import separator_of, split_steps, step_tokens
@@ -63,13 +61,7 @@ class ProcessReward(RewardModel):
 
     async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
         with self.context.busy("score"):
-            return await self.blocking(self._pass_of, asked)
-
-    def _pass_of(self, asked: list[tuple[Int32, Bool]]) -> list[list[float]]:
-        from flowrl.training.scoring.passes import values_of_pass
-
-        values = self.scores(values_of_pass, asked, tuple(self._scorer.labels.values()))
-        return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, (_, mask) in zip(values, asked, strict=True)]
+            return await self.blocking(self._scorer.step_scores, asked)
 
 
 def reward_of(scores: Sequence[float], of_steps: OfSteps) -> float:

@@ -6,10 +6,12 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model, resolve
+from flowrl.models.steps import separator_of, split_steps, step_tokens
+from flowrl.nodes.process_reward import OfSteps, reward_of
 from flowrl.tasks.away import Patience
 from flowrl.tasks.judge import BadReward, Columns, Verdicts
 from flowrl.tasks.reward_client import RewardClient
@@ -45,7 +47,14 @@ class ServeOptions:
     """For a model with several labels: the one that is the score, by name or number; or a weighted sum of them, as
     helpfulness=0.8,verbosity=-0.2. All are answered."""
 
+    step_separator: str = ""
+    """The text that ends a step, for a process reward model, as '\\n'; empty: responses are scored as a whole."""
+    of_steps: OfSteps = "min"
+    """What a response's reward is of the scores of its steps."""
+
     def __post_init__(self) -> None:
+        if self.of_steps != "min" and not self.step_separator:
+            raise ConfigError("--of-steps: responses are scored as a whole; give --step-separator too, or leave it out")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port is {self.port}; it has to be in 0 to 65535")
         if self.timeout_s <= 0:
@@ -68,10 +77,7 @@ class AskModel:
         self._exclusive = asyncio.Lock()
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
-        asked = [
-            (row.get("messages") or [{"role": "user", "content": prompt}], response)
-            for prompt, response, row in zip(prompts, responses, columns, strict=True)
-        ]
+        asked = conversations(prompts, responses, columns)
         async with self._exclusive:
             found = await asyncio.to_thread(self._scorer.score_labels, asked)
         scores = tuple(map(self._scorer.summed, found))
@@ -81,6 +87,35 @@ class AskModel:
         return Verdicts(scores, scores, logs, self._scorer.labels)
 
     async def close(self) -> None: ...
+
+
+class AskSteps(AskModel):
+    """Scores the steps of a response by a process reward model; the log has their number."""
+
+    def __init__(self, scorer: Scorer, separator: str, of_steps: OfSteps) -> None:
+        super().__init__(scorer)
+        self._separator = separator_of(separator)
+        self._of_steps: OfSteps = of_steps
+
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+        asked = [
+            step_tokens(self._scorer.chat, turns, split_steps(response, self._separator), self._separator)
+            for turns, response in conversations(prompts, responses, columns)
+        ]
+        async with self._exclusive:
+            found = await asyncio.to_thread(self._scorer.step_scores, asked)
+        rewards = tuple(reward_of(scores, self._of_steps) for scores in found)
+        return Verdicts(rewards, rewards, {"steps": tuple(float(len(scores)) for scores in found)})
+
+
+def conversations(
+    prompts: Sequence[str], responses: Sequence[str], columns: Columns
+) -> list[tuple[Sequence[Mapping[str, Any]], str]]:
+    """The turns of each prompt, which are its row's if they were told, with the response."""
+    return [
+        (row.get("messages") or [{"role": "user", "content": prompt}], response)
+        for prompt, response, row in zip(prompts, responses, columns, strict=True)
+    ]
 
 
 class Weighed:
@@ -121,12 +156,17 @@ def _client(what: str, options: ServeOptions) -> RewardClient:
             raise ConfigError("--weights is for the values of a function; the labels of a model are weighed by --label")
         trusted, label = model.trust_remote_code, options.label
         check_reward_model(path, trust_remote_code=trusted, label=label, option="--label")
-        return AskModel(load_scorer(path, options.device, options.dtype, trust_remote_code=trusted, label=label))
+        scorer = load_scorer(path, options.device, options.dtype, trust_remote_code=trusted, label=label)
+        if options.step_separator:
+            return AskSteps(scorer, options.step_separator, options.of_steps)
+        return AskModel(scorer)
     if ":" not in what and not what.endswith(".py"):
         raise ConfigError(
             f"{what!r} is neither a directory of a reward model, nor a name on the Hub, nor a function; name one "
             "that the graph reward_model has saved, OWNER/NAME, or FILE.py:FUNCTION"
         )
+    if options.step_separator:
+        raise ConfigError("--step-separator is for a process reward model; a function divides responses itself")
     if options.label:
         raise ConfigError("--label is for a reward model; the values of a function are weighed by --weights")
     parts = parse_reward(what)
