@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.graph.load import load_file
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, load_tokenizer
-from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.models.scorer import load_scorer
+from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
 from flowrl.nodes.model_scores import ScoreQuestion
 from flowrl.nodes.process_reward import reward_of
-from flowrl.nodes.step_dataset import labelled_steps
 from flowrl.nodes.serve import ServeOptions, _client
+from flowrl.nodes.step_dataset import labelled_steps
+from flowrl.nodes.too_long import TooLong
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
@@ -66,6 +68,32 @@ def test_rows_become_samples_with_a_label_at_each_step(policy: Path, task: Task)
     assert made.returns is not None
     assert made.returns[made.policy_mask].tolist() == [float(label) for label in row.columns["labels"]]
     assert made.response_tokens == 2 and (made.sample_id, made.response_text) == ("s", "w1 w2 w5w3")
+
+
+def test_what_becomes_of_long_rows_is_an_option(policy: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"w1 w2 w3 w{n}", "steps": ["w6", "w7"], "labels": [1, 0]} for n in range(9)]
+    (tmp_path / "one.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    long = Task(str(tmp_path / "one.jsonl"))
+    row = load_demonstrations(long).train[0]
+    asked = Prompt("s", "g", row.prompt_id, 0, 0, 1, 0, row.prompt, np.zeros(1, np.int32), row.columns)
+
+    def made(too_long: TooLong, most: int) -> list[list[int]]:
+        node = StepDataset(long, Policy(str(policy)), separator=" w5", max_tokens=most, too_long=too_long)
+        groups = run_node(node, {"prompts": [asked]}).sent("groups")
+        assert all(group.samples[0].returns[group.samples[0].policy_mask].tolist() == [1, 0] for group in groups)
+        return [group.samples[0].token_ids.tolist() for group in groups]
+
+    ((*whole,),) = made("drop", 9)
+    assert len(whole) == 9 and made("drop", 8) == []
+    assert made("truncate", 8) == [whole[1:]] and made("truncate", 6) == [whole[3:]]
+    assert made("truncate", 5) == [], "nothing of the prompt would be left"
+    with pytest.raises(
+        ConfigError, match=r"9 of 9 conversations of .* are longer than max_length = 8, the longest has 9"
+    ):
+        StepDataset(long, Policy(str(policy)), separator=" w5", max_tokens=8, too_long="error").preflight()
+    file = load_file("process_reward_model")
+    built: Any = file.build(file.parse(["--too-long", "truncate"]))
+    assert [built.nodes[name].too_long for name in ("dataset", "prompts")] == ["truncate", "truncate"]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +163,23 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
     assert out.reward == pytest.approx(float(np.prod(expected)), abs=1e-5)
 
 
+def test_a_server_scores_the_steps_as_the_node_does(policy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "process"
+    write_model(load_scalar_model(policy, start="policy", seed=1), policy, path)
+    client = _client(str(path), ServeOptions(step_separator=" w5", of_steps="mean"))
+    asked = [{"role": "user", "content": "w9"}]
+    found = asyncio.run(client.ask(["w9", "?"], ["w1 w2 w5w3", "w4"], [{}, {"messages": asked}]))
+    scorer, texts = load_scorer(path), (["w1 w2", "w3"], ["w4"])
+    tokens = [step_tokens(scorer.chat, asked, steps, " w5") for steps in texts]
+    expected = [sum(scores) / len(scores) for scores in scorer.step_scores(tokens)]
+    assert list(found.rewards) == pytest.approx(expected) and found.rewards[0] != found.rewards[1]
+    assert found.logs == {"steps": (2.0, 1.0)} and found.heads == {}
+    with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
+        _client("rules.py:short", ServeOptions(step_separator=";"))
+    with pytest.raises(ConfigError, match="--of-steps: responses are scored as a whole"):
+        ServeOptions(of_steps="mean")
+
+
 def test_responses_that_share_a_prompt_are_scored_each(policy: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "w1", "response": f"w{n}"} for n in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -155,20 +200,3 @@ def test_a_separator_without_a_model_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
         load_file("grpo").parse(["--step-separator", ";"])
-def test_a_server_scores_the_steps_as_the_node_does(policy: Path, tmp_path: Path) -> None:
-    path = tmp_path / "process"
-    write_model(load_scalar_model(policy, start="policy", seed=1), policy, path)
-    client = _client(str(path), ServeOptions(step_separator=" w5", of_steps="mean"))
-    asked = [{"role": "user", "content": "w9"}]
-    found = asyncio.run(client.ask(["w9", "?"], ["w1 w2 w5w3", "w4"], [{}, {"messages": asked}]))
-    scorer, texts = load_scorer(path), (["w1 w2", "w3"], ["w4"])
-    tokens = [step_tokens(scorer.chat, asked, steps, " w5") for steps in texts]
-    expected = [sum(scores) / len(scores) for scores in scorer.step_scores(tokens)]
-    assert list(found.rewards) == pytest.approx(expected) and found.rewards[0] != found.rewards[1]
-    assert found.logs == {"steps": (2.0, 1.0)} and found.heads == {}
-    with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
-        _client("rules.py:short", ServeOptions(step_separator=";"))
-    with pytest.raises(ConfigError, match="--of-steps: responses are scored as a whole"):
-        ServeOptions(of_steps="mean")
-
-
