@@ -14,6 +14,7 @@ import huggingface_hub.constants as constants
 import huggingface_hub.file_download as file_download
 import pytest
 
+from flowrl.commands import merge_adapter
 from flowrl.errors import ConfigError
 from flowrl.hub import download, pins
 from flowrl.hub.name import HubName
@@ -95,6 +96,16 @@ def test_of_another_tokenizer_its_files_alone_come_over(hub: Hub, home: Path, tm
     assert known_tokenizer(policy).eos_token_id == 3
     assert pins.commits() == {"model acme/tiny@main": snapshot.name}
     assert "there is no model 'acme/gone'" in refusal("tiny", tokenizer=TokenizerOptions("acme/gone"))
+
+
+def test_an_adapter_of_the_hub_is_no_model_and_is_merged(hub: Hub, monkeypatch: Any) -> None:
+    given = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "tokenizer.json": b"{}", "big.bin": b"z"}
+    hub.repos["acme/lora"] = Repo(given)
+    said = refusal("acme/lora")
+    assert "is a PEFT adapter without its base model" in said and "`flowrl merge acme/lora@" in said
+    found = merge_adapter._here(said.split("`flowrl merge ")[1].split()[0])
+    assert {path.name for path in found.iterdir()} == given.keys() - {"big.bin"}
+    assert merge_adapter.adapter_dir(found) == found
 
 
 def test_names_of_the_hub_have_an_owner_and_maybe_a_revision() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,9 @@ from typing import Any, Literal
 from flowrl.commands.whole_directory import require_free, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
+from flowrl.hub.download import fetched
 from flowrl.hub.hub_problems import gigabytes
+from flowrl.hub.name import HubName
 from flowrl.models import Policy, check_model, resolve, to_stderr
 from flowrl.models.directory import weight_files
 from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
@@ -45,12 +47,30 @@ def merge(args: Sequence[str]) -> int:
             parse_options(MergeOptions, ["--help"], prog="flowrl merge ADAPTER")
         raise ConfigError("flowrl merge needs an adapter's directory first: flowrl merge ADAPTER --out DIR")
     options = parse_options(MergeOptions, args[1:], prog="flowrl merge ADAPTER")
-    adapter, out = adapter_dir(user_path(args[0])), user_path(str(options.out))
+    adapter, out = adapter_dir(_here(args[0])), user_path(str(options.out))
     require_free(out)
     base = base_of(adapter, options.base, trust_remote_code=options.trust_remote_code)
     write_merged(adapter, base, out, options.dtype, trust_remote_code=options.trust_remote_code)
     print(f"wrote {out}")
     return 0
+
+
+def _here(named: str) -> Path:
+    """The adapter's directory; one of the Hub is downloaded."""
+    path = user_path(named)
+    on_hub = None if path.exists() else HubName.parse(named)
+    return path if on_hub is None else fetched(on_hub, _adapter_files, _has_adapter, to_stderr)
+
+
+def _adapter_files(names: Iterable[str]) -> list[str]:
+    """The adapter and its tokenizer, of all files that a repository has."""
+    return sorted(
+        name for name in names if "/" not in name and (name.startswith("adapter_") or TOKENIZER_FILE.fullmatch(name))
+    )
+
+
+def _has_adapter(directory: Path) -> bool:
+    return (directory / "adapter_config.json").is_file() and any(directory.glob("adapter_model*"))
 
 
 def adapter_dir(path: Path) -> Path:
