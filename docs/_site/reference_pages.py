@@ -7,12 +7,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 import flowrl.nodes
 from docs._site.option_tables import HEAD, field_table, options, summary
 from flowrl import Call, In, Node, Out, Serve
-from flowrl.cli import CheckOptions, RunFileOptions
+from flowrl.cli import CheckOptions
 from flowrl.commands.doctor import DoctorOptions
 from flowrl.commands.export import ExportOptions
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions
 from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.commands.quickstart import QuickstartOptions
+from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions
