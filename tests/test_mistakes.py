@@ -96,7 +96,7 @@ WRONG_VALUES = {
     "--reference.token-budget 0": "--reference.token-budget is 0; it has to be 1 or more",
     "--gpus 1": "there is no option --gpus; it is --generator.gpus now",
     "--num-trainers 2": "there is no option --num-trainers; it is --trainer.replicas now",
-    "--time-share generator": "--time-share names only generator; name at least one more node to share its devices with",
+    "--time-share generator": "--time-share names only generator; name at least one more node to share its devices",
     "--time-share generator trainr": "--time-share names trainr, which is no node with cores or GPUs of its own; in "
     "this graph these are generator, trainer",
     "--engine.tensor-parallel-size 0": "--engine.tensor-parallel-size is 0; it has to be 1 or more",
