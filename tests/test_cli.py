@@ -239,12 +239,14 @@ def test_clusters_are_read() -> None:
     assert len(Cluster.here().machines[0].cores) >= 1
 
 
-@pytest.mark.parametrize(("audit", "shown"), [(None, "exact_match  0.5\n"), (AuditReport(), "audit: ok\n")])
+@pytest.mark.parametrize(
+    ("audit", "shown"), [(None, "exact_match  0.5\nnum_answers  20000\n"), (AuditReport(), "audit: ok\n")]
+)
 def test_figures_before_training_are_the_last_word_only_where_nothing_is_trained(
     capsys: Capture, graph_file: str, monkeypatch: pytest.MonkeyPatch, audit: AuditReport | None, shown: str
 ) -> None:
     """An interrupted run has been evaluated before training alone, too."""
-    outcome = Outcome(0, {"before": {"exact_match": 0.5}}, interrupted=True, seconds=1.0)
+    outcome = Outcome(0, {"before": {"exact_match": 0.5, "num_answers": 20000}}, interrupted=True, seconds=1.0)
     monkeypatch.setattr(Launch, "run", lambda launch: Result(Path("runs/a"), outcome, audit))
     assert main(["run", graph_file]) == 0
     assert capsys.readouterr().out == shown

@@ -62,7 +62,7 @@ def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
     figures = evaluations["before"]
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
-        print(f"{name:<{width}}  {value:.4g}")
+        print(f"{name:<{width}}  {value:.0f}" if float(value).is_integer() else f"{name:<{width}}  {value:.4g}")
 
 
 def _dry_run(prepared: Prepared, text: str) -> int:
