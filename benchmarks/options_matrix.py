@@ -54,7 +54,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 REFRESHED = OPTIONS["--reference.refresh-every"]
 OWN_NAMES = {
     ("ppo", "--time-share"): ("--time-share", "generator", "actor", "critic_trainer"),
-    ("grpo", "--reference.refresh-every"): (*REFRESHED, "--objective.kl-coef", "0.01"),
+    **{
+        (graph, "--reference.refresh-every"): (*REFRESHED, "--objective.kl-coef", "0.01")
+        for graph in GRAPHS
+        if graph not in ("rloo", "reinforce_pp", "ppo")  # they have a KL by themselves
+    },
     ("iterative_dpo", "--reference.refresh-every"): (*REFRESHED, "--reference.weights", "initial"),
 }
 SMALL = ("--steps", "2", "--group-size", "4", "--evaluate", "0")
