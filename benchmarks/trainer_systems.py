@@ -136,10 +136,10 @@ def flowrl_options(cell: TrainerRun, data: Path) -> Sequence[str]:
     ]
     options += ["--groups-per-step", str(job.prompts), "--group-size", str(job.samples)]
     options += ["--max-tokens", str(job.max_tokens), "--dtype", cell.dtype, "--lr", str(LR), "--evaluate", "0"]
-    return [*options, *in_turns()] if cell.system == "flowrl-sync" else [*options, "--staleness", "1"]
+    return [*options, *time_shared()] if cell.system == "flowrl-sync" else [*options, "--staleness", "1"]
 
 
-def in_turns() -> Sequence[str]:
+def time_shared() -> Sequence[str]:
     """Staleness 0: generator and trainer have all cores in turns."""
     cores = str(len(os.sched_getaffinity(0)))
     shared = ("--time-share", "generator", "trainer", "--generator.cpus", cores, "--trainer.cpus", cores)

@@ -65,8 +65,8 @@ class PolicyOptions:
         gpus = size.gpus if size.gpus is not None else float(self.uses_gpus)
         return {"replicas": size.replicas, "cpus": cpus if size.cpus is None else size.cpus, "gpus": gpus}
 
-    def take_turns(self, g: Graph, *default: tuple[str, ...]) -> None:
-        """Let the nodes of --time-share use the same devices in turns. Without the option, those of each of `default`
+    def share_devices(self, g: Graph, *default: tuple[str, ...]) -> None:
+        """Let the nodes of --time-share use the same devices by turns. Without the option, those of each of `default`
         that are in the graph. To be called when all nodes are added."""
         heavy = [name for name, placed in g.placed.items() if placed.heavy]
         if strange := [name for name in self.time_share or () if name not in heavy]:

@@ -111,5 +111,5 @@ def graph(cfg: AgentOpenAI) -> Graph:
         look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, agents, generator)
-    cfg.take_turns(g, ("trainer", "reference"))
+    cfg.share_devices(g, ("trainer", "reference"))
     return g

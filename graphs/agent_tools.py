@@ -70,7 +70,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
         look_ahead=cfg.window,
     )
     evaluate_episodes(g, cfg, environment, generator)
-    cfg.take_turns(g, ("trainer", "reference"))
+    cfg.share_devices(g, ("trainer", "reference"))
     return g
 
 

@@ -72,5 +72,5 @@ def graph(cfg: Custom) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "reward", "reference"))
+    cfg.share_devices(g, ("trainer", "reward", "reference"))
     return g

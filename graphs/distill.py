@@ -133,7 +133,7 @@ def graph(cfg: Distill) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "teacher", "reference"))
+    cfg.share_devices(g, ("trainer", "teacher", "reference"))
     return g
 
 
@@ -160,5 +160,5 @@ def offline_graph(cfg: Distill, objective: ReverseKL) -> Graph:
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=cfg.sampling)
-    cfg.take_turns(g, ("trainer", "teacher"))
+    cfg.share_devices(g, ("trainer", "teacher"))
     return g

@@ -89,5 +89,5 @@ def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, o
     g.connect(reference.held_out, trainer.held_out, dispatch="gang")
     sampling = Sampling(max_tokens=cfg.max_tokens, stop=cfg.stop_strings)
     evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling)
-    cfg.take_turns(g, ("trainer", "reference"))
+    cfg.share_devices(g, ("trainer", "reference"))
     return g

@@ -131,5 +131,5 @@ def graph(cfg: Evaluate) -> Graph:
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)
     g.ignore(generator.weights)
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

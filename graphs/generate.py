@@ -84,5 +84,5 @@ def graph(cfg: Generate) -> Graph:
         g.connect(generator.rollouts, writer.samples)
     g.ignore(generator.requests)
     g.ignore(generator.weights)
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

@@ -71,5 +71,5 @@ def graph(cfg: Pairs) -> Graph:
     g.connect(pair_maker.groups, writer.groups)
     g.ignore(generator.requests)
     g.ignore(generator.weights)
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

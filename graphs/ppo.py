@@ -148,5 +148,5 @@ def graph(cfg: PPO) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("actor", "reference", "reward"), ("critic_trainer", "critic"))
+    cfg.share_devices(g, ("actor", "reference", "reward"), ("critic_trainer", "critic"))
     return g

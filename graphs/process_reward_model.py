@@ -70,5 +70,5 @@ def graph(cfg: ProcessRewardModel) -> Graph:
         held_out = g.add("held_out", HeldOutSteps(data, num_rows=cfg.held_out, token_budget=cfg.token_budget))
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     g.ignore(trainer.weights)
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

@@ -52,5 +52,5 @@ def graph(cfg: RAFT) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "reward", "reference"))
+    cfg.share_devices(g, ("trainer", "reward", "reference"))
     return g

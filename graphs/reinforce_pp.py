@@ -75,5 +75,5 @@ def graph(cfg: ReinforcePP) -> Graph:
         look_ahead=cfg.look_ahead,
     )
     evaluate(g, cfg, generator)
-    cfg.take_turns(g, ("trainer", "reward", "reference"))
+    cfg.share_devices(g, ("trainer", "reward", "reference"))
     return g

@@ -61,5 +61,5 @@ def graph(cfg: RewardModel) -> Graph:
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     g.ignore(trainer.weights)
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

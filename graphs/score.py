@@ -56,5 +56,5 @@ def graph(cfg: Score) -> Graph:
     g.connect(prompts.prompts, responses.prompts)
     g.connect(responses.rollouts, reward.rollouts)
     g.connect(reward.scored, writer.samples)
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

@@ -102,7 +102,7 @@ def graph(cfg: SelfPlay) -> Graph:
     for player in players:
         g.ignore(player.prompts)
         g.ignore(player.rollouts)
-    cfg.take_turns(g, ("trainer", "reference", *(() if cfg.uses_gpus else ("first", "opponent"))))
+    cfg.share_devices(g, ("trainer", "reference", *(() if cfg.uses_gpus else ("first", "opponent"))))
     if cfg.curriculum.used:
         g.call(advantage.outcomes, prompts.outcomes)
     g.admit(

@@ -113,5 +113,5 @@ def graph(cfg: SFT) -> Graph:
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     sampling = Sampling(max_tokens=cfg.answer_tokens, stop=cfg.stop_strings)
     evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling, text=cfg.pretrain_mode != "off")
-    cfg.take_turns(g)
+    cfg.share_devices(g)
     return g

@@ -40,7 +40,7 @@ THOROUGH = frozenset(
         "channel_endpoint",
         "channel_failures",
         "code_answers",
-        "device_turns",
+        "device_leases",
         "environments_mcp",
         "environments_processes",
         "environments_python_tool",

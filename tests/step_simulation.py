@@ -33,7 +33,7 @@ class Pipeline:
     publish_s: float = 0.0
     slow: dict[str, float] = field(default_factory=dict)
     """Stage -> time beside the other one, as a multiple of that alone."""
-    in_turns: bool = False
+    time_shared: bool = False
 
     def step_s(self, num_batches: int) -> float:
         """Mean time of a step in the steady state."""
@@ -52,7 +52,7 @@ class Pipeline:
                 training = Job("train", trained, self.train_s())
             ready = [self._may_begin(job, published, now) for job in waiting]
             working = [job for job, begins in zip(waiting, ready, strict=True) if begins and job is not None]
-            if self.in_turns and training is not None:
+            if self.time_shared and training is not None:
                 working = []
             working += [training] if training is not None else []
             rate = {job.stage: 1 / self._slow(job.stage, working) for job in working}

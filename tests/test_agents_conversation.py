@@ -214,7 +214,7 @@ def slow(name: str, tokenizer: str) -> bool:
 
 
 EXAMPLES = int(os.environ.get("FLOWRL_TEMPLATE_EXAMPLES", "3"))
-"""Of each property with each template and tokenizer; `make templates` asks for more than a run of all tests has time."""
+"""Examples for each property, template and tokenizer; `make templates` asks for more than all tests have time for."""
 FEW = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 EVERY = pytest.mark.parametrize(("name", "tokenizer"), cases("characters", "merging", "smollm2"))
 

@@ -180,9 +180,7 @@ def test_attempts_that_a_dying_zygote_has_ended_count_as_one() -> None:
 def test_what_no_wait_mends_ends_the_run_at_once(cause: str) -> None:
     played = Played()
     played.begin_and_fail(FIRST_ATTEMPTS - 1, cause)
-    with pytest.raises(
-        FlowrlError, match=rf"16 of the last 16 attempts .* mostly by {cause}; the last of these"
-    ):
+    with pytest.raises(FlowrlError, match=rf"16 of the last 16 attempts .* mostly by {cause}; the last of these"):
         played.begin_and_fail(1, cause)
 
 

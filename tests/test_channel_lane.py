@@ -277,7 +277,7 @@ def test_a_credit_for_what_was_never_sent_fails_the_lane_and_wakes_its_sends() -
         sender.send(envelope(0))
         sender.flush()
         assert sender.on_credit(9) == [envelope(0).id]
-        assert sender.failed == "a credit for 9 messages, of which 1 were sent"
+        assert sender.failed == "received a credit for 9 messages, but only 1 were sent"
         assert kinds(sender.flush()) == [ERROR]
 
 
@@ -286,7 +286,7 @@ def test_a_peer_that_breaks_the_protocol_fails_the_lane_and_is_still_heard() -> 
         b.on("echo", lambda host, body: body)
         a.on("echo", lambda host, body: body)
         for to, (kind, seq, payload), reason in (
-            ("b", (CREDIT, 9, None), "a credit for 9 messages, of which 2 were sent"),
+            ("b", (CREDIT, 9, None), "received a credit for 9 messages, but only 2 were sent"),
             ("c", (ACK, 0, "x"), "the consumer's process sent a frame of kind 4"),
         ):
             inbox_of(b, lane(2, to=to))

@@ -483,7 +483,7 @@ def test_a_wrong_number_of_messages_is_told_as_that() -> None:
     )
     longer = first[: count + 4] + bytes([first[count + 4] + 1]) + first[count + 5 : body]
     (frame,) = MessageDecoder().decode([longer + b"\xdd\0\0\0\2" + first[body + 5 :] + b"\xc0"])
-    assert isinstance(frame, Refused) and frame.reason == "2 bodies where there are heads of 1 messages"
+    assert isinstance(frame, Refused) and frame.reason == "got 2 bodies for 1 message headers"
     (frame,) = MessageDecoder().decode([first[:-1]])
     assert isinstance(frame, Refused) and frame.reason == "a truncated body: expected 16 bytes, got 15"
 

@@ -46,9 +46,9 @@ class Context(RecordingContext):
 
     cores, weight_routes, run_id, seed, num_replicas, max_staleness, longest_asked = (0,), (), "unit", 3, 1, 1, None
 
-    def __init__(self, gpus: tuple[int, ...], *, in_turns: bool) -> None:
+    def __init__(self, gpus: tuple[int, ...], *, time_shared: bool) -> None:
         super().__init__()
-        self.gpus, self.in_turns = gpus, in_turns
+        self.gpus, self.time_shared = gpus, time_shared
 
     def progress(self, text: str) -> None:
         """Nobody reads it."""
@@ -64,20 +64,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def placed(gpus: tuple[int, ...], *, in_turns: bool = False, **options: Any) -> Any:
+def placed(gpus: tuple[int, ...], *, time_shared: bool = False, **options: Any) -> Any:
     """A generator that has been set up; its internals are looked at."""
     made: Any = Generator(Policy("tiny"), **options)
-    made.name, made.context = "generator", Context(gpus, in_turns=in_turns)
+    made.name, made.context = "generator", Context(gpus, time_shared=time_shared)
     asyncio.run(made.setup())
     return made
 
 
-@pytest.mark.parametrize(("gpus", "in_turns"), [((0, 1), True), ((2,), False), ((), False)])
+@pytest.mark.parametrize(("gpus", "time_shared"), [((0, 1), True), ((2,), False), ((), False)])
 def test_vllm_is_told_its_gpus_and_whether_it_has_to_sleep(
-    gpus: tuple[int, ...], in_turns: bool, compiled: list[str]
+    gpus: tuple[int, ...], time_shared: bool, compiled: list[str]
 ) -> None:
-    started = placed(gpus, in_turns=in_turns)._sampler.options
-    assert (started["num_gpus"], started["sleeps"]) == (len(gpus), in_turns)
+    started = placed(gpus, time_shared=time_shared)._sampler.options
+    assert (started["num_gpus"], started["sleeps"]) == (len(gpus), time_shared)
 
 
 def test_headers_are_asked_for_beside_a_gpu_alone(compiled: list[str]) -> None:
@@ -96,7 +96,7 @@ def test_the_probe_is_told_device_dtype_tolerance_and_quantization(compiled: lis
 
 @pytest.mark.parametrize(("gpus", "calls"), [((0,), ["sleep", "wake", "sleep", "wake"]), ((), [])])
 def test_a_generator_in_turns_sleeps_between_them(gpus: tuple[int, ...], calls: list[str], compiled: list[str]) -> None:
-    made = placed(gpus, in_turns=True)
+    made = placed(gpus, time_shared=True)
 
     async def turns() -> None:
         await made.on_acquire()  # awake already
@@ -143,7 +143,7 @@ def test_nothing_is_taken_before_the_first_weights(compiled: list[str]) -> None:
         await asyncio.gather(running, return_exceptions=True)
         return before, ports.taken
 
-    made = placed((0,), in_turns=True)
+    made = placed((0,), time_shared=True)
     before, after = asyncio.run(life())
     assert before == [] and sorted(after) == ["_generate", "answer"]
 

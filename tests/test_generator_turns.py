@@ -173,7 +173,7 @@ def test_what_had_arrived_of_a_turn_is_booked_when_the_engine_dies_without_what_
 class Replicas(RecordingContext):
     def __init__(self, num_replicas: int) -> None:
         super().__init__()
-        self.num_replicas, self.in_turns = num_replicas, False
+        self.num_replicas, self.time_shared = num_replicas, False
         self.told: list[str] = []
 
     def progress(self, text: str) -> None:
@@ -197,11 +197,11 @@ def test_a_replica_whose_engine_died_answers_nothing_more_and_leaves_versions_ou
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("why", [{"num_replicas": 1}, {"one_by_one": False}, {"sent": True}, {"in_turns": True}])
+@pytest.mark.parametrize("why", [{"num_replicas": 1}, {"one_by_one": False}, {"sent": True}, {"time_shared": True}])
 def test_a_replica_that_no_other_can_stand_in_for_ends_the_run(why: dict[str, Any]) -> None:
     async def body() -> None:
         context: Any = Replicas(why.get("num_replicas", 2))
-        context.in_turns = "in_turns" in why
+        context.time_shared = "time_shared" in why
         standby = Standby(context, "generator/0", one_by_one=why.get("one_by_one", True), sent="sent" in why)
         with pytest.raises(EngineDied):
             await standby.serving(dies)(turn())

@@ -63,7 +63,7 @@ def test_the_longest_sequence_follows_from_prompt_and_response(
         ("generate", [], 512),
         ("iterative_dpo", [], 512),
         ("agent_tools", ["--limits.tokens", "300"], 300),
-        ("evaluate", ["--max-prompt-tokens", "64"], 64),
+        ("evaluate", ["--evaluate-max-prompt-tokens", "64"], 64),
         ("evaluate", [], None),
         ("dpo", [], None),  # its generator answers held-out prompts alone, which have no limit there
         ("dpo", ["--evaluate-max-prompt-tokens", "64"], 64),

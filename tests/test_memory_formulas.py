@@ -246,7 +246,7 @@ def test_optimizers_keep_what_is_predicted() -> None:
     ],
 )
 def test_a_rank_needs_host_memory_to_load_and_to_export(name: str, stage: int, loading: int, export: int) -> None:
-    share = Share(2, first=True, gpus=1, device_bytes=80 * GB, in_turns=False, token_budget=1024, longest_sample=512)
+    share = Share(2, first=True, gpus=1, device_bytes=80 * GB, time_shared=False, token_budget=1024, longest_sample=512)
     zero = ZeroSettings(dtype="bfloat16", stage=stage)
     found = trainer_footprint(Policy(str(SHAPES / f"{name}.json")), share, zero, LoRA(), scalar=False)
     assert found is not None

@@ -173,7 +173,7 @@ class SlowReader(Node):
 
 @dataclass(frozen=True)
 class Config:
-    in_turns: bool = False
+    time_shared: bool = False
 
 
 def graph(cfg: Config) -> Graph:
@@ -181,7 +181,7 @@ def graph(cfg: Config) -> Graph:
     source, generator = g.add("prompts", Numbers(2)), g.add("generator", SleepingGenerator(0.0, 8))
     collect, batcher = g.add("collect", Collect(2)), g.add("batcher", TokenBatch(1, token_budget=4096))
     trainer, reader = g.add("trainer", SleepingTrainer(0.0)), g.add("reader", SlowReader())
-    if cfg.in_turns:
+    if cfg.time_shared:
         g.time_share(trainer, reader)
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples)
@@ -194,10 +194,10 @@ def graph(cfg: Config) -> Graph:
 """
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_the_trainer_waits_until_a_version_that_counts_is_held(tmp_path: Path, in_turns: bool) -> None:
+@pytest.mark.parametrize("time_shared", [False, True])
+def test_the_trainer_waits_until_a_version_that_counts_is_held(tmp_path: Path, time_shared: bool) -> None:
     (tmp_path / "steady.py").write_text(GRAPH)
-    ran = run_graph(tmp_path / "steady.py", tmp_path / "run", {"in_turns": in_turns}, steps=14, save_every=3)
+    ran = run_graph(tmp_path / "steady.py", tmp_path / "run", {"time_shared": time_shared}, steps=14, save_every=3)
     taken = [int(line.split()[-1]) for line in ran.view.lines if line.startswith("reader/0: takes")]
     assert {3, 6, 9, 12} <= set(taken), taken
     assert len(taken) < 14, "others may be missed"

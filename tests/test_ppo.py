@@ -231,7 +231,7 @@ def test_a_critic_that_admission_does_not_wait_for_is_found() -> None:
     [
         (("--critic-warmup", "-1"), "start_after is -1; it has to be 0 or more"),
         (("--lam", "2"), "lam is 2.0; it has to be in [0, 1]"),
-        (("--kl-coef", "0", "--kl-target", "1"), "the estimate needs a kl_coef above 0"),
+        (("--kl-coef", "0", "--kl-target", "1"), "--kl-target: --kl-coef is 0; raise it"),
         (("--kl-target", "0"), "adaptive_kl.target is 0.0; it has to be above 0"),
         (("--critic-lr", "-1"), "lr is -1.0"),
     ],

@@ -72,12 +72,12 @@ def test_neighbouring_gpus_are_preferred() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 0.5, 1, 2])), min_size=2, max_size=2), st.booleans())
 def test_every_gpu_of_the_plan_is_reserved_once_and_seen_where_it_is_planned(
-    needs: list[tuple[int, float]], in_turns: bool
+    needs: list[tuple[int, float]], time_shared: bool
 ) -> None:
     parts = grpo()
     for name, (replicas, share) in zip(("generator", "trainer"), needs, strict=True):
         parts.graph.placed[name] = replace(parts.graph.placed[name], replicas=replicas, cpus=1, gpus=share)
-    if in_turns:
+    if time_shared:
         parts.graph.time_share(parts.generator, parts.trainer)
     plan = make_plan(parts.graph, Cluster((Machine(tuple(range(8)), gpus=8),)))
     found, next_id, reserved = claims(plan.hosts), 0, dict[str, list[str]]()

@@ -210,7 +210,7 @@ def group_and_number(words: list[str]) -> list[tuple[str, int]]:
     return [(group, int(number)) for group, number in pairs]
 
 
-def test_nodes_in_turns_never_work_at_the_same_time(tmp_path: Path, ray: dict[str, str]) -> None:
+def test_nodes_time_shared_never_work_at_the_same_time(tmp_path: Path, ray: dict[str, str]) -> None:
     options = ["--time-share", "generator", "trainer", "--generate-s", "0.1", "--train-s", "0.1", "--steps", "4"]
     run = Run(ROOT / "benchmarks" / "stages.py", tmp_path / "run", *options, env=ray)
     run.until("step 4/4")

@@ -72,8 +72,8 @@ def test_the_spread_of_stages(times: tuple[float, float], ahead: int) -> None:
 
 def test_in_turns_staleness_buys_nothing() -> None:
     for ahead in (0, 1):
-        simulated = Pipeline(lambda: 1.0, lambda: 2.0, ahead, in_turns=True).step_s(100)
-        predicted = predict_step(pair(1.0, 2.0, line="both"), ahead=ahead, rest=StepRest(turns_s=0.2))
+        simulated = Pipeline(lambda: 1.0, lambda: 2.0, ahead, time_shared=True).step_s(100)
+        predicted = predict_step(pair(1.0, 2.0, line="both"), ahead=ahead, rest=StepRest(time_shared_s=0.2))
         assert predicted.step_s == pytest.approx(simulated + 0.2, rel=0.02)
 
 

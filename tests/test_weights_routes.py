@@ -195,13 +195,13 @@ def test_a_trainer_in_turns_with_its_reference_broadcasts_to_generators_of_their
 
 
 def planned(
-    num_generators: int, *, in_turns: bool = False, trainer: float = 1, generator: float = 1
+    num_generators: int, *, time_shared: bool = False, trainer: float = 1, generator: float = 1
 ) -> set[str | None]:
     """The transports by which the readers of a trainer on a GPU get its weights."""
     parts = grpo(num_generators=num_generators)
     for name, gpus in (("trainer", trainer), ("generator", generator)):
         parts.graph.placed[name] = replace(parts.graph.placed[name], cpus=1, gpus=gpus)
-    if in_turns:
+    if time_shared:
         parts.graph.time_share(parts.generator, parts.trainer)
     plan = make_plan(parts.graph, Cluster((Machine(tuple(range(8)), gpus=4),)))
     assert common_transport(routes_of(plan, "trainer"))
@@ -210,8 +210,8 @@ def planned(
 
 def test_readers_that_cannot_all_take_part_in_a_broadcast_read_host_memory() -> None:
     assert planned(2) == {NCCL}
-    assert planned(1, in_turns=True) == {SHM}, "never at the same time"
-    assert planned(3, in_turns=True) == {SHM}, "also those on other GPUs than the trainer"
+    assert planned(1, time_shared=True) == {SHM}, "never at the same time"
+    assert planned(3, time_shared=True) == {SHM}, "also those on other GPUs than the trainer"
     assert planned(1, trainer=0.5, generator=0.5) == {SHM}, "NCCL refuses two ranks on one GPU"
     assert planned(3, trainer=0.5, generator=0.5) == {SHM}, "one is on the trainer's GPU, and so no other takes part"
 

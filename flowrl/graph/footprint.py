@@ -12,9 +12,9 @@ from flowrl.graph.routes import WeightTransport
 
 Place = Literal["device", "host", "shm"]
 """The memory of each GPU that the replica has (of the machine, if it has none), of the machine, and its /dev/shm."""
-Stay = Literal["always", "turn", "away", "loading", "export"]
-"""When a term is there: always; in the replica's own turns, or always if it takes none; between its turns; while it
-loads; while a checkpoint is exported."""
+Stay = Literal["always", "lease", "away", "loading", "export"]
+"""When a term is there: always; while the replica holds its lease, or always if it shares no devices; while it does not
+hold the lease; while it loads; while a checkpoint is exported."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Share:
     gpus: float
     device_bytes: int
     """Memory of each of its GPUs; 0: it has none, or that is unknown."""
-    in_turns: bool
+    time_shared: bool
     token_budget: int | None
     """Most tokens of a micro-batch that it is sent; None: nobody declares it."""
     longest_sample: int | None

@@ -60,7 +60,7 @@ class Context(Protocol):
     """Total number of steps of this run, None if the data determine it."""
     cores: tuple[int, ...]
     gpus: tuple[int, ...]
-    in_turns: bool
+    time_shared: bool
     """Whether the node uses its cores and GPUs alternately with others (`g.time_share`)."""
     resume_dir: str | None
     """Checkpoint to load, None for a fresh start."""

@@ -202,7 +202,7 @@ class Generator(Node):
             model_dir,
             cores=self.context.cores,
             num_gpus=len(self.context.gpus),
-            sleeps=self.context.in_turns,
+            sleeps=self.context.time_shared,
             longest_asked=self.context.longest_asked,
             longest_response=self._longest_response,
             seed=self.context.seed,

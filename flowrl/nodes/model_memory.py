@@ -57,8 +57,8 @@ def trainer_footprint(
 def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
     offload = model.zero.offload if not model.zero.nvme_path else "disk"
     tokens = share.token_budget or share.longest_sample or 0
-    leaves = bool(share.in_turns and share.gpus)
-    stay: Stay = "turn" if leaves else "always"
+    leaves = bool(share.time_shared and share.gpus)
+    stay: Stay = "lease" if leaves else "always"
     if offload == "none":
         yield MemoryTerm("weights", model.weights, "device", stay)
         yield MemoryTerm("gradients", model.gradients, "device", stay)
@@ -70,7 +70,7 @@ def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
         yield MemoryTerm("gradients", model.gradients + model.offload_copies, "host")
         if offload != "disk":
             yield MemoryTerm("optimizer", model.optimizer_state, "host")
-    yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "turn")
+    yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "lease")
     yield MemoryTerm("buffers", model.buckets + _broadcast(share), "device", stay)
     if leaves:
         yield MemoryTerm("away", kept + model.buckets, "host", "away")
@@ -106,14 +106,14 @@ def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: 
     weights = shape.parameters * element
     ranks = max(1, int(share.gpus))
     terms = [
-        MemoryTerm("weights", -(-weights // ranks), "device", "turn"),
+        MemoryTerm("weights", -(-weights // ranks), "device", "lease"),
         MemoryTerm("loading", weights, "host", "loading"),
     ]
     if ranks > 1:
-        terms.append(MemoryTerm("gathered", scoring_gathered(shape, element), "device", "turn"))
+        terms.append(MemoryTerm("gathered", scoring_gathered(shape, element), "device", "lease"))
     most = scoring_bytes(shape, element, token_budget, share.device_bytes)
-    terms.append(MemoryTerm("activations", most, "device", "turn"))
-    if share.in_turns and share.gpus:
+    terms.append(MemoryTerm("activations", most, "device", "lease"))
+    if share.time_shared and share.gpus:
         terms.append(MemoryTerm("weights", weights, "host", "away"))
     if share.gpus:
         terms.append(MemoryTerm("runtime", RUNTIME_BYTES + (NCCL_BYTES if ranks > 1 else 0)))
@@ -146,14 +146,14 @@ def generator_footprint(
     longest = engine.max_model_len or _longest(share, longest_response)
     least = per_token * longest
     terms = [
-        MemoryTerm("weights", weights, "device", "turn"),
-        MemoryTerm("KV cache", cache if share.device_bytes or engine.kv_cache_bytes else least, "device", "turn"),
-        MemoryTerm("activations", activations, "device", "turn"),
+        MemoryTerm("weights", weights, "device", "lease"),
+        MemoryTerm("KV cache", cache if share.device_bytes or engine.kv_cache_bytes else least, "device", "lease"),
+        MemoryTerm("activations", activations, "device", "lease"),
         MemoryTerm("runtime", runtime),
     ]
     if offloaded:
         terms.append(MemoryTerm("weights", offloaded * max(1, int(share.gpus)), "host"))
-    if share.in_turns:
+    if share.time_shared:
         terms.append(MemoryTerm("weights", weights * max(1, int(share.gpus)), "host", "away"))
     return Footprint(tuple(terms), tuple(_small_cache(share, engine, cache, least, taken, longest)))
 

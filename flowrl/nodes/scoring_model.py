@@ -61,7 +61,7 @@ class ScoringNode(Node):
     @property
     def load_device(self) -> str:
         """Where `setup` puts the model: on the GPU, unless the node uses it in turns."""
-        return "cuda" if self.context.gpus and not self.context.in_turns else "cpu"
+        return "cuda" if self.context.gpus and not self.context.time_shared else "cpu"
 
     async def on_acquire(self) -> None:
         if self.context.gpus and self.scoring is not None:

@@ -31,7 +31,7 @@ class Standby:
     def __init__(self, context: Context, replica: str, *, one_by_one: bool, sent: bool) -> None:
         self._context = context
         self._replica = replica
-        self.can_leave = context.num_replicas > 1 and one_by_one and not sent and not context.in_turns
+        self.can_leave = context.num_replicas > 1 and one_by_one and not sent and not context.time_shared
         """Whether the others may do its work."""
         self._death: EngineDied | None = None
 

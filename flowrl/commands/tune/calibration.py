@@ -148,10 +148,10 @@ class Calibration:
 
     @cached_property
     def rests(self) -> dict[str, float]:
-        """R by kind of placement, "sync", "async" or "turns"; kinds that were not measured are missing."""
+        """R by kind of placement, "sync", "async" or "time_shared"; kinds that were not measured are missing."""
         found: dict[str, list[float]] = defaultdict(list)
         for placement, step in self._apart_in_time:
-            kind = "turns" if placement.num_lines == 1 else "sync"
+            kind = "time_shared" if placement.num_lines == 1 else "sync"
             found[kind].append(step.step_s - sum(step.busy.values()))
         for placement, step in self._together:
             if (works := self.works(placement)) is not None and "sync" in found:
@@ -163,7 +163,7 @@ class Calibration:
     def predict(self, placement: TunedPlacement) -> StepPrediction | None:
         """The step of a placement; None if what it follows from was not measured."""
         works, rests = self.works(placement), self.rests
-        needed = ("turns",) if placement.num_lines == 1 else ("sync", "async") if placement.ahead else ("sync",)
+        needed = ("time_shared",) if placement.num_lines == 1 else ("sync", "async") if placement.ahead else ("sync",)
         if works is None or any(kind not in rests for kind in needed):
             return None
         rest = StepRest(**{f"{kind}_s": rests[kind] for kind in needed})

@@ -72,7 +72,7 @@ class StepRest:
 
     sync_s: float = 0.0
     async_s: float = 0.0
-    turns_s: float = 0.0
+    time_shared_s: float = 0.0
     """Where all stages are in one line: with what it takes to hand the devices over."""
 
 
@@ -95,7 +95,7 @@ def predict_step(stages: Sequence[StageWork], *, ahead: int, rest: StepRest, win
     lines = lines_of(stages)
     alone_s = sum(stage.seconds for stage in stages)
     if ahead == 0 or len(lines) == 1:
-        step_s = alone_s + (rest.turns_s if len(lines) == 1 else rest.sync_s)
+        step_s = alone_s + (rest.time_shared_s if len(lines) == 1 else rest.sync_s)
         return StepPrediction(step_s, {stage.name: stage.seconds / step_s for stage in stages})
     length_s, busy_s = side_by_side(lines)
     lengths = sorted((_line_spread(line, busy_s, window=window) for line in lines), reverse=True)

@@ -22,7 +22,7 @@ def device_ways(tuned: TunedGraph) -> Iterator[Overrides]:
     if tuned.trainer in tuned.roles:
         yield from _gpu_ways(tuned) if tuned.cluster.num_gpus else _core_ways(tuned)
     elif has_option(tuned.cfg, "time_share") and tuned.generator:
-        yield {"time_share": _all_in_turns(tuned)}
+        yield {"time_share": _all_time_shared(tuned)}
 
 
 # Cores
@@ -39,7 +39,7 @@ def _core_ways(tuned: TunedGraph) -> Iterator[Overrides]:
         for one in _sized(tuned, generator, of_generator):
             yield from ({**one, **other} for other in _sized(tuned, trainer, free - of_generator))
     if has_option(tuned.cfg, "time_share"):
-        shared: Overrides = {"time_share": _all_in_turns(tuned)}
+        shared: Overrides = {"time_share": _all_time_shared(tuned)}
         for one in _sized(tuned, generator, cores):
             yield from (
                 {**_others(tuned, cores, other), **one, **other, **shared} for other in _sized(tuned, trainer, cores)
@@ -87,7 +87,7 @@ def _kept(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
     return sum(cores for cores, _ in kept), sum(gpus for _, gpus in kept)
 
 
-def _all_in_turns(tuned: TunedGraph) -> tuple[str, ...]:
+def _all_time_shared(tuned: TunedGraph) -> tuple[str, ...]:
     """Every node with cores or GPUs of its own."""
     return tuple(name for name, placed in tuned.base.placed.items() if placed.heavy)
 
@@ -107,7 +107,7 @@ def _gpu_ways(tuned: TunedGraph) -> Iterator[Overrides]:
         left = int(gpus - kept - used)
         yield from ({**one, **_ranks(trainer, count)} for count in dict.fromkeys((left, _power_below(left))) if count)
         if used == gpus and has_option(tuned.cfg, "time_share"):
-            yield {**one, **_ranks(trainer, gpus), "time_share": _all_in_turns(tuned)}
+            yield {**one, **_ranks(trainer, gpus), "time_share": _all_time_shared(tuned)}
 
 
 def _engines(tuned: TunedGraph, generator: str, gpus: int) -> Iterator[Overrides]:

@@ -31,7 +31,7 @@ class Resident:
 
     @property
     def while_active(self) -> int:
-        return self.footprint.num_bytes("turn")
+        return self.footprint.num_bytes("lease")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, repli
         first=number == "0",
         gpus=host.num_gpus,
         device_bytes=cluster.machines[host.machine].gpu_bytes if host.num_gpus else 0,
-        in_turns=bool(host.lease),
+        time_shared=bool(host.lease),
         token_budget=_budget(graph, name),
         longest_sample=plan.numbers.longest_sample,
         longest_asked=longest_asked(graph, name),
@@ -131,10 +131,10 @@ def machines(found: Sequence[Resident], cluster: Cluster) -> tuple[MachineUse, .
 
 def _machine(index: int, mine: Sequence[Resident], cluster: Cluster) -> MachineUse:
     shm = sum(term.num_bytes for resident in mine for term in resident.footprint.terms if term.place == "shm")
-    steady = sum(_in_host(resident, "always", "turn", "away") for resident in mine)
+    steady = sum(_in_host(resident, "always", "lease", "away") for resident in mine)
     passing = max(sum(_in_host(resident, stay) for resident in mine) for stay in ("loading", "export"))
     machine = cluster.machines[index]
-    activations = sum(_in_host(resident, "turn", only="activations") for resident in mine)
+    activations = sum(_in_host(resident, "lease", only="activations") for resident in mine)
     return MachineUse(index, machine.memory_bytes, machine.shm_bytes, steady + passing + shm, activations, shm)
 
 
@@ -177,7 +177,7 @@ def _too_small(device: DeviceUse) -> str:
 
 
 def _parts(resident: Resident) -> str:
-    terms = [term for term in resident.footprint.terms if term.place == "device" and term.stay in ("always", "turn")]
+    terms = [term for term in resident.footprint.terms if term.place == "device" and term.stay in ("always", "lease")]
     return ", ".join(f"{term.name} {term.num_bytes / GB:.1f}" for term in terms if term.num_bytes >= GB // 20)
 
 

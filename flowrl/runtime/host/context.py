@@ -74,7 +74,7 @@ class NodeContext:
         self._lease = lease
         self.replica, self.num_replicas = place.replica, place.num_replicas
         self.run_dir, self.seed, self.steps = place.run_dir, place.seed, place.steps
-        self.cores, self.gpus, self.in_turns = place.cores, place.gpus, bool(place.lease)
+        self.cores, self.gpus, self.time_shared = place.cores, place.gpus, bool(place.lease)
         self.resume_dir, self.start_version = place.resume_dir, place.start_version
         self.max_staleness, self.window = place.max_staleness, place.window
         self.longest_asked = place.longest_asked

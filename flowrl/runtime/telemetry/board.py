@@ -163,8 +163,7 @@ def _reward(board: Board) -> Text:
 def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
     """The share of right answers, the first one and the last ones, and the other figures of the last."""
     shares = [
-        f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}"
-        for phase, step, figures in rows
+        f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}" for phase, step, figures in rows
     ]
     return Text(" → ".join(shares)).append(f"   {_other_figures(rows[-1][2], task)}", style="dim")
 

@@ -57,11 +57,11 @@ def reward_model(model: Any) -> ScoringNode:
     return node
 
 
-def placed(node: ScoringNode, *, gpus: tuple[int, ...], in_turns: bool) -> ScoringNode:
+def placed(node: ScoringNode, *, gpus: tuple[int, ...], time_shared: bool) -> ScoringNode:
     async def blocking(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
 
-    context: Any = SimpleNamespace(gpus=gpus, in_turns=in_turns, blocking=blocking)
+    context: Any = SimpleNamespace(gpus=gpus, time_shared=time_shared, blocking=blocking)
     node.context = context
     return node
 
@@ -75,7 +75,7 @@ def test_a_model_is_on_the_gpu_in_its_own_turns_alone(
 ) -> None:
     events: list[str] = []
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: events.append("freed"))
-    node = placed(made(Model(events)), gpus=(0,), in_turns=True)
+    node = placed(made(Model(events)), gpus=(0,), time_shared=True)
     assert node.load_device == "cpu", "another node of the lease may have the device"
     for _ in range(2):
         asyncio.run(node.on_acquire())
@@ -86,14 +86,14 @@ def test_a_model_is_on_the_gpu_in_its_own_turns_alone(
 @pytest.mark.parametrize("made", MADE)
 def test_without_a_gpu_nothing_is_moved(made: Callable[[Any], ScoringNode]) -> None:
     events: list[str] = []
-    node = placed(made(Model(events)), gpus=(), in_turns=True)
+    node = placed(made(Model(events)), gpus=(), time_shared=True)
     asyncio.run(node.on_acquire())
     asyncio.run(node.on_release())
     assert events == [] and node.load_device == "cpu"
 
 
 def test_a_model_with_a_gpu_of_its_own_is_loaded_there() -> None:
-    assert placed(reference(Model([])), gpus=(2,), in_turns=False).load_device == "cuda"
+    assert placed(reference(Model([])), gpus=(2,), time_shared=False).load_device == "cuda"
 
 
 class Trained(ResidentNode):
@@ -109,7 +109,7 @@ class Trained(ResidentNode):
 def test_a_trainer_has_nothing_on_the_gpu_between_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     gauges: dict[str, float] = {}
     monkeypatch.setattr(residence, "Residence", lambda root, device: Residence(root, torch.device("cpu")))
-    node: Any = placed(Trained(), gpus=(0,), in_turns=True)  # type: ignore[arg-type]
+    node: Any = placed(Trained(), gpus=(0,), time_shared=True)  # type: ignore[arg-type]
     node.context.gauge = gauges.__setitem__
 
     async def turns() -> None:
@@ -127,7 +127,7 @@ def test_a_trainer_has_nothing_on_the_gpu_between_its_turns(monkeypatch: pytest.
 
 
 def test_a_trainer_without_a_gpu_moves_nothing() -> None:
-    node: Any = placed(Trained(), gpus=(), in_turns=True)  # type: ignore[arg-type]
+    node: Any = placed(Trained(), gpus=(), time_shared=True)  # type: ignore[arg-type]
     asyncio.run(node.setup())
     asyncio.run(node.on_release())
     assert node.weight.untyped_storage().nbytes() == 24
@@ -136,7 +136,7 @@ def test_a_trainer_without_a_gpu_moves_nothing() -> None:
 class Turns:
     """Stands for the host of a trainer in turns; notes what is done, and whether the node has its devices then."""
 
-    gpus, in_turns = (0,), True
+    gpus, time_shared = (0,), True
 
     def __init__(self) -> None:
         self.events: list[str] = []

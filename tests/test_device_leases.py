@@ -19,7 +19,7 @@ from tests.graphs_devices.device import DEVICE
 from tests.run_process import ROOT
 from tests.ticks import ticks
 
-TURNS = ROOT / "tests" / "graphs_devices" / "turns.py"
+LEASES = ROOT / "tests" / "graphs_devices" / "leases.py"
 ONE_GPU = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30, gpus=1),))
 
 
@@ -31,7 +31,7 @@ def empty_device() -> None:
 
 def run(directory: Path, steps: int, config: dict[str, Any] | None = None, **options: Any) -> Any:
     clock = VirtualClock()
-    return run_graph(TURNS, directory, config, steps=steps, clock=clock, timeout_s=600, cluster=ONE_GPU, **options)
+    return run_graph(LEASES, directory, config, steps=steps, clock=clock, timeout_s=600, cluster=ONE_GPU, **options)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -151,7 +151,7 @@ def test_for_a_checkpoint_the_others_on_the_trainers_gpu_take_nothing_new() -> N
     """Only then it is reserved: their open invocations end, and no others begin."""
 
     async def main() -> None:
-        file = load_file(TURNS)
+        file = load_file(LEASES)
         locks = Locks()
         orders: Any = Gates(make_plan(file.build(file.parse([])), ONE_GPU), locks)
         async with SharedDevices(locks, orders).for_trainers():
