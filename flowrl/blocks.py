@@ -29,7 +29,7 @@ from flowrl.models.model_layout import trainer_layout
 from flowrl.models.size_table import Learning
 from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, RewardModel, Sampling, TokenBatch, Trainer
 from flowrl.nodes.reference import EpisodeReference, Reference
-from flowrl.nodes.row_source import Part
+from flowrl.nodes.row_source import RowPart
 from flowrl.nodes.too_long import PromptLimit, TooLong
 from flowrl.policy_options import AnswerOptions, GeneratorOptions, PolicyOptions, SamplingOptions, TruncationOptions
 from flowrl.role_options import ReferenceSize, ScoringSize, TimedReward, TrainerSize, too_low, unused
@@ -200,7 +200,7 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
         return self.task
 
     @property
-    def trained_part(self) -> Part:
+    def trained_part(self) -> RowPart:
         """The rows of --task that are trained on: all of a file, unless some are held out for the evaluation."""
         return "all" if self.evaluate_task or not (self.evaluate or self.task.generated) else "train"
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flowrl.message_base import Message
 
 Int64 = npt.NDArray[np.int64]
-Row = tuple[str, str, tuple[int, ...], int, int]
+TensorRow = tuple[str, str, tuple[int, ...], int, int]
 """(name, dtype, shape, offset_bytes, num_bytes)"""
 
 
@@ -45,7 +45,7 @@ class TensorTable(Message):
     """[N]"""
 
     @staticmethod
-    def of(rows: Iterable[Row]) -> TensorTable:
+    def of(rows: Iterable[TensorRow]) -> TensorTable:
         names, dtypes, shapes, offsets, lengths = zip(*rows, strict=True) if (rows := [*rows]) else ((),) * 5
         known = tuple(dict.fromkeys(dtypes))
         return TensorTable(
@@ -61,7 +61,7 @@ class TensorTable(Message):
     def __len__(self) -> int:
         return len(self.dtype)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TensorRow]:
         names = self.names.decode().split("\0")[:-1]
         dtypes = [self.dtypes[number] for number in self.dtype.tolist()]
         sizes, ends = self.sizes.tolist(), accumulate(self.axes.tolist(), initial=0)

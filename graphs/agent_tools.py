@@ -18,7 +18,7 @@ from flowrl.environments.task_questions import with_sets
 from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
 from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import EnvironmentSource, GroupAdvantage
-from flowrl.nodes.row_source import Part
+from flowrl.nodes.row_source import RowPart
 from flowrl.tasks import Task
 from flowrl.tasks.name_options import option_text
 
@@ -40,7 +40,7 @@ def episode_graph(name: str, cfg: GroupedEpisodes, environment_name: str) -> Gra
     filtering = cfg.filtering(cfg.groups_per_step)
 
     evaluated = with_sets(environment_name, cfg.evaluate_task) if cfg.evaluate_task else environment_name
-    part: Part = "all" if cfg.evaluate_task else "train"
+    part: RowPart = "all" if cfg.evaluate_task else "train"
 
     g = Graph(name)
     source = EnvironmentSource(

@@ -14,7 +14,7 @@ from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, Pr
 from flowrl.role_options import PreferenceReferenceSize, too_low
 from flowrl.tasks import Task
 from flowrl.training.loss.objective import Objective
-from flowrl.training.loss.preference_objectives import DPO as DPOObjective
+from flowrl.training.loss.preference_objectives import DPOObjective
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flowrl.loss_options import FilterOptions
 from flowrl.nodes import PairMaker
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import PairReferenceSize, unused
-from flowrl.training.loss.preference_objectives import DPO
+from flowrl.training.loss.preference_objectives import DPOObjective
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class IterativeDPO(FilterOptions, RewardOptions):
 
 
 def graph(cfg: IterativeDPO) -> Graph:
-    objective = DPO(
+    objective = DPOObjective(
         beta=cfg.beta, kind=cfg.kind, label_smoothing=cfg.label_smoothing, nll_coef=cfg.nll_coef, online=True
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flowrl import Graph
 from flowrl.recipes.dpo import ReferencedPreferences, preference_graph
-from flowrl.training.loss.preference_objectives import KTO as KTOObjective
+from flowrl.training.loss.preference_objectives import KTOObjective
 
 
 @dataclass(frozen=True)

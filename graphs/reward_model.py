@@ -17,7 +17,7 @@ from flowrl.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class RewardModel(PreferenceOptions):
+class RewardModelTraining(PreferenceOptions):
     learning = "rewards"  # a new head beside the policy's weights
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the initial model, which gets a new
@@ -44,7 +44,7 @@ class RewardModel(PreferenceOptions):
         yield from too_low(self, held_out=1)
 
 
-def graph(cfg: RewardModel) -> Graph:
+def graph(cfg: RewardModelTraining) -> Graph:
     data = cfg.preferences(cfg.pairs)
     objective = BradleyTerry(margin=cfg.margin, centring=cfg.centring)
 

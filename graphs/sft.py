@@ -23,10 +23,10 @@ from flowrl.nodes import (
     TextSource,
     TokenBatch,
 )
-from flowrl.nodes.row_source import Part
+from flowrl.nodes.row_source import RowPart
 from flowrl.nodes.too_long import TooLong
 from flowrl.role_options import too_low, unused
-from flowrl.training.loss.sft_objective import SFT as SFTObjective
+from flowrl.training.loss.sft_objective import SFTObjective
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SFT(EvaluationOptions, DatasetOptions):
         return (*super().of_evaluations, *ANSWERING, "answer_tokens")
 
     @property
-    def trained_part(self) -> Part:
+    def trained_part(self) -> RowPart:
         """All rows, unless some are held out."""
         return "train" if self.held_out else super().trained_part
 

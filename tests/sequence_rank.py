@@ -21,9 +21,9 @@ from flowrl.training.learner import Learner
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPO, KTO
+from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
 from flowrl.training.loss.reward_objective import BradleyTerry
-from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.sft_objective import SFTObjective
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.model.output_layer import OutputLayer
 from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
@@ -47,9 +47,9 @@ class Learnt:
 
 OBJECTIVES = {
     "gspo": Learnt(PolicyObjective("gspo", aggregation="sequence", correction=None)),
-    "sft": Learnt(SFT(), layout="tree"),
-    "dpo": Learnt(DPO(), pairs=True),
-    "kto": Learnt(KTO(), pairs=True),
+    "sft": Learnt(SFTObjective(), layout="tree"),
+    "dpo": Learnt(DPOObjective(), pairs=True),
+    "kto": Learnt(KTOObjective(), pairs=True),
     "teacher": Learnt(ReverseKL(aggregation="sequence")),
     "values": Learnt(ValueObjective()),
     "scores": Learnt(BradleyTerry(), pairs=True, layout="tree"),

@@ -18,8 +18,8 @@ from flowrl.nodes import TokenBatch, Trainer
 from flowrl.nodes.whole_batches import why_whole
 from flowrl.testing.rig_nodes import RigNode
 from flowrl.training.loss.function_objective import FunctionObjective
-from flowrl.training.loss.preference_objectives import DPO, KTO
-from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
+from flowrl.training.loss.sft_objective import SFTObjective
 from flowrl.training.settings import ZeroSettings
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
@@ -126,9 +126,9 @@ def test_objectives_that_need_the_batch_whole() -> None:
     def why(objective: Any) -> str:
         return why_whole(objective, ZeroSettings(), epochs=1)
 
-    assert why(DPO(online=True)) == ""
-    assert why(KTO()) == "the baseline of KTO is a mean over the whole batch"
-    assert why(SFT()).startswith("its batches are made of data")
+    assert why(DPOObjective(online=True)) == ""
+    assert why(KTOObjective()) == "the baseline of KTO is a mean over the whole batch"
+    assert why(SFTObjective()).startswith("its batches are made of data")
     own = FunctionObjective(lambda inputs: inputs.logprobs_BT.sum())
     assert why(own) == "FunctionObjective does not say what its loss is a mean over (mean_over)"
     assert why(FunctionObjective(lambda inputs: inputs.logprobs_BT.sum(), mean_over="tokens")) == ""

@@ -21,7 +21,7 @@ from flowrl.channel import slab
 from flowrl.channel.address import run_prefix, socket_root
 from flowrl.channel.envelope import Envelope, source_id
 from flowrl.channel.presence import Presence
-from flowrl.channel.slab import FROM_BYTES, PAGE, Attached, Block, Slab, Space
+from flowrl.channel.slab import FROM_BYTES, PAGE, Attached, Slab, SlabBlock, Space
 from flowrl.channel.sweep import sweep
 from flowrl.channel.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.errors import WireError
@@ -87,7 +87,7 @@ class Ends:
         self.lender = Slab(PREFIX, "A", 0)
         self.attached = Attached(PREFIX, self.release)
 
-    def release(self, host: str, incarnation: int, block: Block) -> None:
+    def release(self, host: str, incarnation: int, block: SlabBlock) -> None:
         assert (host, incarnation) == ("A", 0)
         self.lender.free("B", [block])
 

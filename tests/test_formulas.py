@@ -28,7 +28,7 @@ from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_losses import kl, policy_loss
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPO
+from flowrl.training.loss.preference_objectives import DPOObjective
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out
 from tests.training_cases import CASES, make_batch, make_model
@@ -124,7 +124,7 @@ def test_ppo_passes_no_gradient_where_the_clipped_term_is_the_smaller_one() -> N
 def test_ipo_compares_means_per_token_and_dpo_sums(kind: Any) -> None:
     """A pair of 2 and 5 tokens, its rejected completion first."""
     samples = [preference(0, -1, [-1.0] * 5, [-1.4] * 5), preference(1, 1, [-2.0, -0.5], [-2.2, -1.1])]
-    objective = DPO(beta=0.4, kind=kind)
+    objective = DPOObjective(beta=0.4, kind=kind)
     masks = [s.policy_mask for s in samples]
     piece = make_micro_batch(samples, masks, objective, version=0, layout="padded", device=torch.device("cpu"))
     nothing = piece.mask_BT.new_zeros(2, 0)

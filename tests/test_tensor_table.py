@@ -10,9 +10,9 @@ import pytest
 from flowrl.channel.envelope import Envelope
 from flowrl.channel.wire import DATA, MessageDecoder, MessageEncoder, Refused
 from flowrl.messages import Weights
-from flowrl.tensor_table import Row, TensorTable
+from flowrl.tensor_table import TensorRow, TensorTable
 
-ROWS: list[Row] = [
+ROWS: list[TensorRow] = [
     ("a.weight", "float32", (3, 5), 0, 60),
     ("计算.bias", "bfloat16", (7,), 64, 14),
     ("scale", "float32", (), 128, 4),
@@ -44,7 +44,7 @@ def test_rows_come_back_as_they_were(number: int) -> None:
 
 
 def test_a_mixture_of_a_hundred_thousand_matrices_travels_in_one_manifest() -> None:
-    rows: list[Row] = [
+    rows: list[TensorRow] = [
         (f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight", "bfloat16", (2048, 7168), at << 25, 1 << 25)
         for layer in range(94)
         for expert in range(512)

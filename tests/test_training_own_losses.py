@@ -21,8 +21,8 @@ from flowrl.training.batch.micro_batch import PADDING
 from flowrl.training.loss.function_objective import COLUMNS, FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPO
-from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.preference_objectives import DPOObjective
+from flowrl.training.loss.sft_objective import SFTObjective
 from tests.objective_rig import logprobs, run, samples
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ class OnlyLoss(Objective):
 
 
 def test_an_objective_needs_nothing_but_a_loss() -> None:
-    own, shipped = run(OnlyLoss(), CUTS[2]), run(SFT(), CUTS[0])
+    own, shipped = run(OnlyLoss(), CUTS[2]), run(SFTObjective(), CUTS[0])
     assert own.loss == pytest.approx(shipped.loss, rel=1e-6)
     torch.testing.assert_close(own.gradient, shipped.gradient)
     with pytest.raises(TypeError, match="abstract method"):
@@ -166,7 +166,10 @@ def test_right_losses_do_not_depend_on_the_micro_batches(objective: FunctionObje
 
 
 def test_a_function_on_pairs_is_dpo() -> None:
-    own, shipped = run(FunctionObjective(pairwise, columns=("ref_logprobs",)), CUTS[1]), run(DPO(beta=1.0), CUTS[0])
+    own, shipped = (
+        run(FunctionObjective(pairwise, columns=("ref_logprobs",)), CUTS[1]),
+        run(DPOObjective(beta=1.0), CUTS[0]),
+    )
     assert own.loss == pytest.approx(shipped.loss, rel=1e-5)
     torch.testing.assert_close(own.gradient, shipped.gradient)
 

@@ -26,8 +26,8 @@ from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPO, KTO
-from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
+from flowrl.training.loss.sft_objective import SFTObjective
 from flowrl.training.model.output_layer import OutputLayer
 from tests.pieces import train_in_pieces
 from tests.test_tree_objectives import OBJECTIVES, TEACHER_SIZE, OneProcess, assert_close, furnished, loaded, model_dir
@@ -110,7 +110,7 @@ SUMMED = FunctionObjective(
 ALLOWED = {name: one for name, one in OBJECTIVES.items() if one.mean_over} | {
     "sequence": PolicyObjective(aggregation="sequence"),
     "constant": PolicyObjective(aggregation="constant", length=7, kl_coef=0.2),
-    "sft_sequence": SFT(aggregation="sequence"),
+    "sft_sequence": SFTObjective(aggregation="sequence"),
     "summed": SUMMED,
 }
 
@@ -189,7 +189,9 @@ def test_a_loss_with_two_denominators_may_not_say_that_it_has_one(model_dir: Pat
         in_pieces(FunctionObjective(mixed, mean_over="tokens"), batch_of("ppo"), (4, 2), model_dir)
 
 
-@pytest.mark.parametrize(("objective", "epochs"), [(KTO(), 1), (FunctionObjective(mixed), 1), (DPO(), 2)])
+@pytest.mark.parametrize(
+    ("objective", "epochs"), [(KTOObjective(), 1), (FunctionObjective(mixed), 1), (DPOObjective(), 2)]
+)
 def test_pieces_are_refused_where_the_batch_is_needed_whole(objective: Objective, epochs: int, model_dir: Path) -> None:
     learner = learner_of(objective, engine_of(objective, model_dir), epochs=epochs)
     with pytest.raises(FlowrlError, match="a batch came in pieces"):

@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Mismatched
 from flowrl.training.batch.micro_batch import make_micro_batch
 from flowrl.training.loss.objective import Objective, Totals
-from flowrl.training.loss.preference_objectives import DPO, KTO
+from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
 from tests.objective_rig import CPU, logprobs, run, samples
 from tests.test_training_preferences import dpo_of_pair, sigmoid
 
@@ -30,9 +30,9 @@ def whole(means: bool = False) -> list[torch.Tensor]:
 
 
 OBJECTIVES = {
-    "dpo": DPO(beta=0.3),
-    "ipo": DPO(beta=0.3, kind="ipo"),
-    "cdpo": DPO(beta=0.3, kind="cdpo", label_smoothing=0.2),
+    "dpo": DPOObjective(beta=0.3),
+    "ipo": DPOObjective(beta=0.3, kind="ipo"),
+    "cdpo": DPOObjective(beta=0.3, kind="cdpo", label_smoothing=0.2),
 }
 CUTS = [[[0, 1, 2, 3, 4, 5]], [[2, 3], [0, 1, 4, 5]], [[4, 5], [0, 1], [], [2, 3]]]
 
@@ -56,7 +56,7 @@ def test_a_dpo_step_is_the_formula_over_the_whole_batch(kind: Any, cut: list[lis
 
 
 def test_the_nll_of_the_chosen_is_a_mean_per_token() -> None:
-    plain, with_nll = run(DPO(), CUTS[0]), run(DPO(nll_coef=0.5), CUTS[1])
+    plain, with_nll = run(DPOObjective(), CUTS[0]), run(DPOObjective(nll_coef=0.5), CUTS[1])
     nll = np.mean([-float(d.detach().mean()) for d in logprobs()[::2]])
     assert with_nll.loss == pytest.approx(plain.loss + 0.5 * nll, rel=1e-5)
     assert with_nll.stats["chosen_nll"] == pytest.approx(nll, rel=1e-5)
@@ -66,15 +66,15 @@ def test_a_pair_with_one_half_masked_out_does_not_count() -> None:
     given = samples()
     masks = [s.policy_mask for s in given]
     masks[3] = np.zeros_like(masks[3])
-    piece = make_micro_batch(given, masks, DPO(), version=0, layout="padded", device=CPU)
+    piece = make_micro_batch(given, masks, DPOObjective(), version=0, layout="padded", device=CPU)
     assert piece.pairs_P2.tolist() == [[0, 1], [4, 5]]
     assert piece.counts == (18, 5, 2, 3)
-    assert not DPO().enough(Totals(num_tokens=9, num_sequences=3))
+    assert not DPOObjective().enough(Totals(num_tokens=9, num_sequences=3))
 
 
 @pytest.mark.parametrize("cut", [*CUTS, [[5], [0, 3], [1, 4, 2]]])
 def test_a_kto_step_is_the_formula_over_the_whole_batch(cut: list[list[int]]) -> None:
-    objective = KTO(beta=0.2, desirable_weight=1.5, undesirable_weight=0.7)
+    objective = KTOObjective(beta=0.2, desirable_weight=1.5, undesirable_weight=0.7)
     found = run(objective, cut, mismatched_kl=0.4)
     chosen, rejected, ref_chosen, ref_rejected = whole()
     good, bad = (chosen - ref_chosen).tolist(), (rejected - ref_rejected).tolist()
@@ -86,7 +86,7 @@ def test_a_kto_step_is_the_formula_over_the_whole_batch(cut: list[list[int]]) ->
 
 
 def test_the_baseline_is_never_negative() -> None:
-    assert run(KTO(), CUTS[0], mismatched_kl=-3.0).stats["z0"] == 0.0
+    assert run(KTOObjective(), CUTS[0], mismatched_kl=-3.0).stats["z0"] == 0.0
 
 
 def test_mismatched_completions_are_a_pass_of_their_own() -> None:
@@ -95,7 +95,9 @@ def test_mismatched_completions_are_a_pass_of_their_own() -> None:
         np.arange(9, dtype=np.int32), np.arange(9) >= 4, np.where(np.arange(9) >= 4, -1, 0).astype(np.float32)
     )
     given = [replace(first, mismatched=other), second]
-    piece = make_micro_batch(given, [s.policy_mask for s in given], KTO(), version=0, layout="padded", device=CPU)
+    piece = make_micro_batch(
+        given, [s.policy_mask for s in given], KTOObjective(), version=0, layout="padded", device=CPU
+    )
     crossed = piece.mismatched
     assert crossed is not None
     assert crossed.counted_B.tolist() == [True, False]
@@ -104,25 +106,25 @@ def test_mismatched_completions_are_a_pass_of_their_own() -> None:
 
 
 def test_one_completion_makes_no_kto_step() -> None:
-    assert not KTO().enough(Totals(num_tokens=5, num_sequences=1))
-    assert KTO().enough(Totals(num_tokens=5, num_sequences=2))
+    assert not KTOObjective().enough(Totals(num_tokens=5, num_sequences=1))
+    assert KTOObjective().enough(Totals(num_tokens=5, num_sequences=2))
 
 
-@pytest.mark.parametrize("objective", [DPO(), KTO()])
+@pytest.mark.parametrize("objective", [DPOObjective(), KTOObjective()])
 def test_samples_without_reference_logprobs_are_refused(objective: Objective) -> None:
     with pytest.raises(FlowrlError, match="'s0' has no reference logprobs"):
         objective.columns(replace(samples()[0], ref_logprobs=None))
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (DPO, {"beta": 0}, "beta is 0; it has to be a number above 0"),
-    (DPO, {"kind": "kto"}, "kind is 'kto'; choose one of dpo, ipo, cdpo"),
-    (DPO, {"kind": "cdpo"}, "needs a label_smoothing above 0"),
-    (DPO, {"label_smoothing": 0.1}, "the other kinds need 0"),
-    (DPO, {"kind": "cdpo", "label_smoothing": 0.5}, "from 0 to below 0.5"),
-    (DPO, {"nll_coef": -1}, "nll_coef is -1"),
-    (KTO, {"beta": float("nan")}, "beta is nan"),
-    (KTO, {"desirable_weight": 0}, "desirable_weight is 0"),
+    (DPOObjective, {"beta": 0}, "beta is 0; it has to be a number above 0"),
+    (DPOObjective, {"kind": "kto"}, "kind is 'kto'; choose one of dpo, ipo, cdpo"),
+    (DPOObjective, {"kind": "cdpo"}, "needs a label_smoothing above 0"),
+    (DPOObjective, {"label_smoothing": 0.1}, "the other kinds need 0"),
+    (DPOObjective, {"kind": "cdpo", "label_smoothing": 0.5}, "from 0 to below 0.5"),
+    (DPOObjective, {"nll_coef": -1}, "nll_coef is -1"),
+    (KTOObjective, {"beta": float("nan")}, "beta is nan"),
+    (KTOObjective, {"desirable_weight": 0}, "desirable_weight is 0"),
 ]
 
 

@@ -14,7 +14,7 @@ from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
 from flowrl.training.batch.batch_stats import BatchStats
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.sft_objective import SFTObjective
 from flowrl.training.schedule import Schedule
 from flowrl.training.settings import ZeroSettings
 from tests.training_cases import CASES, make_batch
@@ -70,7 +70,7 @@ def test_a_kl_loss_without_reference_names_the_missing_node() -> None:
     with pytest.raises(FlowrlError, match=r"'0-0-0' has no reference logprobs.*connect a Reference node"):
         PolicyObjective(kl_coef=0.1).columns(sample)
     assert PolicyObjective().columns(sample)["ref_logprobs"] is None
-    assert SFT().columns(sample) == {}
+    assert SFTObjective().columns(sample) == {}
 
 
 @pytest.mark.parametrize(

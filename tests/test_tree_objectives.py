@@ -24,9 +24,9 @@ from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPO, KTO
+from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
 from flowrl.training.loss.reward_objective import BradleyTerry
-from flowrl.training.loss.sft_objective import SFT
+from flowrl.training.loss.sft_objective import SFTObjective
 from flowrl.training.loss.value_objective import ValueObjective
 from flowrl.training.model.output_layer import OutputLayer
 from flowrl.training.model.policy_model import load_policy_model
@@ -42,9 +42,9 @@ OBJECTIVES: dict[str, Objective] = {
     "kl_entropy": PolicyObjective(kl_coef=0.3, entropy_coef=0.1, kl_estimator="k3"),
     "own": FunctionObjective(lambda inputs: -inputs.logprobs_BT[inputs.mask_BT].sum()),
     "reverse_kl": ReverseKL(),
-    "sft": SFT(),
-    "dpo": DPO(),
-    "kto": KTO(),
+    "sft": SFTObjective(),
+    "dpo": DPOObjective(),
+    "kto": KTOObjective(),
     "value": ValueObjective(),
     "bradley_terry": BradleyTerry(),
 }

@@ -199,14 +199,25 @@ def test_a_test_that_sleeps_says_what_for() -> None:
     assert not silent
 
 
-def test_no_two_classes_have_one_name() -> None:
+def types_named(path: Path) -> Iterator[tuple[str, bool]]:
+    """Names of the classes (True) and of the module's aliases of types (False) that a file defines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    yield from ((node.name, True) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name[0].isupper() and not name.isupper():
+                yield name, False
+
+
+def test_no_two_classes_have_one_name_and_no_alias_has_that_of_a_class() -> None:
     places: dict[str, list[str]] = defaultdict(list)
+    classes = set()
     for path in CODE:
-        if path.is_relative_to(ROOT / "flowrl"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(short(path))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+        if not path.is_relative_to(ROOT / "benchmarks"):  # flowrl and its recipes
+            for name, is_class in types_named(path):
+                places[name].append(short(path))
+                classes |= {name} if is_class else set()
+    assert {name: found for name, found in places.items() if len(found) > 1 and name in classes} == {}
 
 
 def test_no_two_files_have_one_name() -> None:

@@ -36,7 +36,7 @@ from flowrl.channel.latest import LatestReceiver, LatestSender
 from flowrl.channel.link import Link, Listener, LocalLink, SocketLink
 from flowrl.channel.presence import Presence
 from flowrl.channel.router import Router
-from flowrl.channel.slab import Attached, Block, Slab
+from flowrl.channel.slab import Attached, Slab, SlabBlock
 from flowrl.channel.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
 from flowrl.errors import WireError
 
@@ -275,11 +275,11 @@ class Endpoint:
         except WireError as error:
             self._failed(error)
 
-    def _unseen(self, host: str, incarnation: int, block: Block) -> None:
+    def _unseen(self, host: str, incarnation: int, block: SlabBlock) -> None:
         """No array in this process refers to this block of a peer's slab any more. Called from any thread."""
         self._threadsafe(self._give_back, host, incarnation, block)
 
-    def _give_back(self, host: str, incarnation: int, block: Block) -> None:
+    def _give_back(self, host: str, incarnation: int, block: SlabBlock) -> None:
         if self._router.peer(host).incarnation == incarnation:
             self._router.post(host, (RELEASE, 0, 0, 0, (block,)))
 

@@ -25,7 +25,7 @@ class Acks(Protocol):
     def finish(self, seq: int, session: int) -> None: ...
 
 
-Claim = tuple[Acks, int, int]
+SeenClaim = tuple[Acks, int, int]
 """One copy of a message: its lane, seq and session."""
 
 
@@ -34,7 +34,7 @@ class Seen:
 
     def __init__(self, remember: int = REMEMBER) -> None:
         self._remember = remember
-        self._open: dict[bytes, Claim | list[Claim]] = {}
+        self._open: dict[bytes, SeenClaim | list[SeenClaim]] = {}
         self._recent: set[bytes] = set()
         self._older: set[bytes] = set()
 
@@ -80,6 +80,6 @@ class Seen:
                 lane.finish(seq, session)
 
 
-def _each(claims: Claim | list[Claim]) -> list[Claim]:
+def _each(claims: SeenClaim | list[SeenClaim]) -> list[SeenClaim]:
     """The claims as a list. Most ids have one copy, which is stored without a list."""
     return claims if isinstance(claims, list) else [claims]

@@ -38,7 +38,7 @@ SEGMENT_BYTES = 64 << 20
 PAGE = 4096
 SHM = Path("/dev/shm")
 
-Block = tuple[int, int]
+SlabBlock = tuple[int, int]
 """(segment, offset)"""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _address = Struct("<IIQ")
@@ -95,7 +95,7 @@ class Slab:
         self._incarnation = incarnation
         self._spaces: list[Space] = []
         self._bytes: list[Bytes] = []
-        self._lent: dict[Block, str] = {}
+        self._lent: dict[SlabBlock, str] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -121,7 +121,7 @@ class Slab:
         self._lent[block] = borrower
         return _address.pack(self._incarnation, segment, offset) + self._host.encode()
 
-    def _find(self, num_bytes: int) -> Block | None:
+    def _find(self, num_bytes: int) -> SlabBlock | None:
         for segment, space in enumerate(self._spaces):
             offset = space.take(num_bytes)
             if offset is not None:
@@ -147,7 +147,7 @@ class Slab:
         self._bytes.append(np.frombuffer(memory, np.uint8))
         return True
 
-    def free(self, borrower: str, blocks: Iterable[Block]) -> None:
+    def free(self, borrower: str, blocks: Iterable[SlabBlock]) -> None:
         """`borrower` no longer uses these blocks. Blocks that were already taken back are ignored."""
         for segment, offset in blocks:
             if self._lent.get((segment, offset)) == borrower:
@@ -189,7 +189,7 @@ class Attached:
     `release(host, incarnation, block)` is called, from any thread, when nothing here refers to a block any more.
     """
 
-    def __init__(self, prefix: str, release: Callable[[str, int, Block], None]) -> None:
+    def __init__(self, prefix: str, release: Callable[[str, int, SlabBlock], None]) -> None:
         self._prefix = prefix
         self._release = release
         self._segments: dict[tuple[str, int, int], Bytes] = {}

@@ -10,7 +10,7 @@ from typing import Literal
 
 from flowrl.graph.routes import WeightTransport
 
-Place = Literal["device", "host", "shm"]
+MemoryPlace = Literal["device", "host", "shm"]
 """The memory of each GPU that the replica has (of the machine, if it has none), of the machine, and its /dev/shm."""
 Stay = Literal["always", "lease", "away", "loading", "export"]
 """When a term is there: always; while the replica holds its lease, or always if it shares no devices; while it does not
@@ -23,7 +23,7 @@ class MemoryTerm:
 
     name: str
     num_bytes: int
-    place: Place = "device"
+    place: MemoryPlace = "device"
     stay: Stay = "always"
 
 
@@ -58,5 +58,5 @@ class Footprint:
     problems: tuple[str, ...] = ()
     """What does not fit whatever else is there, as complete sentences."""
 
-    def num_bytes(self, *stays: Stay, place: Place = "device") -> int:
+    def num_bytes(self, *stays: Stay, place: MemoryPlace = "device") -> int:
         return sum(term.num_bytes for term in self.terms if term.place == place and term.stay in stays)

@@ -17,7 +17,7 @@ from flowrl.models.tool_form import plain_tools, tool_form, uses_tools
 
 Messages = Sequence[Mapping[str, Any]]
 """Roles and contents, with all that chat templates know: tool calls, tools' answers, reasoning."""
-Reply = str | Messages
+ReplyMessage = str | Messages
 """A response: text, or the turns from the assistant's first on."""
 
 
@@ -97,18 +97,18 @@ class Chat:
         text = self._template(turns, add_generation_prompt=True)
         return text, self._ids(text)
 
-    def demonstration(self, turns: Messages, reply: Reply) -> tuple[Int32, Bool]:
+    def demonstration(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation that ends with `reply`; the mask marks every assistant turn and its end.
 
         The mask comes from incremental template prefixes, compared by id. What tools answer is not marked.
         """
         return self._masked(turns, reply, first=0)
 
-    def completion(self, turns: Messages, reply: Reply) -> tuple[Int32, Bool]:
+    def completion(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """Like `demonstration`, but the mask marks only the assistant's turns of `reply`, not earlier ones."""
         return self._masked(turns, reply, first=len(turns))
 
-    def _masked(self, turns: Messages, reply: Reply, *, first: int) -> tuple[Int32, Bool]:
+    def _masked(self, turns: Messages, reply: ReplyMessage, *, first: int) -> tuple[Int32, Bool]:
         """The mask marks the assistant's turns from index `first` on."""
         replied = ({"role": "assistant", "content": reply},) if isinstance(reply, str) else tuple(reply)
         turns = [*turns, *replied]

@@ -34,7 +34,7 @@ VERSION = 1
 LOGPROBS, KEYS, OFFSETS = "logprobs.npy", "keys.npy", "offsets.npy"
 KEY_BYTES = 16
 KEY = np.dtype(f"S{KEY_BYTES}")
-Keys = npt.NDArray[np.bytes_]
+RowKeys = npt.NDArray[np.bytes_]
 BLOCK_TOKENS = 1 << 22
 """Sequences of about so many tokens are divided into passes together, and in memory meanwhile."""
 
@@ -45,7 +45,7 @@ class ReferenceCache:
     def __init__(self, directory: Path) -> None:
         self._logprobs: Float32 = np.load(directory / LOGPROBS, mmap_mode="r")
         self._offsets: npt.NDArray[np.int64] = np.load(directory / OFFSETS)
-        self._keys: Keys = np.load(directory / KEYS).reshape(-1).view(KEY)
+        self._keys: RowKeys = np.load(directory / KEYS).reshape(-1).view(KEY)
         self._order = np.argsort(self._keys)
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class SpooledSequences:
             self._tokens.add(np.where(mask, token_ids, ~token_ids))
         _, firsts = np.unique(np.frombuffer(keys, KEY), return_index=True)
         firsts.sort()
-        self.keys: Keys = np.frombuffer(keys, KEY)[firsts]
+        self.keys: RowKeys = np.frombuffer(keys, KEY)[firsts]
         self.counted = np.array(counted, np.int64)[firsts]
         """Number of logprobs of each."""
         self._starts, self._stops = (np.array(bounds, np.int64)[firsts + n] for n in (0, 1))

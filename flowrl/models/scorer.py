@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flowrl.training.model.loading import ModelLoad
     from flowrl.training.scoring.local_model import ScoringModel
 
-Conversation = Messages | tuple[Messages, str]
+ScoredMessages = Messages | tuple[Messages, str]
 """All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
 TOKENS_A_PASS = 16384
 ONE_LABEL: Mapping[str, float] = {"LABEL_0": 1.0}
@@ -51,11 +51,11 @@ class Scorer:
         self.mean, self.std = stored_statistics(model.facts)
         """Mean of the model's scores in its training; with `std` it makes the scores of several models comparable."""
 
-    def score(self, conversations: Sequence[Conversation]) -> list[float]:
+    def score(self, conversations: Sequence[ScoredMessages]) -> list[float]:
         """The score of each conversation, not normalised."""
         return [self.summed(scores) for scores in self.score_labels(conversations)]
 
-    def score_labels(self, conversations: Sequence[Conversation]) -> list[tuple[float, ...]]:
+    def score_labels(self, conversations: Sequence[ScoredMessages]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each conversation."""
         return self.label_scores([self.ids(*_parts(conversation)) for conversation in conversations])
 
@@ -179,7 +179,7 @@ def stored_statistics(config: Mapping[str, Any]) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _parts(conversation: Conversation) -> tuple[Messages, str]:
+def _parts(conversation: ScoredMessages) -> tuple[Messages, str]:
     if isinstance(conversation, tuple) and len(conversation) == 2 and isinstance(conversation[1], str):
         return conversation[0], conversation[1]
     turns: Sequence[Mapping[str, str]] = conversation

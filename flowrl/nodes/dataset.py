@@ -17,7 +17,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
 from flowrl.nodes.given_sample import given_sample
-from flowrl.nodes.row_source import Part
+from flowrl.nodes.row_source import RowPart
 from flowrl.nodes.source import PromptSource
 from flowrl.nodes.too_long import TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
@@ -38,7 +38,7 @@ class DemonstrationSource(PromptSource):
         *,
         epochs: int | None = None,
         max_tokens: int = 2048,
-        part: Part = "train",
+        part: RowPart = "train",
         too_long: TooLong = "drop",
     ) -> None:
         # What is an error is found by `Demonstrations`, which has the whole conversation.
@@ -68,14 +68,14 @@ class Demonstrations(Node):
         policy: Policy,
         *,
         max_tokens: int = 2048,
-        part: Part = "train",
+        part: RowPart = "train",
         trained: Trained = "all",
         too_long: TooLong = "drop",
     ) -> None:
         self.task = task
         self.policy = policy
         self.max_tokens = max_tokens
-        self.part: Part = part
+        self.part: RowPart = part
         self.trained: Trained = trained
         self.too_long: TooLong = too_long
 

@@ -12,7 +12,7 @@ from flowrl.environments import EnvironmentName, EnvironmentRow, EnvironmentRows
 from flowrl.environments.task_questions import question_row
 from flowrl.messages import Prompt
 from flowrl.nodes.curriculum import Curriculum
-from flowrl.nodes.row_source import Part, RowSource
+from flowrl.nodes.row_source import RowPart, RowSource
 from flowrl.tasks import Row
 
 
@@ -30,7 +30,7 @@ class EnvironmentSource(RowSource):
         repeat: int = 1,
         epochs: int | None = None,
         seed: int | None = None,
-        part: Part = "train",
+        part: RowPart = "train",
         num_prompts: int | None = None,
         curriculum: Curriculum | None = None,
     ) -> None:

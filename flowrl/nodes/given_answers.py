@@ -14,7 +14,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Int32, Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
-from flowrl.nodes.row_source import Part
+from flowrl.nodes.row_source import RowPart
 from flowrl.nodes.too_long import TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.indexed_rows import by_id, joined
@@ -42,14 +42,14 @@ class GivenAnswers(Node):
         share: float,
         max_tokens: int = 2048,
         too_long: TooLong = "drop",
-        part: Part = "all",
+        part: RowPart = "all",
     ) -> None:
         self.task = task
         self.policy = policy
         self.share = share
         self.max_tokens = max_tokens
         self.too_long: TooLong = too_long
-        self.part: Part = part
+        self.part: RowPart = part
 
     def facts(self) -> Facts:
         return Facts(drops=True)

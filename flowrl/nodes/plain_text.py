@@ -18,7 +18,7 @@ from flowrl.models import Policy, check_model, silent, tokenizer_of
 from flowrl.models.plain_tokens import text_tokens
 from flowrl.models.token_store import HeldTokens, TokenFile
 from flowrl.nodes.given_sample import given_sample
-from flowrl.nodes.row_source import Part
+from flowrl.nodes.row_source import RowPart
 from flowrl.nodes.source import PromptSource
 from flowrl.nodes.text_pieces import TextPiece, TextPieces
 from flowrl.tasks import Row, Rows, Task, load_texts
@@ -40,7 +40,7 @@ class Texts:
     policy: Policy
     max_tokens: int = 2048
     cut: CutBy = "split"
-    part: Part = "train"
+    part: RowPart = "train"
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
@@ -105,7 +105,7 @@ class TextDataset(Node):
         self.texts = texts
 
     @property
-    def part(self) -> Part:
+    def part(self) -> RowPart:
         return self.texts.part
 
     @property

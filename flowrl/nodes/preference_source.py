@@ -19,7 +19,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Group, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
-from flowrl.models.chat import Reply
+from flowrl.models.chat import ReplyMessage
 from flowrl.nodes.source import PromptSource
 from flowrl.nodes.too_long import TooLong, refuse_long
 from flowrl.tasks import Row, Rows, Task, load_preferences
@@ -188,7 +188,7 @@ class Renderer:
             return samples
         return tuple(_without_beginning(sample, excess) for sample in samples)
 
-    def _sample(self, row: Row, member: int, reply: Reply, label: int) -> Trainable:
+    def _sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
         token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, reply)
         return Trainable(
             sample_id=f"{row.prompt_id}:{member}",

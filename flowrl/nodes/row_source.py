@@ -20,7 +20,7 @@ from flowrl.nodes.curriculum import Curriculum, GroupOutcome, Noted
 from flowrl.nodes.pass_rates import ChosenRow, PassRates
 from flowrl.tasks.indexed_rows import joined, prompt_ids
 
-Part = Literal["train", "held_out", "all"]
+RowPart = Literal["train", "held_out", "all"]
 
 
 class SourceRow(Protocol):
@@ -55,14 +55,14 @@ class RowSource(Node):
         repeat: int,
         epochs: int | None,
         seed: int | None,
-        part: Part,
+        part: RowPart,
         num_prompts: int | None,
         curriculum: Curriculum | None = None,
     ) -> None:
         self.repeat = repeat
         self.epochs = epochs
         self.seed = seed
-        self.part: Part = part
+        self.part: RowPart = part
         self.num_prompts = num_prompts
         self._rows: Sequence[Any] = ()
         self._epoch = 0
@@ -83,8 +83,8 @@ class RowSource(Node):
         problems = [
             f"{name} is {value}; it needs at least 1" for name, value in ranges if value is not None and value < 1
         ]
-        if self.part not in get_args(Part):
-            problems.append(f"part is {self.part!r}; choose one of {', '.join(get_args(Part))}")
+        if self.part not in get_args(RowPart):
+            problems.append(f"part is {self.part!r}; choose one of {', '.join(get_args(RowPart))}")
         return problems + list(self.curriculum.problems() if self.curriculum else ())
 
     async def setup(self) -> None:

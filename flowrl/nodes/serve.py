@@ -13,7 +13,7 @@ from flowrl.models import Policy, check_model, resolve
 from flowrl.models.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes.process_reward import OfSteps, reward_of
 from flowrl.tasks.away import Patience
-from flowrl.tasks.judge import BadReward, Columns, Verdicts
+from flowrl.tasks.judge import BadReward, RowColumns, Verdicts
 from flowrl.tasks.reward_client import RewardClient
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
 from flowrl.tasks.server import RewardServer
@@ -76,7 +76,7 @@ class AskModel:
         self._scorer = scorer
         self._exclusive = asyncio.Lock()
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         asked = conversations(prompts, responses, columns)
         async with self._exclusive:
             found = await asyncio.to_thread(self._scorer.score_labels, asked)
@@ -97,7 +97,7 @@ class AskSteps(AskModel):
         self._separator = separator_of(separator)
         self._of_steps: OfSteps = of_steps
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         asked = [
             step_tokens(self._scorer.chat, turns, split_steps(response, self._separator), self._separator)
             for turns, response in conversations(prompts, responses, columns)
@@ -109,7 +109,7 @@ class AskSteps(AskModel):
 
 
 def conversations(
-    prompts: Sequence[str], responses: Sequence[str], columns: Columns
+    prompts: Sequence[str], responses: Sequence[str], columns: RowColumns
 ) -> list[tuple[Sequence[Mapping[str, Any]], str]]:
     """The turns of each prompt, which are its row's if they were told, with the response."""
     return [
@@ -127,7 +127,7 @@ class Weighed:
         self._weights = weights
         self._known: set[str] = set()
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         verdicts = await self._client.ask(prompts, responses, columns)
         self._known |= verdicts.heads.keys()
         if strange := [name for name in self._weights if name not in self._known]:

@@ -11,7 +11,7 @@ from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of
 from flowrl.nodes.curriculum import Curriculum
-from flowrl.nodes.row_source import Part, RowSource
+from flowrl.nodes.row_source import RowPart, RowSource
 from flowrl.nodes.too_long import TooLong, prompt_length, refuse_long
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
@@ -43,7 +43,7 @@ class PromptSource(RowSource):
         epochs: int | None = None,
         seed: int | None = None,
         max_prompt_tokens: int = 512,
-        part: Part = "train",
+        part: RowPart = "train",
         num_prompts: int | None = None,
         too_long: TooLong = "drop",
         curriculum: Curriculum | None = None,

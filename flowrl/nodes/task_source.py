@@ -10,7 +10,7 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.nodes.curriculum import Curriculum
-from flowrl.nodes.row_source import Part, RowSource
+from flowrl.nodes.row_source import RowPart, RowSource
 from flowrl.tasks import Row, Task, conversation, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
 
@@ -31,7 +31,7 @@ class TaskSource(RowSource):
         repeat: int = 1,
         epochs: int | None = None,
         seed: int | None = None,
-        part: Part = "train",
+        part: RowPart = "train",
         num_prompts: int | None = None,
         curriculum: Curriculum | None = None,
     ) -> None:

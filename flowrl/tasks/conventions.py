@@ -56,10 +56,10 @@ OPENRLHF = frozenset({"queries", "prompts", "labels"})
 TRL = frozenset({"prompts", "completions"})
 PAIRWISE = frozenset({"prompts", "firsts", "seconds"})
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
-Call = Callable[..., Any]
+ForeignCall = Callable[..., Any]
 
 
-def _of_openrlhf(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
+def _of_openrlhf(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
     def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
         queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         given = {"queries": queries, "prompts": list(prompts), "labels": _labels(columns, len(prompts))}
@@ -71,7 +71,7 @@ def _of_openrlhf(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
     return _like(call, function)
 
 
-def _of_trl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
+def _of_trl(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
     def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
         rows = columns.pop(ROW, None) or [None] * len(prompts)
         asked = list(zip(prompts, responses, rows, strict=True))
@@ -84,7 +84,7 @@ def _of_trl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
     return _like(call, function)
 
 
-def _of_comparison(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
+def _of_comparison(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
     def call(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Any:
         seconds = columns.pop(SECOND)
         given = {"prompts": list(prompts), "firsts": list(responses), "seconds": list(seconds)}
@@ -93,7 +93,7 @@ def _of_comparison(function: Call, keep: frozenset[str], takes_all: bool) -> Cal
     return _like(call, function)
 
 
-def _of_verl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
+def _of_verl(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> ForeignCall:
     def call(prompt: str, response: str, /, **columns: Any) -> Any:
         row = columns.pop(ROW, None) or {}
         given = {
@@ -107,7 +107,7 @@ def _of_verl(function: Call, keep: frozenset[str], takes_all: bool) -> Call:
     return _like(call, function)
 
 
-def by_position(function: Call, first: Sequence[inspect.Parameter]) -> Call:
+def by_position(function: ForeignCall, first: Sequence[inspect.Parameter]) -> ForeignCall:
     """`function`, whose `first` parameters may be for keywords alone, so that it takes them by position."""
     named = [one.name for one in first if one.kind is one.KEYWORD_ONLY]
 
@@ -118,7 +118,7 @@ def by_position(function: Call, first: Sequence[inspect.Parameter]) -> Call:
     return _like(call, function) if named else function
 
 
-def _like(call: Call, function: Call) -> Call:
+def _like(call: ForeignCall, function: ForeignCall) -> ForeignCall:
     """`call` as a coroutine function if `function` is one."""
     if not inspect.iscoroutinefunction(function):
         return call

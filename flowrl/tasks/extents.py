@@ -24,7 +24,7 @@ from flowrl.tasks.formats import (
     PARQUET,
     PLAIN,
     TABLES,
-    Record,
+    RawRow,
     arrow_row,
     check_header,
     format_of,
@@ -51,7 +51,7 @@ class Extents(Protocol):
         """The place of a record, as errors name it."""
         ...
 
-    def record(self, number: int, offset: int, content: bytes) -> Record:
+    def record(self, number: int, offset: int, content: bytes) -> RawRow:
         """What an extent holds. Raises Malformed."""
         ...
 
@@ -84,7 +84,7 @@ class Lines:
     def place(self, number: int) -> str:
         return f"{self.path}:{number}"
 
-    def record(self, number: int, offset: int, content: bytes) -> Record:
+    def record(self, number: int, offset: int, content: bytes) -> RawRow:
         return parsed_line(self.place(number), _text(offset, content))
 
 
@@ -101,7 +101,7 @@ class ArrayElements:
     def place(self, number: int) -> str:
         return f"{self.path}, row {number}"
 
-    def record(self, number: int, offset: int, content: bytes) -> Record:
+    def record(self, number: int, offset: int, content: bytes) -> RawRow:
         return parsed_line(self.place(number), _text(offset, content))
 
 
@@ -118,7 +118,7 @@ class WholeText:
     def place(self, number: int) -> str:
         return str(self.path)
 
-    def record(self, number: int, offset: int, content: bytes) -> Record:
+    def record(self, number: int, offset: int, content: bytes) -> RawRow:
         text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape")
         return text_record(self.path, text.read())
 
@@ -146,7 +146,7 @@ class TableRows:
     def place(self, number: int) -> str:
         return f"{self.path}:{number}"
 
-    def record(self, number: int, offset: int, content: bytes) -> Record:
+    def record(self, number: int, offset: int, content: bytes) -> RawRow:
         lines = io.StringIO(_text(offset, content), newline="")
         (values,) = csv.reader(lines, delimiter=self.delimiter, strict=True)
         return cells_of(self.place(number), self.header, values)
@@ -185,21 +185,21 @@ class PickledRows:
     def place(self, number: int) -> str:
         return f"{self.path}, row {number}"
 
-    def record(self, number: int, offset: int, content: bytes) -> Record:
-        found: Record | str = pickle.loads(content)
+    def record(self, number: int, offset: int, content: bytes) -> RawRow:
+        found: RawRow | str = pickle.loads(content)
         if isinstance(found, str):
             raise Malformed(f"{self.place(number)}{found}")
         return found
 
 
-def pickled(rows: Iterable[Record | str]) -> Iterator[bytes]:
+def pickled(rows: Iterable[RawRow | str]) -> Iterator[bytes]:
     """Rows, or what is wrong with one, as a file has them that `PickledRows` reads."""
     for row in rows:
         content = pickle.dumps(row, protocol=5)
         yield LENGTH.pack(len(content)) + content
 
 
-def rows_of_batch(batch: Any) -> Iterator[Record | str]:
+def rows_of_batch(batch: Any) -> Iterator[RawRow | str]:
     """The rows of an Arrow batch, or what is wrong with one."""
     try:
         yield from batch.to_pylist()

@@ -19,7 +19,7 @@ from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
 from flowrl.tasks.answer_checks import CHECKS
 from flowrl.tasks.code_tests import CASE_S, TOTAL_S, is_time
-from flowrl.tasks.formats import Record, files_at, records
+from flowrl.tasks.formats import RawRow, files_at, records
 from flowrl.tasks.hub_rows import hub_files, hub_records
 from flowrl.tasks.malformed import LowScore, Malformed, Reading, missing_column
 from flowrl.tasks.rows import Row
@@ -124,7 +124,7 @@ class PartOfSource(Protocol):
     def split(self) -> str: ...
 
 
-def read_records(source: Path | HubName, keys: PartOfSource, reading: Reading) -> Iterator[tuple[str, Record]]:
+def read_records(source: Path | HubName, keys: PartOfSource, reading: Reading) -> Iterator[tuple[str, RawRow]]:
     """(place, record) of what is at a path, or of a dataset on the Hub. Raises ConfigError if it cannot be read."""
     if isinstance(source, HubName):
         return hub_records(source, reading, config=keys.config, split=keys.split)
@@ -151,7 +151,7 @@ def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
     return [source] if found is None else found
 
 
-def of_record(keys: Keys, place: str, record: Record, *, compared: bool = True) -> tuple[Row, ...]:
+def of_record(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -> tuple[Row, ...]:
     """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`.
 
     `compared`: the task's own verifier compares responses with its answer.
@@ -164,7 +164,7 @@ def of_record(keys: Keys, place: str, record: Record, *, compared: bool = True) 
     return (row,)
 
 
-def _row(place: str, record: Record, keys: Keys) -> Row:
+def _row(place: str, record: RawRow, keys: Keys) -> Row:
     column = _asking_column(place, record, keys)
     turns, reply = _asked(place, record, keys, column)
     tools = tools_of(place, record, keys)
@@ -179,7 +179,7 @@ def _row(place: str, record: Record, keys: Keys) -> Row:
     )
 
 
-def _columns(place: str, record: Record, keys: Keys, column: str, reply: Reply) -> dict[str, Any]:
+def _columns(place: str, record: RawRow, keys: Keys, column: str, reply: ReplyTurns) -> dict[str, Any]:
     """What rewards get: the answer, and the columns that the record's shape does not use up."""
     used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
     used |= {*ALPACA} if _is_alpacas(column, keys) else set()
@@ -193,7 +193,7 @@ def _columns(place: str, record: Record, keys: Keys, column: str, reply: Reply) 
     return found
 
 
-def _times(place: str, record: Record, keys: Keys) -> dict[str, Any]:
+def _times(place: str, record: RawRow, keys: Keys) -> dict[str, Any]:
     """The columns that bound the programs of a row: its own, else those of the task's options."""
     found: dict[str, Any] = {}
     for name in ("case_s", "total_s"):
@@ -205,7 +205,7 @@ def _times(place: str, record: Record, keys: Keys) -> dict[str, Any]:
     return found
 
 
-def tools_of(place: str, record: Record, keys: Keys) -> Turns:
+def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
     """The definitions of a record's tools. A column that an option names has to be there. Raises Malformed."""
     if keys.tools == "none":
         return ()
@@ -221,11 +221,11 @@ class Structured:
     value: Any
 
 
-Reply = str | Turns | Structured | None
+ReplyTurns = str | Turns | Structured | None
 """A reference response: text, or turns where it calls tools."""
 
 
-def _asking_column(place: str, record: Record, keys: Keys) -> str:
+def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
     """The column that holds the question, which tells the record's shape. Raises Malformed without one.
 
     A column that an option names has to be there: no other is taken in its place.
@@ -244,7 +244,7 @@ def _asking_column(place: str, record: Record, keys: Keys) -> str:
     raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
 
 
-def _asked(place: str, record: Record, keys: Keys, column: str) -> tuple[Turns, Reply]:
+def _asked(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, ReplyTurns]:
     """The messages before the response, and the reference response if there is one."""
     if _is_alpacas(column, keys):
         turns = conversation(place, alpaca(place, record), "instruction with its input and history")
@@ -261,7 +261,7 @@ def _is_alpacas(column: str, keys: Keys) -> bool:
     return column == INSTRUCTION and column not in (keys.prompt, keys.messages)
 
 
-def _messages(place: str, record: Record, keys: Keys, column: str) -> tuple[Turns, Reply]:
+def _messages(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, ReplyTurns]:
     turns = conversation(place, record[column], f"column {column!r}", may_end=True)
     if turns[-1]["role"] != "assistant":
         return turns, _answer(place, record, keys)
@@ -297,7 +297,7 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
     )
 
 
-def _answer(place: str, record: Record, keys: Keys) -> Reply:
+def _answer(place: str, record: RawRow, keys: Keys) -> ReplyTurns:
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")
     value = record[keys.answer] if keys.answer else record.get("answer", record.get("completion"))
@@ -320,7 +320,7 @@ def require_score(place: str, score: float, keys: Keys) -> None:
         raise LowScore(f"{place}: the score is {score:g}, below min_score={keys.min_score:g}")
 
 
-def score_of(place: str, record: Record, keys: Keys) -> float:
+def score_of(place: str, record: RawRow, keys: Keys) -> float:
     """The score of a record; 0 if it has none. Raises Malformed for one that is named or asked for, and no number."""
     if keys.score not in record and keys.score not in ("score", NO_SCORE):
         raise missing_column(place, record, keys.score, "score")

@@ -22,7 +22,7 @@ from flowrl.tasks.compressed import SUFFIXES, damage_of, open_text
 from flowrl.tasks.malformed import Malformed, Reading
 from flowrl.tasks.split_names import by_split
 
-Record = Mapping[str, Any]
+RawRow = Mapping[str, Any]
 LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 PLAIN, PARQUET = ".txt", ".parquet"
 TEXTS = (*LINES, ".json", *TABLES, PLAIN)
@@ -65,7 +65,7 @@ def is_pattern(path: Path) -> bool:
     return PATTERN.search(str(path)) is not None
 
 
-def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, Record]]:
+def records(path: Path, reading: Reading, *, split: str = "train") -> Iterator[tuple[str, RawRow]]:
     """(place, record) of everything at `path`. Raises ConfigError if it cannot be read."""
     files = files_at(path, split)
     if files is None:
@@ -83,7 +83,7 @@ def files_at(path: Path, split: str) -> list[Path] | None:
     return None if is_saved(path) else _files(path, split)
 
 
-def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, RawRow]]:
     """(place, record) of everything in one file, whose name says its format."""
     kind = format_of(path)
     if kind == PARQUET:
@@ -96,20 +96,20 @@ def file_records(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
             yield from _plain(path, text, reading) if kind == PLAIN else _json(path, text, reading)
 
 
-def _plain(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
+def _plain(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, RawRow]]:
     """The whole file as one text."""
     content = text.read()
     if content and (record := reading.attempt(lambda: text_record(path, content))) is not None:
         yield str(path), record
 
 
-def text_record(path: Path, content: str) -> Record:
+def text_record(path: Path, content: str) -> RawRow:
     """The record of a file that is one text. Raises Malformed."""
     _require_utf8_by_line(path, content)
     return {"text": content}
 
 
-def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Record]]:
+def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, RawRow]]:
     """JSON lines, or a file that is one array."""
     first, blank = text.readline(), ""
     while first and not first.strip():
@@ -124,7 +124,7 @@ def _json(path: Path, text: IO[str], reading: Reading) -> Iterator[tuple[str, Re
             yield place, record
 
 
-def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, Record]]:
+def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, RawRow]]:
     _require_utf8_by_line(path, content)
     try:
         found = json.loads(content)
@@ -138,7 +138,7 @@ def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, Re
             yield place, checked
 
 
-def parsed_line(place: str, line: str) -> Record:
+def parsed_line(place: str, line: str) -> RawRow:
     """The record that a line holds as JSON. Raises Malformed."""
     _require_utf8(place, line)
     try:
@@ -152,13 +152,13 @@ def parsed_line(place: str, line: str) -> Record:
     return _object(place, record)
 
 
-def _object(place: str, record: object) -> Record:
+def _object(place: str, record: object) -> RawRow:
     if not isinstance(record, dict):
         raise Malformed(f"{place}: a {type(record).__name__} where an object was needed; write one object per line")
     return record
 
 
-def _table(path: Path, text: IO[str], delimiter: str, reading: Reading) -> Iterator[tuple[str, Record]]:
+def _table(path: Path, text: IO[str], delimiter: str, reading: Reading) -> Iterator[tuple[str, RawRow]]:
     """CSV with a header. Every value is text; a list of turns may be written as JSON."""
     csv.field_size_limit(sys.maxsize)
     lines = csv.reader(text, delimiter=delimiter, strict=True)
@@ -183,7 +183,7 @@ def check_header(path: Path, header: list[str]) -> None:
         raise ConfigError(f"{path}: its first line {found}; it has to name the columns, each once")
 
 
-def cells(place: str, header: list[str], values: list[str]) -> Record:
+def cells(place: str, header: list[str], values: list[str]) -> RawRow:
     """The record of a table's row. Raises Malformed."""
     _require_utf8(place, "".join(values))
     if values and len(values) != len(header):
@@ -217,7 +217,7 @@ def _require_utf8_by_line(path: Path, content: str) -> None:
             _require_utf8(f"{path}:{number}", line)
 
 
-def _parquet(path: Path, reading: Reading) -> Iterator[tuple[str, Record]]:
+def _parquet(path: Path, reading: Reading) -> Iterator[tuple[str, RawRow]]:
     number = 0
     for batch in parquet_batches(path):
         yield from _of_batch(path, batch, number, reading)
@@ -244,7 +244,7 @@ def parquet_batches(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} cannot be read after its row {number}: {problem}; write it again") from None
 
 
-def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, Record]]:
+def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, RawRow]]:
     """The rows of an Arrow batch that follows `before` others. Texts may hold bytes that nobody has looked at."""
     try:
         found = batch.to_pylist()
@@ -257,7 +257,7 @@ def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator
             yield place, record
 
 
-def arrow_row(place: str, batch: Any, number: int) -> Record:
+def arrow_row(place: str, batch: Any, number: int) -> RawRow:
     """One row of an Arrow batch. Raises Malformed for text that is not UTF-8."""
     record: dict[str, Any] = {}
     for name in batch.schema.names:
@@ -271,7 +271,7 @@ def arrow_row(place: str, batch: Any, number: int) -> Record:
     return record
 
 
-def _saved(path: Path, split: str) -> Iterator[tuple[str, Record]]:
+def _saved(path: Path, split: str) -> Iterator[tuple[str, RawRow]]:
     for number, record in enumerate(saved_records(path, split), start=1):
         yield f"{path}, row {number}", record
 
@@ -281,7 +281,7 @@ def is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED)
 
 
-def saved_records(path: Path, split: str) -> Iterator[Record]:
+def saved_records(path: Path, split: str) -> Iterator[RawRow]:
     """The records of a dataset, or of one split of several, saved by `datasets`. Raises ConfigError."""
     try:
         from datasets import Dataset, DatasetDict, load_from_disk

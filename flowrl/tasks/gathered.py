@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from flowrl.tasks.judge import BadReward, Columns, Verdicts, joined
+from flowrl.tasks.judge import BadReward, RowColumns, Verdicts, joined
 from flowrl.tasks.question import Question, fail, one_of
 from flowrl.tasks.reward_client import RewardClient
 
@@ -30,7 +30,7 @@ class Gathered:
         self._num_called = 0
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         loop = asyncio.get_running_loop()
         questions = [
             Question(prompt, response, dict(row), loop.create_future())

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.tasks.away import BACKOFF_S, PATIENT, Outage, Patience, ServersAway, pause_s, retry_after_s
 from flowrl.tasks.conventions import label_of, openrlhf_answer
-from flowrl.tasks.judge import BadReward, Columns, Verdicts, as_verdicts, is_finite, joined
+from flowrl.tasks.judge import BadReward, RowColumns, Verdicts, as_verdicts, is_finite, joined
 from flowrl.tasks.question import Question, fail, one_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class HttpReward:
         self._requests: set[asyncio.Task[None]] = set()
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         loop = asyncio.get_running_loop()
         questions = [
             Question(prompt, response, dict(row), loop.create_future())

@@ -10,7 +10,7 @@ from flowrl.hub.download import fetched, to_stderr
 from flowrl.hub.hub_cache import files_in
 from flowrl.hub.name import HubName
 from flowrl.tasks.dataset_card import CARD, chosen_files, whole
-from flowrl.tasks.formats import Record, file_records, format_of
+from flowrl.tasks.formats import RawRow, file_records, format_of
 from flowrl.tasks.malformed import Reading
 
 
@@ -19,7 +19,7 @@ def hub_dataset(source: str) -> HubName | None:
     return None if format_of(Path(source)) else HubName.parse(source, "dataset")
 
 
-def hub_records(name: HubName, reading: Reading, *, config: str, split: str) -> Iterator[tuple[str, Record]]:
+def hub_records(name: HubName, reading: Reading, *, config: str, split: str) -> Iterator[tuple[str, RawRow]]:
     """(place, record) of one configuration and split, which are downloaded first. Raises ConfigError."""
     for file in hub_files(name, config=config, split=split):
         yield from file_records(file, reading)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flowrl.errors import ConfigError
 from flowrl.tasks.input_template import asked_of_source
 from flowrl.tasks.malformed import Reading
-from flowrl.tasks.row_stores import Address, RowStore, has_changed
+from flowrl.tasks.row_stores import RowAddress, RowStore, has_changed
 from flowrl.tasks.rows import OF_TASK, Demonstration, Row
 
 Ints = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class StoredRows:
     def __init__(self, stores: Sequence[RowStore], sources: Sequence[str], template: str) -> None:
         self._stores, self.sources, self._template = stores, sources, template
 
-    def read(self, store: int, reading: Reading) -> Iterator[tuple[Address, Row]]:
+    def read(self, store: int, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
         """Every row of a store, not yet finished. Raises ConfigError, Malformed by `reading`."""
         return self._stores[store].rows(reading)
 

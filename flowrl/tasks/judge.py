@@ -26,7 +26,7 @@ from flowrl.tasks.conventions import OF_TRL, adapted, by_position
 from flowrl.tasks.signatures import Convention, convention_of
 from flowrl.tasks.user_module import one_line, user_module
 
-Columns = Sequence[Mapping[str, Any]]
+RowColumns = Sequence[Mapping[str, Any]]
 
 
 class BadReward(Exception):
@@ -113,7 +113,7 @@ class Judge:
         """Those of `columns` that it takes and cannot be given."""
         return self.own & columns.keys() if self.wanted is None else frozenset()
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         """Call the function in this thread. Raises BadReward."""
         try:
             answer = self._call(prompts, responses, columns)
@@ -121,7 +121,7 @@ class Judge:
             raise _raised(self.place, problem) from problem
         return self._verdicts(answer, len(responses))
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         """Call an `async` function. Raises BadReward."""
         try:
             called = self._call(prompts, responses, columns)
@@ -130,7 +130,7 @@ class Judge:
             raise _raised(self.place, problem) from problem
         return self._verdicts(answer, len(responses))
 
-    def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Any:
+    def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Any:
         chosen = [
             {name: value for name, value in row.items() if name not in self.own}
             if self.wanted is None

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.files import Keys, conversation, plain, plain_reply, require_score, score_of, tools_of
-from flowrl.tasks.formats import Record
+from flowrl.tasks.formats import RawRow
 from flowrl.tasks.malformed import Malformed, missing_column
 from flowrl.tasks.rows import Row
 from flowrl.tasks.shapes import Turns
@@ -52,7 +52,7 @@ def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
             yield from (pair,) if kind == "pairs" else _both(pair)
 
 
-def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Preference, ...]:
+def of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
     """The preferences of one record. A pair makes two labelled completions.
 
     Raises Malformed, and LowScore where its score is below `min_score`.
@@ -62,7 +62,7 @@ def of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Prefe
     return found
 
 
-def _of_record(kind: Kind, keys: Keys, place: str, record: Record) -> tuple[Preference, ...]:
+def _of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
         turns = _prompt(place, record, keys, (keys.completion,))
         tools = tools_of(place, record, keys)
@@ -92,7 +92,7 @@ def _both(pair: Preference) -> tuple[Preference, ...]:
     return tuple(Preference(pair.turns, one, tools=pair.tools, place=pair.place) for one in judged)
 
 
-def _prompt(place: str, record: Record, keys: Keys, columns: tuple[str, ...]) -> Turns:
+def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
     """The messages before the completion: the prompt's own, or those that whole conversations begin with alike."""
     if keys.prompt_column in record:
         return conversation(place, record[keys.prompt_column], "prompt")
@@ -119,7 +119,7 @@ def _shared(told: Sequence[Turns]) -> int:
     return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)
 
 
-def _completion(place: str, record: Record, keys: Keys, name: str, turns: Turns) -> str | Turns:
+def _completion(place: str, record: RawRow, keys: Keys, name: str, turns: Turns) -> str | Turns:
     """A completion given as text, or as turns from the assistant's first on, after the prompt's turns or without them.
 
     Text where it is one turn without tool calls.
@@ -138,7 +138,7 @@ def _completion(place: str, record: Record, keys: Keys, name: str, turns: Turns)
     raise _lacks(place, record, column, name)
 
 
-def _lacks(place: str, record: Record, column: str, option: str) -> Malformed:
+def _lacks(place: str, record: RawRow, column: str, option: str) -> Malformed:
     there = f"is {str(record[column])[:60]!r}" if column in record else f"is missing (there are {', '.join(record)})"
     return Malformed(
         f"{place}: the column {column!r} {there}; it needs text, or the assistant's turn, alone or after the "
@@ -146,7 +146,7 @@ def _lacks(place: str, record: Record, column: str, option: str) -> Malformed:
     )
 
 
-def _label(place: str, record: Record, keys: Keys) -> bool:
+def _label(place: str, record: RawRow, keys: Keys) -> bool:
     found = record.get(keys.label)
     if isinstance(found, str):  # a cell of a CSV file
         found = {"true": True, "1": True, "false": False, "0": False}.get(found.strip().lower(), found)
@@ -159,7 +159,7 @@ def _label(place: str, record: Record, keys: Keys) -> bool:
     return bool(found)
 
 
-def _others(place: str, record: Record, keys: Keys, tools: Turns) -> dict[str, Any]:
+def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, Any]:
     """The other columns, which rewards may need. Raises Malformed where an answer is named that is not there."""
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")

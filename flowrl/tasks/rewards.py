@@ -24,7 +24,7 @@ from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.away import PATIENT, Patience
 from flowrl.tasks.conventions import ROW
 from flowrl.tasks.gathered import BATCH, Gathered
-from flowrl.tasks.judge import BadReward, Columns, Verdicts, load_judge
+from flowrl.tasks.judge import BadReward, RowColumns, Verdicts, load_judge
 from flowrl.tasks.reward_client import RewardClient, route_of
 from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.signatures import BATCHED, TITLES, Convention, declared, with_function
@@ -212,7 +212,7 @@ class Weighted:
         self._client = client
         self._weights = weights
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         return (await self._client.ask(prompts, responses, columns)).weighted(self._weights)
 
     async def close(self) -> None:
@@ -226,7 +226,7 @@ class WeightedSum:
         self._parts = parts
         self._asked = asked
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         answers = await asyncio.gather(
             *(client.ask(prompts, responses, columns) for client in self._asked), return_exceptions=True
         )
@@ -269,7 +269,7 @@ class Pool:
         for member in members:
             self._free.put_nowait(member)
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         member = await self._free.get()
         try:
             return await member.ask(prompts, responses, columns)

@@ -22,7 +22,7 @@ from flowrl.hub.name import HubName
 from flowrl.tasks import files, preference_rows, text_rows
 from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.files import Keys, files_of, read_records
-from flowrl.tasks.formats import FORMATS, Record, is_file_task, require_there
+from flowrl.tasks.formats import FORMATS, RawRow, is_file_task, require_there
 from flowrl.tasks.hub_rows import hub_dataset
 from flowrl.tasks.indexed_rows import StoredRows, by_id, joined
 from flowrl.tasks.input_template import asked_of_source
@@ -45,7 +45,7 @@ class RowKind:
     """What rows a node wants: which options say where they are in a record, and how one is made of it."""
 
     keys: type[Keys] | type[TextKeys]
-    of_record: Callable[[Any, str, Record], tuple[Row, ...]]
+    of_record: Callable[[Any, str, RawRow], tuple[Row, ...]]
     generated: Callable[[Task], Iterable[Row]]
     """The rows of a source that has no files. Raises ConfigError for a source that has none either."""
     every: bool = False

@@ -20,14 +20,14 @@ from typing import IO, Any, Protocol
 from flowrl.errors import ConfigError
 from flowrl.tasks.compressed import damage_of
 from flowrl.tasks.extents import extents_of
-from flowrl.tasks.formats import Record
+from flowrl.tasks.formats import RawRow
 from flowrl.tasks.malformed import Reading
 from flowrl.tasks.rows import Row
 from flowrl.tasks.spooled import plain_file
 
-Address = tuple[int, int, int, int]
+RowAddress = tuple[int, int, int, int]
 """(number, offset, bytes, member)"""
-Make = Callable[[str, Record], tuple[Row, ...]]
+Make = Callable[[str, RawRow], tuple[Row, ...]]
 """(place, record) -> its rows, () if it is left out. Raises Malformed."""
 MOST_OPEN = 128
 """Files that stay open between two rows, at most, of all tasks of a process; nor more than a quarter of its limit."""
@@ -39,7 +39,7 @@ CHANGED = (ConfigError, ValueError, IndexError, csv.Error, pickle.UnpicklingErro
 class RowStore(Protocol):
     """Rows in their order, and single ones. Reads from several threads do not disturb each other."""
 
-    def rows(self, reading: Reading) -> Iterator[tuple[Address, Row]]:
+    def rows(self, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
         """Every row, in order. Raises ConfigError, Malformed by `reading`."""
         ...
 
@@ -73,7 +73,7 @@ class FileRows:
             _kept_open.discard(self._handle)
             os.close(self._handle)  # type: ignore[arg-type]
 
-    def rows(self, reading: Reading) -> Iterator[tuple[Address, Row]]:
+    def rows(self, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
         with damage_of(self._path), self._whole() as opened:
             for number, offset, content in self._extents.all(opened):
                 made = functools.partial(self._made, number, offset, content)
@@ -153,7 +153,7 @@ class HeldRows:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
 
-    def rows(self, reading: Reading) -> Iterator[tuple[Address, Row]]:
+    def rows(self, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
         for number, row in enumerate(self._rows):
             yield (number, 0, 0, 0), row
 

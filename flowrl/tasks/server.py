@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowrl.tasks.judge import BadReward, Columns
+from flowrl.tasks.judge import BadReward, RowColumns
 from flowrl.tasks.reward_client import RewardClient
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RewardServer:
         await self._client.close()
 
 
-def _asked(text: str) -> tuple[Sequence[str], Sequence[str], Columns]:
+def _asked(text: str) -> tuple[Sequence[str], Sequence[str], RowColumns]:
     """(prompts, responses, columns of each sample) of a request's body. Raises BadRequest."""
     try:
         body = json.loads(text)

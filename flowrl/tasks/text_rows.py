@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrl.tasks.files import MALFORMED, WHERE, require_choices
-from flowrl.tasks.formats import Record
+from flowrl.tasks.formats import RawRow
 from flowrl.tasks.malformed import Malformed, NothingInIt
 from flowrl.tasks.rows import Row
 
@@ -29,7 +29,7 @@ class TextKeys:
         require_choices(self, malformed=MALFORMED, rows=WHERE)
 
 
-def of_record(keys: TextKeys, place: str, record: Record) -> tuple[Row, ...]:
+def of_record(keys: TextKeys, place: str, record: RawRow) -> tuple[Row, ...]:
     """The row of one record. Raises Malformed."""
     row = _row(place, record, keys)
     if not row.prompt.strip():
@@ -37,7 +37,7 @@ def of_record(keys: TextKeys, place: str, record: Record) -> tuple[Row, ...]:
     return (row,)
 
 
-def _row(place: str, record: Record, keys: TextKeys) -> Row:
+def _row(place: str, record: RawRow, keys: TextKeys) -> Row:
     text = record.get(keys.text)
     if not isinstance(text, str):
         there = f"is {str(text)[:60]!r}" if keys.text in record else f"is missing (there are {', '.join(record)})"

@@ -16,7 +16,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import child
-from flowrl.tasks.judge import BadReward, Columns, Verdicts
+from flowrl.tasks.judge import BadReward, RowColumns, Verdicts
 
 LOADED_WITHIN_S = 600.0
 """A module may load a model when it is imported."""
@@ -34,7 +34,7 @@ class RewardWorker:
         place: str,
         *,
         timeout_s: float,
-        own_s: Callable[[Columns], float] | None = None,
+        own_s: Callable[[RowColumns], float] | None = None,
         asks: Sequence[str] = (),
     ) -> None:
         self.place = place
@@ -75,7 +75,7 @@ class RewardWorker:
             await self.close()
             raise ConfigError(answer["error"])
 
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: Columns) -> Verdicts:
+    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         """Call the function. Raises BadReward; after a timeout or a crash the next call uses a new child."""
         async with self._turn:
             if self._process is None:

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from flowrl.channel.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
-from flowrl.tensor_table import Row, TensorTable
+from flowrl.tensor_table import TensorRow, TensorTable
 from flowrl.weights.fetched import PACKED_BYTES
 from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.send import BUCKET_BYTES, Source
@@ -120,7 +120,7 @@ class NcclSender:
             self._engine.shutdown()
 
 
-def _row(meta: ParamMeta) -> Row:
+def _row(meta: ParamMeta) -> TensorRow:
     dtype = str(meta.dtype).removeprefix("torch.")
     return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
 

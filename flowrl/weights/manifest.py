@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Weights
-from flowrl.tensor_table import Row
+from flowrl.tensor_table import TensorRow
 
 if TYPE_CHECKING:
     import mmap
@@ -64,7 +64,7 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def views(mapping: mmap.mmap, rows: Iterable[Row], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:
+def views(mapping: mmap.mmap, rows: Iterable[TensorRow], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for each row, as views of a mapped segment. Valid while the segment is locked."""
     import torch
 

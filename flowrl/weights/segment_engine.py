@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.platforms import current_platform
 
-from flowrl.tensor_table import Row
+from flowrl.tensor_table import TensorRow
 from flowrl.weights.manifest import views
 from flowrl.weights.shm import DATA_OFFSET, Segment
 
@@ -43,7 +43,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One version: its segment, which the caller keeps read-locked until the update is finished, and its table."""
 
     segment: str
-    tensors: Sequence[Row]
+    tensors: Sequence[TensorRow]
 
 
 class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]

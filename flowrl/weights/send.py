@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
-from flowrl.tensor_table import Row, TensorTable
+from flowrl.tensor_table import TensorRow, TensorTable
 from flowrl.weights.manifest import Checksum, aligned, tensor_bytes
 from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.shm import Segment, SegmentPool
@@ -123,8 +123,8 @@ class SegmentSender:
         segment: Segment,
         buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]],
         narrowing: Narrowing,
-    ) -> tuple[list[Row], int, int]:
-        rows: list[Row] = []
+    ) -> tuple[list[TensorRow], int, int]:
+        rows: list[TensorRow] = []
         checksum = Checksum()
         offset, self.copy_s = 0, 0.0
         for names, tensors in buckets:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.loss.objective import Objective
-from flowrl.training.loss.preference_objectives import DPO, KTO
+from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
 from flowrl.training.loss.value_objective import ValueObjective
 from tests.oracle.cases import FIRST, IN_PIECES
 from tests.training_cases import VOCABULARY
@@ -43,7 +43,7 @@ class OfflineCase:
         return "scalar" if self.family == "value" else "lm"
 
     def made(self) -> Objective:
-        made: dict[str, Any] = {"dpo": DPO, "kto": KTO, "value": ValueObjective}
+        made: dict[str, Any] = {"dpo": DPOObjective, "kto": KTOObjective, "value": ValueObjective}
         objective: Objective = made[self.family](**self.objective)
         return objective
 

@@ -27,7 +27,7 @@ from flowrl.agents.endpoint.session_table import SessionTable
 if TYPE_CHECKING:
     from aiohttp import web
 
-Run = CallRun[SampledCall, CallAnswer]
+AnswerRun = CallRun[SampledCall, CallAnswer]
 APIS: Mapping[str, Api] = {
     "chat/completions": ChatCompletions(),
     "completions": TextCompletions(),
@@ -72,7 +72,7 @@ class CallsOverHttp:
         return web.Response(text=counted, content_type="application/json")
 
     async def _whole(
-        self, request: web.Request, api: Api, call: ApiCall, run: Run, headers: dict[str, str]
+        self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
     ) -> web.StreamResponse:
         from aiohttp import web
 
@@ -84,7 +84,7 @@ class CallsOverHttp:
         return response
 
     async def _stream(
-        self, request: web.Request, api: Api, call: ApiCall, run: Run, headers: dict[str, str]
+        self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Until the first sign of life is due an error has its own status; after it, it is an event."""
         response: web.StreamResponse | None = None

@@ -24,7 +24,7 @@ UPDATED_LIMIT = 1e-3
 """Limit of the mean difference of a logprob between an updated engine and a fresh one, which hold the same bytes and
 score one sequence at a time: a tenth of what bfloat16 makes of float32. On a CPU it is 0.0; on a GPU, kernels that are
 chosen by their speed may round in another order."""
-Scored = list[list[float]]
+ScoredLogprobs = list[list[float]]
 
 
 def fp8(bench: Bench) -> None:
@@ -65,7 +65,7 @@ async def _compared(bench: Bench, old: Path, new: Path, manifest: Weights) -> No
 
 async def _examined(
     bench: Bench, path: Path, taker: Receiver, manifest: Weights, method: str, *, update_first: bool = False
-) -> tuple[Scored, dict[str, Any]]:
+) -> tuple[ScoredLogprobs, dict[str, Any]]:
     """(logprobs of the probe, checksum of every tensor of the first worker) of an engine with the model in `path`."""
     # CUDA graphs refer to weights and scales; they cost a minute a start, so one method has them
     eager = None if method == METHODS[0] else True

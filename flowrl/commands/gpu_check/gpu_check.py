@@ -25,7 +25,7 @@ from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
 
-Outcome = Literal["ok", "failed", "timed out", "skipped"]
+StageOutcome = Literal["ok", "failed", "timed out", "skipped"]
 NAMED = ("flowrl", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")
 """Packages whose versions belong to a result."""
 RESULTS = "results.json"
@@ -51,7 +51,7 @@ class GpuCheckOptions:
 class StageResult:
     """What one stage found."""
 
-    outcome: Outcome
+    outcome: StageOutcome
     seconds: float = 0.0
     told: str = ""
     """Why it was skipped, or the last lines of one that failed."""

@@ -20,7 +20,7 @@ from flowrl.commands.tune.measured_step import MeasuredStep
 from flowrl.commands.tune.stage_times import StageSize, StageTimes
 from flowrl.commands.tune.tuned_placement import PlacedStage, TunedPlacement
 
-Observation = tuple[TunedPlacement, MeasuredStep]
+MeasuredRun = tuple[TunedPlacement, MeasuredStep]
 CONTENTION = (0.5, 4.0)
 """Smallest and largest contention that is believed. Below 1: batches that overlap help a generator more than the other
 stages disturb it."""
@@ -93,7 +93,7 @@ def _unevenness(placement: TunedPlacement) -> int:
 class Calibration:
     """What measured placements say of others."""
 
-    observed: tuple[Observation, ...]
+    observed: tuple[MeasuredRun, ...]
 
     @cached_property
     def times(self) -> dict[tuple[str, bool], StageTimes]:
@@ -105,11 +105,11 @@ class Calibration:
         return {key: StageTimes(measured) for key, measured in found.items()}
 
     @property
-    def _apart_in_time(self) -> list[Observation]:
+    def _apart_in_time(self) -> list[MeasuredRun]:
         return [(one, step) for one, step in self.observed if one.num_lines == 1 or one.ahead == 0]
 
     @property
-    def _together(self) -> list[Observation]:
+    def _together(self) -> list[MeasuredRun]:
         return [(one, step) for one, step in self.observed if one.num_lines > 1 and one.ahead > 0]
 
     @cached_property

@@ -50,7 +50,7 @@ from flowrl.runtime.ports.items import ItemKey
 
 FORMAT = 3
 STEP_DIR = re.compile(r"step_(\d{6,})")
-Saved = tuple[str, str, str, Envelope]
+SavedMessage = tuple[str, str, str, Envelope]
 Packed = tuple[bytes, int, str, int, bytes]
 """(producer node replica, edge name, the only consumer or "", message); broadcasts and gang parts name a consumer"""
 PAGE_BYTES = 64 << 20
@@ -64,7 +64,7 @@ RUBBISH = ".tmp"
 class Snapshot:
     """The parts of a snapshot from one host, or from all hosts."""
 
-    messages: list[Saved] = field(default_factory=list)
+    messages: list[SavedMessage] = field(default_factory=list)
     parts: dict[tuple[str, bytes], Mapping[str, bytes]] = field(default_factory=dict)
     """(edge, id) of a message to a gang -> rank -> id of its part, "" if the rank has finished it."""
     ended: set[ItemKey] = field(default_factory=set)
@@ -95,7 +95,7 @@ class Snapshot:
         self.cursors.update(part["cursors"])
         self.states.update({replica_id: bytes(state) for replica_id, state in part["states"].items()})
 
-    def take(self, saved: Iterable[Saved]) -> None:
+    def take(self, saved: Iterable[SavedMessage]) -> None:
         """Add messages and records of a host. A record has its in port in place of an edge, and its item's id."""
         for one in saved:
             _, edge, _, envelope = one
@@ -104,11 +104,11 @@ class Snapshot:
             else:
                 self.messages.append(one)
 
-    def settled(self) -> list[Saved]:
+    def settled(self) -> list[SavedMessage]:
         """The messages to send again at resume: unfinished ones, prefixes filled in."""
         return [saved for message in self.messages for saved in self._settled(message)]
 
-    def _settled(self, message: Saved) -> Iterator[Saved]:
+    def _settled(self, message: SavedMessage) -> Iterator[SavedMessage]:
         producer, edge, consumer, envelope = message
         port = edge.split(" -> ")[1]
         parts = {consumer: envelope.id} if consumer else self.parts.get((edge, envelope.id), {"": envelope.id})
@@ -138,7 +138,7 @@ class Snapshot:
         return {"prefix_token_ids": token_ids, "prefix_logprobs": logprobs, "prefix_versions": versions}
 
 
-def pages(saved: Iterable[Saved]) -> Iterator[list[Any]]:
+def pages(saved: Iterable[SavedMessage]) -> Iterator[list[Any]]:
     """The packed messages and records, in pages of about PAGE_BYTES.
 
     Records are packed now, because what they are of goes on. Messages never change: each is packed with its page.
@@ -160,7 +160,7 @@ def _pages(kept: Iterable[tuple[list[Any], Envelope | Packed]]) -> Iterator[list
         yield page
 
 
-def unpage(page: Iterable[Any]) -> list[Saved]:
+def unpage(page: Iterable[Any]) -> list[SavedMessage]:
     """The messages of a page."""
     return [(producer, edge, consumer, unpack(packed)) for producer, edge, consumer, packed in page]
 
@@ -204,14 +204,14 @@ def read_state(directory: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def made(messages: Iterable[Saved]) -> tuple[set[str], set[str]]:
+def made(messages: Iterable[SavedMessage]) -> tuple[set[str], set[str]]:
     """Ids of the samples in these messages, and of those among them that have a reward."""
     bodies = [envelope.body for *_, envelope in messages]
     samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
 
 
-def kept_requests(messages: Iterable[Saved]) -> set[str]:
+def kept_requests(messages: Iterable[SavedMessage]) -> set[str]:
     """Ids of the requests whose replies are in records of these messages."""
     records = [getattr(envelope.body, "record", None) for *_, envelope in messages]
     return {request_id for record in records if isinstance(record, Record) for request_id in record.request_ids}

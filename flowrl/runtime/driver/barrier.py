@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
-Claim = tuple[str, int]
+LockClaim = tuple[str, int]
 """(node or host, number of the take)"""
 
 
@@ -28,9 +28,9 @@ class Locks:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[str, tuple[str, list[Claim]]] = {}
+        self._holders: dict[str, tuple[str, list[LockClaim]]] = {}
         """Lock -> (party that holds it, the claims of that party)."""
-        self._queues: dict[str, list[tuple[str, Claim, asyncio.Future[None]]]] = {}
+        self._queues: dict[str, list[tuple[str, LockClaim, asyncio.Future[None]]]] = {}
         self._reserved: dict[str, frozenset[str]] = {}
         """Lock -> the parties that alone are granted it now."""
         self._freed: dict[str, asyncio.Event] = {}
@@ -87,7 +87,7 @@ class Locks:
             self._report_freed(name)
             self._call_next(name)
 
-    def _joins(self, name: str, party: str, claim: Claim) -> bool:
+    def _joins(self, name: str, party: str, claim: LockClaim) -> bool:
         if not self._may(name, party):
             return False
         holder, claims = self._holders.setdefault(name, (party, []))
@@ -106,7 +106,7 @@ class Locks:
                 waiter.set_result(None)
 
 
-def _claim(body: dict[str, Any]) -> Claim:
+def _claim(body: dict[str, Any]) -> LockClaim:
     return body["claimant"], body.get("claim", 0)
 
 

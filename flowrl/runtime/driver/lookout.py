@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import Stalled
 from flowrl.runtime.driver.hosts import Hosts
-from flowrl.runtime.driver.stall import Report, Standstill, Topology, deadlocked, describe
+from flowrl.runtime.driver.stall import ReplicaReport, Standstill, Topology, deadlocked, describe
 
 LOOK_EVERY_S = 5.0
 FLUSHES = 3
@@ -104,12 +104,12 @@ class Lookout:
         """What every node and the driver do and wait for. Takes some seconds at most, in any state of the hosts."""
         return self._described(await self._reports())
 
-    def _described(self, reports: list[Report]) -> str:
+    def _described(self, reports: list[ReplicaReport]) -> str:
         return "\n".join([describe(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)])
 
     # Deadlocks
 
-    def _stuck(self, reports: list[Report]) -> set[str]:
+    def _stuck(self, reports: list[ReplicaReport]) -> set[str]:
         booking = ["bookings"] if self.accounting is not None and self.accounting.is_booking() else []
         return deadlocked(reports, self._topology, driver=[*self._doing, *booking])
 
@@ -137,17 +137,17 @@ class Lookout:
 
     # Hosts
 
-    async def _reports(self) -> list[Report]:
+    async def _reports(self) -> list[ReplicaReport]:
         """The reports of all replicas. Replicas in a silent host count as alive."""
         reports, silent = await self._hosts.reports()
         unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
         return [*reports, *(self._of_silent(replica_id, host, silent[host]) for replica_id, host in unknown)]
 
-    def _of_silent(self, replica_id: str, host: str, for_s: float) -> Report:
+    def _of_silent(self, replica_id: str, host: str, for_s: float) -> ReplicaReport:
         text = f"its process, host {host!r}, has not answered for {for_s:.0f} s: {SILENT}"
         return {"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
 
-    def _report_blocking(self, reports: list[Report]) -> None:
+    def _report_blocking(self, reports: list[ReplicaReport]) -> None:
         """Name code that blocks an event loop now, once per line; the host reports the duration afterwards."""
         for report in reports:
             if (where := report.get("still")) and where not in self._blocking:
@@ -188,7 +188,7 @@ class Lookout:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-def _unmoved(first: list[Report], second: list[Report]) -> set[str]:
+def _unmoved(first: list[ReplicaReport], second: list[ReplicaReport]) -> set[str]:
     """The replicas that have not moved between two looks."""
     before = {report["replica_id"]: report["moves"] for report in first}
     return {report["replica_id"] for report in second if before.get(report["replica_id"]) == report["moves"]}

@@ -139,7 +139,7 @@ class Snapshotter:
     async def put_back(self, state: Mapping[str, Any]) -> None:
         """Send the states and messages of a checkpoint (`read_state`) to the hosts, before their nodes run."""
         orders = self._orders
-        messages: dict[str, list[checkpoint.Saved]] = {host: [] for host in orders.hosts}
+        messages: dict[str, list[checkpoint.SavedMessage]] = {host: [] for host in orders.hosts}
         for producer, edge, consumer, envelope in state["messages"]:
             name, replica = producer.split("/")
             index = int(replica) % len(orders.replicas(name))
@@ -157,7 +157,7 @@ class Snapshotter:
             "states": {name: checkpoint.beside(state["states"][name]) for name in mine if name in state["states"]},
         }
 
-    async def _give(self, host: str, kept: list[checkpoint.Saved]) -> None:
+    async def _give(self, host: str, kept: list[checkpoint.SavedMessage]) -> None:
         for page in checkpoint.pages(kept):
             await self._orders.ask(host, "send again", page)
 

@@ -20,7 +20,7 @@ from flowrl.graph.analysis.plan import Plan
 STALL_S = 120.0
 DRIVER = "the driver"
 
-Report = Mapping[str, Any]
+ReplicaReport = Mapping[str, Any]
 """What `Replica.report` returns for one node replica: "moves" counts its events, "waits" are (kind, what, seconds)."""
 
 
@@ -67,12 +67,12 @@ def _owner(port: str) -> str:
     return port.split(".")[0]
 
 
-def deadlocked(reports: Iterable[Report], topology: Topology, *, driver: Sequence[str]) -> set[str]:
+def deadlocked(reports: Iterable[ReplicaReport], topology: Topology, *, driver: Sequence[str]) -> set[str]:
     """The replicas that can move only when another of them does, if nothing is in transit to them.
 
     `driver`: what the driver is doing by itself.
     """
-    by_node: dict[str, list[Report]] = {}
+    by_node: dict[str, list[ReplicaReport]] = {}
     for report in reports:
         by_node.setdefault(_node(report), []).append(report)
     stuck = {node for node, replicas in by_node.items() if not any(map(_moves_by_itself, replicas))}
@@ -83,15 +83,15 @@ def deadlocked(reports: Iterable[Report], topology: Topology, *, driver: Sequenc
     return {str(r["replica_id"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
 
 
-def _moves_by_itself(report: Report) -> bool:
+def _moves_by_itself(report: ReplicaReport) -> bool:
     return bool(report["alive"]) or not (report["waits"] or report["ended"])
 
 
-def _enders(replicas: Iterable[Report], topology: Topology) -> set[str]:
+def _enders(replicas: Iterable[ReplicaReport], topology: Topology) -> set[str]:
     return {ender for report in replicas for kind, what, _ in report["waits"] for ender in topology.enders(kind, what)}
 
 
-def _node(report: Report) -> str:
+def _node(report: ReplicaReport) -> str:
     return str(report["replica_id"]).split("/")[0]
 
 
@@ -125,7 +125,7 @@ def _path_back(
     return []
 
 
-def describe(reports: Iterable[Report], topology: Topology) -> str:
+def describe(reports: Iterable[ReplicaReport], topology: Topology) -> str:
     """The wait-for cycle if there is one, of nodes that do nothing else, and what each node does or waits for."""
     reports = list(reports)
     moving = {_node(report) for report in reports if _moves_by_itself(report)}
@@ -138,7 +138,7 @@ def describe(reports: Iterable[Report], topology: Topology) -> str:
     return "\n".join([*head, "every node:", *(f"  {_line(report)}" for report in reports)])
 
 
-def _line(report: Report) -> str:
+def _line(report: ReplicaReport) -> str:
     if report["ended"]:
         return f"{report['replica_id']} has ended"
     waits = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
@@ -162,7 +162,7 @@ class Standstill:
         """Something has moved that is in no report."""
         self._since_s, self._due_after_s = now_s, STALL_S
 
-    def look(self, reports: Iterable[Report], now_s: float) -> float | None:
+    def look(self, reports: Iterable[ReplicaReport], now_s: float) -> float | None:
         """Seconds for which nothing has moved, if a report is due now; otherwise None."""
         moves = {report["replica_id"]: (report["moves"], report["ended"]) for report in reports}
         if moves != self._last:

@@ -29,7 +29,7 @@ from flowrl.hub import pins
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.checkpoints.checkpoint import Saved, beside, pages, unpage
+from flowrl.runtime.checkpoints.checkpoint import SavedMessage, beside, pages, unpage
 from flowrl.runtime.host.context import DRIVER, ReplicaPlace
 from flowrl.runtime.host.failures import NodeError, attributed, failure_of, leaves_of, report_of
 from flowrl.runtime.host.meeting import meeting_place
@@ -331,7 +331,7 @@ class HostEngine:
             "states": {replica_id: beside(self._state(replica)) for replica_id, replica in self.replicas.items()},
         }
 
-    def _saved(self, replica: Replica) -> list[Saved]:
+    def _saved(self, replica: Replica) -> list[SavedMessage]:
         with attributed(replica):
             return replica.saved()
 

@@ -16,7 +16,7 @@ from flowrl.runtime.activity.activity import Activity, in_invocation
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.activity.pending import reasons
-from flowrl.runtime.checkpoints.checkpoint import Saved
+from flowrl.runtime.checkpoints.checkpoint import SavedMessage
 from flowrl.runtime.host.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.items import NOT_ROUTED, Item, OpenItems, samples_of
@@ -182,7 +182,7 @@ class Replica:
         self.book(items, marker)
         return self._begin_forward(items, marker, outs)
 
-    def saved(self) -> list[Saved]:
+    def saved(self) -> list[SavedMessage]:
         """The messages that no consumer has finished, and the records of items in progress, for `Snapshot.take`."""
         replica_id = self.place.replica_id
         messages = [(replica_id, *kept) for out in self.outbound.values() for kept in out.unacked()]

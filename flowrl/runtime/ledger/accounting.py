@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.channel.tickets import Tickets
-from flowrl.runtime.ledger.admitted_ids import AdmittedIds, Row
+from flowrl.runtime.ledger.admitted_ids import AdmittedIds, LedgerRow
 from flowrl.runtime.ledger.bookings import Bookings
 from flowrl.runtime.ledger.fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
@@ -122,7 +122,7 @@ class Accounting:
     # Admission
 
     async def admit(
-        self, node: str, group_id: str, rows: Sequence[Row], *, trainers: Sequence[str] | None = None
+        self, node: str, group_id: str, rows: Sequence[LedgerRow], *, trainers: Sequence[str] | None = None
     ) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
 
@@ -142,7 +142,7 @@ class Accounting:
             await self._bookings.this_tick()
             return ticket
 
-    def _open(self, ticket: int, group_id: str, rows: Sequence[Row], trainers: Sequence[str]) -> None:
+    def _open(self, ticket: int, group_id: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
         floors, now = self.tickets.floors(), time.time()
         held = {trainer: floors[trainer] for trainer in trainers}
         self.ledger.add("ticket", ticket, group_id, json.dumps(held))
@@ -200,11 +200,11 @@ class Accounting:
 
     # Events
 
-    def record(self, events: Sequence[Row]) -> None:
+    def record(self, events: Sequence[LedgerRow]) -> None:
         """Book events from `LedgerClient`, in order: at once, unless earlier events or a large step take longer."""
         self._bookings.do(self._booking(events))
 
-    def _booking(self, events: Sequence[Row]) -> Iterator[None]:
+    def _booking(self, events: Sequence[LedgerRow]) -> Iterator[None]:
         for kind, *fields in self._tables.whole(events):
             yield from self._book[kind](*fields) or ()
         self._changed()
@@ -227,7 +227,7 @@ class Accounting:
             self._rollout(rollout)
             self._requests.episode(sample_id, row)
 
-    def _rollout(self, rollout: Row) -> None:
+    def _rollout(self, rollout: LedgerRow) -> None:
         sample_id, generator, tokens, oldest, newest, at_s = rollout
         self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
 
@@ -253,7 +253,7 @@ class Accounting:
             for trainer in self.tickets.trainers if trainers is None else trainers:
                 self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
-    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[Row]) -> Iterator[None]:
+    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[LedgerRow]) -> Iterator[None]:
         """Book a finished batch, which made version `record["step"]` of `trainer`, in pieces."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
@@ -327,7 +327,7 @@ class Accounting:
         self.ledger.add("line", line, self._main, step)
         self._bookings.later()
 
-    def _evaluation(self, rows: Sequence[Row]) -> None:
+    def _evaluation(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
             self.ledger.add("evaluated", *row)
 

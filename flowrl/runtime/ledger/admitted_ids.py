@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger.ledger import Ledger
 
-Row = Sequence[Any]
+LedgerRow = Sequence[Any]
 
 
 class AdmittedIds:
@@ -27,7 +27,7 @@ class AdmittedIds:
         self.taken_up: dict[str, int] = {}
         """Group that a resume found in flight -> its ticket, until its source admits it again."""
 
-    def take_again(self, node: str, group_id: str, rows: Sequence[Row]) -> int | None:
+    def take_again(self, node: str, group_id: str, rows: Sequence[LedgerRow]) -> int | None:
         """The ticket of a group that a resume found in flight, once; None for any other group."""
         if group_id not in self.taken_up:
             return None
@@ -39,7 +39,7 @@ class AdmittedIds:
         return self.taken_up.pop(group_id)
 
     @contextmanager
-    def reserved(self, node: str, group_id: str, rows: Sequence[Row]) -> Iterator[None]:
+    def reserved(self, node: str, group_id: str, rows: Sequence[LedgerRow]) -> Iterator[None]:
         """Reserve the ids while the admission waits. Raises FlowrlError if one of them is known already."""
         sample_ids = [row[0] for row in rows]
         if repeated := self._repeated(group_id, sample_ids, [row[3] for row in rows]):

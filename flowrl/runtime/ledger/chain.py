@@ -42,7 +42,7 @@ HEAD_BYTES = 16
 ROWS_AT_ONCE = 1000
 """Rows that are written, or hashed, in one piece; some 20 ms."""
 
-Row = tuple[Any, ...]
+ChainRow = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class Sum:
     num_rows: int = 0
     row_hashes: int = 0
 
-    def changed(self, was: Row | None, now: Row | None) -> Sum:
+    def changed(self, was: ChainRow | None, now: ChainRow | None) -> Sum:
         """The sum with the row `was` replaced by `now`; None means no row."""
         num_rows = self.num_rows + (now is not None) - (was is not None)
         change = (0 if now is None else row_hash(now)) - (0 if was is None else row_hash(was))
         return Sum(num_rows, (self.row_hashes + change) % MODULUS)
 
-    def row(self, table: str) -> Row:
+    def row(self, table: str) -> ChainRow:
         """The row of `contents` for this table."""
         return table, self.num_rows, f"{self.row_hashes:064x}"
 
     @classmethod
-    def of(cls, rows: Iterable[Row]) -> Sum:
+    def of(cls, rows: Iterable[ChainRow]) -> Sum:
         """The sum of a whole table, computed row by row."""
         num_rows, row_hashes = 0, 0
         for row in rows:
@@ -96,12 +96,12 @@ class State:
     newest: Commit | None = None
 
 
-def row_hash(row: Row) -> int:
+def row_hash(row: ChainRow) -> int:
     """The hash of the values as SQLite returns them: 1, 1.0, "1" and b"1" are four different values."""
     return int.from_bytes(hashlib.blake2b(msgpack.packb(row), digest_size=32).digest())
 
 
-def digest_of(contents: Iterable[Row]) -> str:
+def digest_of(contents: Iterable[ChainRow]) -> str:
     """One hash over the rows of `contents`, which are ordered by name."""
     return _hash(list(contents))
 
@@ -110,7 +110,7 @@ def _hash(content: Any) -> str:
     return hashlib.blake2b(msgpack.packb(content), digest_size=HEAD_BYTES).hexdigest()
 
 
-def read_contents(db: sqlite3.Connection) -> list[Row]:
+def read_contents(db: sqlite3.Connection) -> list[ChainRow]:
     """The contents of the tables according to the newest commit."""
     return db.execute("SELECT name, num_rows, row_hashes FROM contents ORDER BY name").fetchall()
 
@@ -134,7 +134,7 @@ class Chain:
 
     def __init__(self, db: sqlite3.Connection, tables: Sequence[str]) -> None:
         self._db = db
-        self._changes: dict[tuple[str, int], list[Row | None]] = {}
+        self._changes: dict[tuple[str, int], list[ChainRow | None]] = {}
         """(table, rowid) -> [row before this transaction, row now]."""
         known = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in read_contents(db)}
         self.state = State(dict.fromkeys(tables, Sum()) | known, newest(db))

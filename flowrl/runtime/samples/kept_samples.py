@@ -35,7 +35,7 @@ PART_OF_RUN, LEAST_S, MOST_S = 0.05, 2.0, 60.0
 """Rows wait for a part of the time that the run has lasted, within these bounds, so that files are not too many."""
 
 V = TypeVar("V")
-State = tuple[str, str | None, int, float]
+SampleState = tuple[str, str | None, int, float]
 """state, reason, step, closed_s"""
 
 
@@ -68,7 +68,7 @@ class KeptSamples:
         self._admitted, self._warn, self._shown = admitted, warn, shown
         self._open: OrderedDict[str, SampleRecord] = OrderedDict()
         """Records of samples whose state is not known yet."""
-        self._closed: OrderedDict[str, State | None] = OrderedDict()
+        self._closed: OrderedDict[str, SampleState | None] = OrderedDict()
         """States of the samples that were closed last; None once their record has come."""
         self._most_open, self._most_closed = max(MOST_OPEN, in_flight), max(LATE, 2 * in_flight)
         self._num_lost = 0
@@ -103,7 +103,7 @@ class KeptSamples:
         if record is not None:
             self._keep_closed(record, found)
 
-    def _keep_closed(self, record: SampleRecord, found: State) -> None:
+    def _keep_closed(self, record: SampleRecord, found: SampleState) -> None:
         state, reason, step, closed_s = found
         self._keep(record | {"state": state, "reason": reason, "step": step, "closed_s": closed_s})
 

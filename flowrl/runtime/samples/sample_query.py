@@ -34,7 +34,7 @@ class SampleQuery:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """One row by its place."""
 
     file: RolloutFile
@@ -65,7 +65,7 @@ def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
     for file in reversed(rollout_files(run_dir)):
         ids = columns_of(file.path, ["sample_id"])["sample_id"].to_pylist()
         if sample_id in ids:
-            return _read([Place(file, ids.index(sample_id), None, file.first)])[0]
+            return _read([RowPlace(file, ids.index(sample_id), None, file.first)])[0]
     return None
 
 
@@ -124,11 +124,11 @@ def _nothing(run_dir: Path, *, held_out: bool) -> str:
     )
 
 
-def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[Place]:
+def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]:
     """The places of the rows with the highest, or lowest, rewards; newer ones first among equals."""
     sign = 1.0 if query.order == "best" else -1.0
     bounded = sorted(((_bound(file, sign), file.number, file) for file in files), reverse=True)
-    best: list[tuple[float, int, int, Place]] = []
+    best: list[tuple[float, int, int, RowPlace]] = []
     for bound, _, file in bounded:
         if len(best) == query.limit and bound <= best[-1][0]:
             break
@@ -158,19 +158,19 @@ def _bound(file: RolloutFile, sign: float) -> float:
     return max(bounds, default=-math.inf)
 
 
-def _places(file: RolloutFile, query: SampleQuery) -> Iterator[Place]:
+def _places(file: RolloutFile, query: SampleQuery) -> Iterator[RowPlace]:
     """The rows of the file that fit the query's step, and failed where those are asked for."""
     found = columns_of(file.path, CHOOSING).to_pydict()
     for index, (step, state, reward) in enumerate(zip(found["step"], found["state"], found["reward"], strict=True)):
         if query.step in (None, step) and (query.order != "failed" or state == "failed"):
-            yield Place(file, index, reward, step)
+            yield RowPlace(file, index, reward, step)
 
 
-def _read(places: Sequence[Place]) -> list[SampleRow]:
+def _read(places: Sequence[RowPlace]) -> list[SampleRow]:
     """Whole rows, in the order of `places`; only the row groups that have them are decoded."""
     import pyarrow.parquet as pq
 
-    rows: dict[Place, SampleRow] = {}
+    rows: dict[RowPlace, SampleRow] = {}
     for number, mine in itertools.groupby(sorted(places, key=lambda one: one.file.number), lambda one: one.file):
         wanted = list(mine)
         with readable(number.path), pq.ParquetFile(number.path) as opened:

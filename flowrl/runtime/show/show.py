@@ -15,7 +15,7 @@ from flowrl.runtime.samples.sample_query import find_sample
 from flowrl.runtime.show.booked_sample import BookedSample, booked_sample, booked_states
 from flowrl.runtime.show.episode_text import attempt_text
 from flowrl.runtime.show.sample_text import sample_text
-from flowrl.runtime.telemetry.kept_episodes import FOLDER, Record, read_kept
+from flowrl.runtime.telemetry.kept_episodes import FOLDER, EpisodeRow, read_kept
 from flowrl.runtime.telemetry.safe_text import shown
 
 HEADS = ("sample", "state", "attempts", "turns", "reward", "ended by")
@@ -33,7 +33,7 @@ def show(run_dir: Path, sample_id: str | None, console: Console) -> None:
 
 def _list(run_dir: Path) -> Iterator[Text]:
     """The episodes, newest first."""
-    attempts: dict[str, list[Record]] = {}
+    attempts: dict[str, list[EpisodeRow]] = {}
     for record in read_kept(run_dir):
         attempts.setdefault(record["sample_id"], []).append(record)
     states = booked_states(run_dir, list(attempts))
@@ -50,7 +50,7 @@ def _list(run_dir: Path) -> Iterator[Text]:
         yield Text(_aligned(row, widths), style="red" if "failed" in row[1] else "")
 
 
-def _row(sample_id: str, records: Sequence[Record], state: str) -> tuple[str, ...]:
+def _row(sample_id: str, records: Sequence[EpisodeRow], state: str) -> tuple[str, ...]:
     last = records[-1]
     reward = "" if last["reward"] is None else f"{last['reward']:g}"
     causes = dict.fromkeys(record["cause"] for record in records if record["cause"])

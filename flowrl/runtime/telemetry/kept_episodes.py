@@ -25,7 +25,7 @@ MOST_BYTES = 32 << 20
 ONE_IN = 100
 """One episode in so many is kept beside the recent and the failed ones."""
 
-Record = Mapping[str, Any]
+EpisodeRow = Mapping[str, Any]
 
 
 class BoundedLines:
@@ -106,9 +106,9 @@ def before(path: Path) -> Path:
     return path.with_name(f"{path.stem}.before.jsonl")
 
 
-def read_kept(run_dir: Path, sample_id: str | None = None) -> list[Record]:
+def read_kept(run_dir: Path, sample_id: str | None = None) -> list[EpisodeRow]:
     """The attempts kept, of one sample or of all, in the order in which they ended. Damaged lines are left out."""
-    found: dict[tuple[Any, ...], Record] = {}
+    found: dict[tuple[Any, ...], EpisodeRow] = {}
     for path in _files(run_dir):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if sample_id is not None and json.dumps(sample_id) not in line:
@@ -136,7 +136,7 @@ def _files(run_dir: Path) -> Iterator[Path]:
         yield from (file for file in (before(path), path) if file.is_file())
 
 
-def _parsed(line: str) -> Record | None:
+def _parsed(line: str) -> EpisodeRow | None:
     """The record, None for a line that is none."""
     try:
         record = json.loads(line)

@@ -24,7 +24,7 @@ TAIL_BYTES = 65536
 END = b"\n]\n"
 DEPTH = b'"depth":'
 
-Line = tuple[int, bytes]
+TraceLine = tuple[int, bytes]
 """(depth, event)"""
 
 
@@ -95,10 +95,10 @@ class TraceWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _deep(self, lines: Iterable[Line]) -> list[Line]:
+    def _deep(self, lines: Iterable[TraceLine]) -> list[TraceLine]:
         return [line for line in lines if line[0] >= self.level]
 
-    def _is_full(self, lines: Sequence[Line]) -> bool:
+    def _is_full(self, lines: Sequence[TraceLine]) -> bool:
         size = self._size + sum(len(text) + 2 for _, text in lines) + len(END)
         return self._limit_bytes is not None and size > self._limit_bytes and self.level <= DEEPEST
 
@@ -123,7 +123,7 @@ class TraceWriter:
         self._file.close()
         self._file = self._path.open("rb+")
 
-    def _lines(self, event: Sequence[Any]) -> Iterable[Line]:
+    def _lines(self, event: Sequence[Any]) -> Iterable[TraceLine]:
         kind, track, row, name, start, extra, depth = event
         if depth < self.level:
             return
@@ -150,14 +150,14 @@ class TraceWriter:
                 self._names[name] = quoted
         return quoted
 
-    def _name_track(self, track: str) -> Iterable[Line]:
+    def _name_track(self, track: str) -> Iterable[TraceLine]:
         """The id depends only on the name, so a resumed run continues the same tracks."""
         pid = self._tracks[track] = zlib.crc32(track.encode()) % 1_000_000 + 1
         order = {"sort_index": len(self._tracks)}
         for kind, args in (("process_name", {"name": track}), ("process_sort_index", order)):
             yield _note(kind, args, pid=pid)
 
-    def _name_row(self, pid: int, row: int) -> Line:
+    def _name_row(self, pid: int, row: int) -> TraceLine:
         self._rows.add((pid, row))
         name = f"background {row - BACKGROUND_ROW}" if row >= BACKGROUND_ROW else f"item {row}"
         return _note("thread_name", {"name": name}, pid=pid, tid=row)
@@ -169,7 +169,7 @@ def _write_at(file: BinaryIO, place: int, text: bytes) -> None:
     file.flush()
 
 
-def _note(kind: str, args: dict[str, Any], **place: int) -> Line:
+def _note(kind: str, args: dict[str, Any], **place: int) -> TraceLine:
     """A name event; it stays in the file at every level."""
     return OFF, json.dumps({"ph": "M", "name": kind, **place, "args": args}).encode()
 

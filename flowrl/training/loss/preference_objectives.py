@@ -22,7 +22,7 @@ KINDS = ("dpo", "ipo", "cdpo")
 
 
 @dataclass(frozen=True)
-class DPO(Objective):
+class DPOObjective(Objective):
     """Direct preference optimization (2305.18290) on neighbouring samples of one `pair`, labelled 1 and -1."""
 
     beta: float = 0.1
@@ -99,7 +99,7 @@ class DPO(Objective):
 
 
 @dataclass(frozen=True)
-class KTO(Objective):
+class KTOObjective(Objective):
     """Kahneman–Tversky optimization (2402.01306) on single completions, labelled 1 or -1.
 
     The baseline z0 is one number for each optimizer step, from the mismatched completions, without gradient.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SFT(Objective):
+class SFTObjective(Objective):
     """Maximum likelihood of the tokens in the loss mask."""
 
     aggregation: str = "token"

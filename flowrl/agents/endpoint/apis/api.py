@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from flowrl.agents.endpoint.backend import SampledAnswer
 from flowrl.agents.endpoint.problems import ApiProblem
-from flowrl.agents.endpoint.tree.raw_prompts import Prompt
+from flowrl.agents.endpoint.tree.raw_prompts import RawPrompt
 from flowrl.models.chat import Messages
 
 
@@ -22,7 +22,7 @@ class ApiCall:
     model: str
     messages: Messages = ()
     tools: Messages = ()
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[RawPrompt] = ()
     """Only for /v1/completions, in place of messages."""
     n: int = 1
     """Replies to the messages, or to each prompt."""

@@ -7,14 +7,14 @@ from typing import Any
 
 from flowrl.agents.endpoint.apis.api import ApiCall, CallAnswer, arguments_text, token_logprobs
 
-Item = Mapping[str, Any]
+OutputItem = Mapping[str, Any]
 
 
-def output_items(call: ApiCall, answer: CallAnswer) -> list[Item]:
+def output_items(call: ApiCall, answer: CallAnswer) -> list[OutputItem]:
     """Reasoning, text and calls of the reply, those that it has."""
     (choice,) = answer.choices
     status = "completed" if choice.answer.finish_reason == "stop" else "incomplete"
-    items: list[Item] = []
+    items: list[OutputItem] = []
     if choice.reasoning:
         content = [{"type": "reasoning_text", "text": choice.reasoning}]
         items.append({"id": f"rs_{answer.ident}", "type": "reasoning", "summary": [], "content": content})
@@ -29,7 +29,7 @@ def output_items(call: ApiCall, answer: CallAnswer) -> list[Item]:
     return items
 
 
-def output_events(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+def output_events(items: Sequence[OutputItem]) -> Iterator[dict[str, Any]]:
     for n, item in enumerate(items):
         yield {"type": "response.output_item.added", "output_index": n, "item": _begun(item)}
         at = {"item_id": item["id"], "output_index": n}
@@ -40,19 +40,19 @@ def output_events(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         yield {"type": "response.output_item.done", "output_index": n, "item": item}
 
 
-def _begun(item: Item) -> Item:
+def _begun(item: OutputItem) -> OutputItem:
     if item["type"] == "function_call":
         return {**item, "arguments": "", "status": "in_progress"}
     return {**item, "content": [], "status": "in_progress"}
 
 
-def _call_events(item: Item, at: Item) -> Iterator[dict[str, Any]]:
+def _call_events(item: OutputItem, at: OutputItem) -> Iterator[dict[str, Any]]:
     kind = "response.function_call_arguments"
     yield {"type": f"{kind}.delta", **at, "delta": item["arguments"]}
     yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": item["arguments"]}
 
 
-def _text_events(item: Item, at: Item) -> Iterator[dict[str, Any]]:
+def _text_events(item: OutputItem, at: OutputItem) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]
     logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
     empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}

@@ -10,7 +10,7 @@ from flowrl.agents.endpoint.apis import fields
 from flowrl.agents.endpoint.apis.api import ApiCall, CallAnswer, Choice, KnownResponses, data_event, usage
 from flowrl.agents.endpoint.apis.chat_completions import NO_INFLUENCE, includes_usage
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
-from flowrl.agents.endpoint.tree.raw_prompts import Prompt
+from flowrl.agents.endpoint.tree.raw_prompts import RawPrompt
 
 READ = {
     *("model", "prompt", "n", "max_tokens", "stop", "logprobs", "stream", "stream_options"),
@@ -72,14 +72,14 @@ class TextCompletions:
         }
 
 
-def _prompts(given: Any) -> Sequence[Prompt]:
+def _prompts(given: Any) -> Sequence[RawPrompt]:
     """One or several prompts, each text or token ids."""
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
         given = [given]
     return [_prompt(f"prompt[{n}]", prompt) for n, prompt in enumerate(fields.items("prompt", given))]
 
 
-def _prompt(name: str, prompt: Any) -> Prompt:
+def _prompt(name: str, prompt: Any) -> RawPrompt:
     if not prompt:
         raise invalid(name, f"{name} is empty; there has to be something to go on from")
     if isinstance(prompt, str):

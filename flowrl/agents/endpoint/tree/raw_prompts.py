@@ -16,14 +16,14 @@ from flowrl.agents.conversation import Span
 from flowrl.agents.endpoint.tree.sampled_branches import Asked, SampledBranches
 from flowrl.messages import Int32
 
-Prompt = str | Sequence[int]
+RawPrompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class AskedPrompt(Asked):
     """The context of a prompt."""
 
-    prompt: Prompt
+    prompt: RawPrompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class RawPrompts:
         self._branches = branches
         self._completed: list[CompletedPrompt] = []
 
-    def asked(self, prompt: Prompt) -> AskedPrompt:
+    def asked(self, prompt: RawPrompt) -> AskedPrompt:
         """The context; the longest earlier one that the prompt continues keeps its ids."""
         spans = self._text_spans(prompt) if isinstance(prompt, str) else self._id_spans(prompt)
         return AskedPrompt(tuple(span for span in spans if span.token_ids.size), prompt)
