@@ -91,7 +91,7 @@ class LatestSender:
 
     def on_credit(self, arrived: int) -> list[bytes]:
         if arrived > self._next:
-            self.fail(f"a credit for {arrived} messages, of which {self._next} were sent")
+            self.fail(f"received a credit for {arrived} messages, but only {self._next} were sent")
             arrived = self._next
         if arrived <= self._arrived:
             return []
