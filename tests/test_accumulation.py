@@ -127,7 +127,7 @@ def test_objectives_that_need_the_batch_whole() -> None:
         return why_whole(objective, ZeroSettings(), epochs=1)
 
     assert why(DPOObjective(online=True)) == ""
-    assert why(KTOObjective()) == "the baseline of KTO is a mean over the whole batch"
+    assert why(KTOObjective()) == "the baseline of KTOObjective is a mean over the whole batch"
     assert why(SFTObjective()).startswith("its batches are made of data")
     own = FunctionObjective(lambda inputs: inputs.logprobs_BT.sum())
     assert why(own) == "FunctionObjective does not say what its loss is a mean over (mean_over)"

@@ -231,13 +231,17 @@ def test_a_critic_that_admission_does_not_wait_for_is_found() -> None:
     [
         (("--critic-warmup", "-1"), "start_after is -1; it has to be 0 or more"),
         (("--lam", "2"), "lam is 2.0; it has to be in [0, 1]"),
-        (("--kl-coef", "0", "--kl-target", "1"), "--kl-target: --kl-coef is 0; raise it"),
         (("--kl-target", "0"), "adaptive_kl.target is 0.0; it has to be above 0"),
         (("--critic-lr", "-1"), "lr is -1.0"),
     ],
 )
 def test_wrong_options_are_found_by_check(options: tuple[str, ...], words: str) -> None:
     assert any(words in text for text in check(ppo(*options), Cluster((Machine(cores=(0, 1)),))).problems)
+
+
+def test_a_target_without_a_kl_is_found_when_the_options_are_read() -> None:
+    with pytest.raises(ConfigError, match="--kl-target: --kl-coef is 0; raise it, or leave this out"):
+        ppo("--kl-coef", "0", "--kl-target", "1")
 
 
 def test_a_wrong_value_clip_is_found_when_the_graph_is_made() -> None:
