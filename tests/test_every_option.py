@@ -13,7 +13,6 @@ import pytest
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.load import load_file
-from flowrl.nodes.response_writer import ResponseWriter
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.schedule import Schedule
@@ -181,7 +180,6 @@ SAID_ANYWAY: Mapping[str, set[str]] = {"generate": {"score"}}
 
 IDLE: Mapping[type, Any] = {
     LoRA: lambda one: set() if one.rank else {"alpha", "rank_stabilized", "targets", "sync", "quantize"},
-    ResponseWriter: lambda one: {"_told_s"},
     Schedule: lambda one: {"floor"} if one.decay == "constant" else set(),
     ZeroSettings: lambda one: {
         "adamw": {"momentum", "muon_lr_factor"},

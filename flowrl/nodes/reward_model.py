@@ -6,7 +6,7 @@ otherwise the response text is rendered again after the turns of its row.
 Where the task's reward is a sum that names `reward_model`, the functions of the sum are asked too.
 
 One pass of the model takes up to `batch` samples (`flowrl.nodes.shared_pass`). Held-out answers are scored by the same
-model, when no sample waits: they take no tickets and are not in the books of samples.
+model, when no sample waits: they take no tickets and are not in the ledger.
 
 The body ends when every sample is scored and every caller has closed.
 """

@@ -34,7 +34,7 @@ WORK = "/sandbox"
 LENGTH = struct.Struct("<I")
 START, INTERPRETER = (Path(__file__).with_name(f"sandbox_{name}.py") for name in ("start", "interpreter"))
 CPU_S = 600
-"""CPU seconds of the interpreter in all. It ends threads that go on between calls, which have a limit of time."""
+"""CPU seconds of the interpreter in all, for threads that go on between calls; a call itself has a limit of time."""
 NUM_FILES = 64
 NUM_PROCESSES = 32
 """Threads too. Namespaces alone count those of one sandbox; without them there are none besides the interpreter."""
