@@ -7,6 +7,11 @@ In the faulty runs each attempt at an episode hangs, raises, kills its process o
 episodes a second against the clean run before it; with retries, which share of samples trains, and how mean reward and
 mean length differ from the clean run's. The learning rate is 0, so all runs play the same policy.
 
+A batch cannot wait for an episode longer than the staleness allows, so `staleness` steps have to last longer than a
+hanging step; in half of them the batcher may train other groups. With the graph's 2 steps of less than a second each the
+bound on staleness, and not the faults, would decide how fast a run is. The runs of a repetition have the same seed, so
+they play the same rows, and each group is compared with itself.
+
 Wanted are, as medians, healthy episodes/s of at least 0.85 of the healthy share of a clean run's, and at least 0.95 of
 the samples trained; and 0 in both intervals. The exit status is 1 otherwise.
 """
@@ -30,7 +35,8 @@ import tyro
 from benchmarks import faulty_env
 
 ROOT = Path(__file__).parent.parent
-SIZES = ("--groups-per-step", "8", "--group-size", "8", "--look-ahead", "8")
+GROUPS_PER_STEP = 8
+SIZES = ("--groups-per-step", str(GROUPS_PER_STEP), "--group-size", "8")
 POLICY = ("--policy", "tiny_agent", "--task.name", "arithmetic:min_value=30")
 FIXED = (*POLICY, "--evaluate", "0", "--lr", "0", "--max-tokens", "12", "--limits.step-s", "5")
 LEAST_RATE, LEAST_TRAINED = 0.85, 0.95
@@ -49,6 +55,8 @@ class Options:
     """Chance of each of the four faults, in each attempt."""
     step_s: float = 0.2
     """Seconds of a step of the environment."""
+    staleness: int = 16
+    """Steps that a group may be old when it is trained."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +81,14 @@ class Played:
     lengths: Mapping[str, list[float]]
 
 
-def play(case: Case, options: Options) -> Played:
+def play(case: Case, options: Options, seed: int) -> Played:
     name = f"{faulty_env.__file__}:Faulty:chance={case.chance},step_s={options.step_s}"
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         command = [sys.executable, "-m", "flowrl.cli", "run", "graphs/agent_game.py", "--plain", "--environment", name]
-        more = ("--limits.retries", str(case.retries), "--steps", str(options.steps), "--run-dir", str(run_dir))
-        done = subprocess.run([*command, *FIXED, *SIZES, *more], capture_output=True, text=True, cwd=ROOT, check=False)
+        bounds = ("--staleness", options.staleness, "--look-ahead", options.staleness // 2 * GROUPS_PER_STEP)
+        more = ("--limits.retries", case.retries, "--steps", options.steps, "--seed", seed, "--run-dir", run_dir)
+        done = subprocess.run([*command, *FIXED, *SIZES, *map(str, (*bounds, *more))], capture_output=True, text=True, cwd=ROOT, check=False)
         if done.returncode or "audit: ok" not in done.stdout:
             sys.exit(f"{case.name}: {done.stdout}{done.stderr}")
         return read(run_dir)
@@ -111,25 +120,30 @@ def read(run_dir: Path) -> Played:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of the means of groups' means, with its 95% interval; groups are independent."""
+    """The mean difference of groups from themselves in another run, with its 95% interval; groups are independent."""
 
     middle: float
     low: float
     high: float
     clean: float
-    sizes: str
+    num_groups: int
 
     def __str__(self) -> str:
-        return f"{self.middle:+.4f}  95% [{self.low:+.4f}, {self.high:+.4f}] of {self.clean:.4f}, {self.sizes}"
+        interval = f"95% [{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.middle:+.4f}  {interval} of {self.clean:.4f}, {self.num_groups} groups"
 
 
 def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mapping[str, list[float]]]) -> Difference:
-    first, second = ([statistics.mean(group) for run in runs for group in run.values()] for runs in (ours, clean))
-    middle = statistics.mean(first) - statistics.mean(second)
-    error = sum(statistics.variance(means) / len(means) for means in (first, second)) ** 0.5
+    """Of the groups that both runs of a repetition have trained."""
+    pairs = [
+        (statistics.mean(mine[group]), statistics.mean(theirs[group]))
+        for mine, theirs in zip(ours, clean, strict=True)
+        for group in mine.keys() & theirs.keys()
+    ]
+    apart = [mine - theirs for mine, theirs in pairs]
+    middle, error = statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5
     low, high = middle - TWO_SIDED * error, middle + TWO_SIDED * error
-    sizes = f"{len(first)} and {len(second)} groups"
-    return Difference(middle, low, high, statistics.mean(second), sizes)
+    return Difference(middle, low, high, statistics.mean(theirs for _, theirs in pairs), len(pairs))
 
 
 def main(options: Options) -> int:
@@ -138,9 +152,9 @@ def main(options: Options) -> int:
     cases = (clean, without, replace(clean, name="clean again"), retried)
     found: dict[str, list[Played]] = {case.name: [] for case in cases}
     print(f"{'':14}{'episodes/s':>12}{'of clean':>10}{'failed':>10}{'trained':>10}")
-    for _ in range(options.repetitions):
+    for seed in range(options.repetitions):
         for case in cases:
-            played = play(case, options)
+            played = play(case, options, seed)
             found[case.name].append(played)
             share = (
                 played.rate / found["clean" if case.retries == 0 else "clean again"][-1].rate if case.chance else 1.0

@@ -22,6 +22,7 @@ from flowrl.errors import FlowrlError
 from flowrl.runtime.audit.audit import audit
 
 ROOT = Path(__file__).parent.parent
+GRAPH = ROOT / "benchmarks" / "episodes_graph.py"
 LEAST_S, MOST_S = 0.5, 5.0
 LEAST_WINDOW_S = 2.0
 
@@ -105,13 +106,18 @@ def figures(
     }
 
 
+def options_of(run: LoadedRun, out: Path, requests: str) -> list[str]:
+    """Options of benchmarks/episodes_graph.py for one run."""
+    sizes = ("--episodes", run.episodes, "--total", run.total, "--turns", run.turns, "--max-tokens", run.max_tokens)
+    sleeps = ("--least-s", LEAST_S, "--most-s", MOST_S)
+    return [*map(str, (*sizes, *sleeps)), "--out", str(out), "--requests", requests]
+
+
 def _run(run: LoadedRun, out: Path, requests: str) -> None:
     """One `flowrl run`. Raises FlowrlError if it fails or does not audit well."""
     out.mkdir()
-    sizes = ("--episodes", run.episodes, "--total", run.total, "--steps", run.turns, "--max-tokens", run.max_tokens)
-    options = [*map(str, sizes), "--out", str(out), "--requests", requests, "--run-dir", str(out / "run"), "--plain"]
-    sleeps = ["--least-s", str(LEAST_S), "--most-s", str(MOST_S)]
-    command = [sys.executable, "-m", "flowrl.cli", "run", "benchmarks/episodes_graph.py", *options, *sleeps]
+    options = [*options_of(run, out, requests), "--run-dir", str(out / "run"), "--plain"]
+    command = [sys.executable, "-m", "flowrl.cli", "run", str(GRAPH), *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise FlowrlError(f"{done.stdout}{done.stderr}")

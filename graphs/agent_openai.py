@@ -43,7 +43,7 @@ class AgentOpenAI(RewardKLOptions, EpisodeOptions):
     """0 is any free port."""
     models: tuple[str, ...] = ("policy",)
     """Names that calls may give to the policy, for agents with fixed or several names of models."""
-    processes: int = 32
+    processes: int = 128
     """Agents at a time: their processes, or sessions of outside workers."""
     groups_per_step: int = 8
     max_tokens: int = 40

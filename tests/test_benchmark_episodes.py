@@ -11,7 +11,8 @@ import pytest
 from benchmarks import agent_programs, agents_endpoint
 from benchmarks.agent_programs import Pair, Ran
 from benchmarks.agents_endpoint import CPU, RATE
-from benchmarks.episodes_stack import LoadedRun, busy, figures
+from benchmarks.episodes_stack import GRAPH, LoadedRun, busy, figures, options_of
+from flowrl.cli import main
 from flowrl.episode import Turn
 from flowrl.errors import FlowrlError
 
@@ -37,6 +38,14 @@ def test_a_loaded_run_is_held_against_what_the_waiting_and_the_generator_allow()
         figures(LoadedRun(11, 401, 2, 8), answered, used, again[1:])
     with pytest.raises(FlowrlError, match="raise --total"):
         busy(answered[:100])
+
+
+@pytest.mark.parametrize("requests", ["", "requests.pickle"])
+def test_the_loaded_run_is_a_graph_that_runs_with_these_options(
+    tmp_path: Path, requests: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["check", str(GRAPH), *options_of(LoadedRun(11, 401, 2, 8), tmp_path, requests)])
+    assert status == 0, capsys.readouterr()
 
 
 def test_a_missed_figure_of_the_endpoint_is_seen() -> None:

@@ -130,15 +130,15 @@ class EpisodeLog:
 
     def began(self, observations: Sequence[Observation], state: bytes | None) -> None:
         """Note what a fresh environment shows to each seat, or compare it with what is known."""
-        shown = tuple(exchange.plain(self._cut(observation)) for observation in observations)
+        shown = tuple(map(self._shown, observations))
         if self.first is None:
             self.first, self.state = shown, state
         _require_equal("the first observation", shown, self.first)
 
     def stepped(self, step: Step, state: bytes | None) -> None:
         """Note a step of the environment, or compare it with the known one."""
-        seen = tuple(replace(self._cut(observation), tools=()) for observation in step.observations)
-        shown = exchange.plain(replace(step, observation=seen))
+        seen = tuple({**self._shown(observation), "tools": ()} for observation in step.observations)
+        shown = {**exchange.plain(step), "observation": seen}
         known = self.known_step()
         if known is None:
             self._steps.append(shown)
@@ -151,10 +151,13 @@ class EpisodeLog:
         """Go on to the next known step."""
         self._num_stepped += 1
 
-    def _cut(self, observation: Observation) -> Observation:
-        most = self._observation_bytes
-        messages = tuple({**m, "content": without_middle(m["content"], most)} for m in observation.messages)
-        return replace(observation, text=without_middle(observation.text, most), messages=messages)
+    def _shown(self, observation: Observation) -> dict[str, Any]:
+        """As plain data, with the middle of long texts left out."""
+        most, found = self._observation_bytes, exchange.plain(observation)
+        found["text"] = without_middle(found["text"], most)
+        for message in found["messages"]:
+            message["content"] = without_middle(message["content"], most)
+        return found
 
 
 class LoggedEpisode:
