@@ -1,6 +1,6 @@
 """What faults of environments cost: runs on Ray, vLLM and ZeRO, clean and faulty ones by turns.
 
-    python -m benchmarks.agent_faults [--steps 24] [--repetitions 2]
+    python -m benchmarks.agent_faults [--steps 120] [--repetitions 2]
 
 In the faulty runs each attempt at an episode hangs, raises, kills its process or answers garbage, with a chance of
 `chance` each, drawn anew for each attempt. A hanging step is given up after 5 s. Without retries the figure is healthy
@@ -8,9 +8,9 @@ episodes a second against the clean run before it; with retries, which share of 
 mean length differ from the clean run's. The learning rate is 0, so all runs play the same policy.
 
 A batch cannot wait for an episode longer than the staleness allows, so `staleness` steps have to last longer than a
-hanging step; in half of them the batcher may train other groups. With the graph's 2 steps of less than a second each the
-bound on staleness, and not the faults, would decide how fast a run is. The runs of a repetition have the same seed, so
-they play the same rows, and each group is compared with itself.
+hanging step; in half of them the batcher may train other groups. With the graph's 2 steps of less than a second each
+the bound on staleness, and not the faults, would decide how fast a run is. The runs of a repetition have the same seed,
+so they play the same rows, and each group is compared with itself.
 
 Wanted are, as medians, healthy episodes/s of at least 0.85 of the healthy share of a clean run's, and at least 0.95 of
 the samples trained; and 0 in both intervals. The exit status is 1 otherwise.
@@ -19,6 +19,7 @@ the samples trained; and 0 in both intervals. The exit status is 1 otherwise.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import statistics
 import subprocess
@@ -41,14 +42,14 @@ POLICY = ("--policy", "tiny_agent", "--task.name", "arithmetic:min_value=30")
 FIXED = (*POLICY, "--evaluate", "0", "--lr", "0", "--max-tokens", "12", "--limits.step-s", "5")
 LEAST_RATE, LEAST_TRAINED = 0.85, 0.95
 SKIPPED = 2
-"""Steps at the beginning of a run that are not timed."""
+"""Steps at the beginning of a run that are not timed. At its end, those are not for which nothing more is begun."""
 TWO_SIDED = 1.96
 """Standard errors on each side of a 95% interval."""
 
 
 @dataclass(frozen=True)
 class Options:
-    steps: int = 24
+    steps: int = 120
     """Steps of each run, with 64 episodes a step."""
     repetitions: int = 2
     chance: float = 0.05
@@ -82,22 +83,25 @@ class Played:
 
 
 def play(case: Case, options: Options, seed: int) -> Played:
-    name = f"{faulty_env.__file__}:Faulty:chance={case.chance},step_s={options.step_s}"
+    name = f"{faulty_env.__file__}:Faulty:step_s={options.step_s}"
+    variables = os.environ | {faulty_env.CHANCE: str(case.chance)}
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
-        command = [sys.executable, "-m", "flowrl.cli", "run", "graphs/agent_game.py", "--plain", "--environment", name]
+        graph = ("graphs/agent_game.py", "--plain", "--environment", name)
         bounds = ("--staleness", options.staleness, "--look-ahead", options.staleness // 2 * GROUPS_PER_STEP)
         more = ("--limits.retries", case.retries, "--steps", options.steps, "--seed", seed, "--run-dir", run_dir)
-        done = subprocess.run([*command, *FIXED, *SIZES, *map(str, (*bounds, *more))], capture_output=True, text=True, cwd=ROOT, check=False)
+        told = (*FIXED, *SIZES, *map(str, (*bounds, *more)))
+        command = [sys.executable, "-m", "flowrl.cli", "run", *graph, *told]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, check=False)
         if done.returncode or "audit: ok" not in done.stdout:
             sys.exit(f"{case.name}: {done.stdout}{done.stderr}")
-        return read(run_dir)
+        return read(run_dir, tail=options.staleness)
 
 
-def read(run_dir: Path) -> Played:
+def read(run_dir: Path, tail: int) -> Played:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = lines[SKIPPED:]
-    seconds = lines[-1]["time_s"] - lines[SKIPPED - 1]["time_s"]
+    timed = lines[SKIPPED:-tail]
+    seconds = timed[-1]["time_s"] - lines[SKIPPED - 1]["time_s"]
     attempts = sum(line.get("attempts", 0) for line in lines)
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as db:
         offered = dict(db.execute("SELECT state, COUNT(*) FROM samples WHERE reason IS NOT 'run_end' GROUP BY 1"))
@@ -147,6 +151,8 @@ def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mappin
 
 
 def main(options: Options) -> int:
+    if options.steps <= (untimed := SKIPPED + options.staleness):
+        sys.exit(f"--steps is {options.steps}; with --staleness {options.staleness}, {untimed} steps are not timed")
     clean = Case("clean", 0.0, 2)
     without, retried = (Case(f"retries={retries}", options.chance, retries) for retries in (0, 2))
     cases = (clean, without, replace(clean, name="clean again"), retried)

@@ -14,6 +14,7 @@ from flowrl.environments import Action, Env, Observation, Step
 
 NEAR = 5
 """So far from the sum an answer may be, and another one is asked."""
+CHANCE = "FLOWRL_BENCHMARK_FAULTS"
 KINDS = ("hang", "crash", "kill", "garbage")
 NO_OBSERVATION, NO_STEP = cast(Observation, "garbage"), cast(Step, "garbage")
 AT_RESET, AT_FIRST, AT_LAST = "reset", "first", "last"
@@ -22,11 +23,13 @@ AT_RESET, AT_FIRST, AT_LAST = "reset", "first", "last"
 class Faulty(Env):
     """Each attempt fails with the chance `chance` in each of KINDS, whatever its row, its length and its actions.
 
-    It fails at its reset, first or last step; a hanging one only at steps, whose limit is the shorter one.
+    It fails at its reset, first or last step; a hanging one only at steps, whose limit is the shorter one. The variable
+    CHANCE says the chance, and no option: an option would be part of the rows' names, and of what is drawn from those.
     """
 
-    def __init__(self, chance: float = 0.05, most: int = 4, step_s: float = 0.2) -> None:
+    def __init__(self, most: int = 4, step_s: float = 0.2) -> None:
         self.most, self.step_s = most, step_s
+        chance = float(os.environ.get(CHANCE, "0.05"))
         dice = random.SystemRandom()  # not the seed of the episode: another attempt draws anew
         drawn = int(dice.random() // chance) if chance else len(KINDS)
         self.kind = KINDS[drawn] if drawn < len(KINDS) else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.agent_faults import Options, Played, difference, report
-from benchmarks.faulty_env import AT_RESET, KINDS, Faulty
+from benchmarks.faulty_env import AT_RESET, CHANCE, KINDS, Faulty
 from flowrl.environments import Action
 from tests.agent_faults import MOMENTS, REAL, Cell, cells, play
 
@@ -77,16 +77,19 @@ def test_a_missed_figure_of_faults_is_seen() -> None:
         assert not report(found | bad, Options())
 
 
-def test_an_attempt_fails_by_chance_and_answers_sums_otherwise() -> None:
-    assert {Faulty(chance=0.25).kind for _ in range(200)} == {*KINDS}
-    assert all(env.moment != AT_RESET for _ in range(200) if (env := Faulty(chance=0.25)).kind == "hang")
+def test_an_attempt_fails_by_chance_and_answers_sums_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANCE, "0.25")
+    drawn = [Faulty() for _ in range(400)]
+    assert {env.kind for env in drawn} == {*KINDS}
+    assert all(env.moment != AT_RESET for env in drawn if env.kind == "hang")
+    monkeypatch.setenv(CHANCE, "0.0")
 
     async def body() -> list[tuple[float, bool]]:
-        env = Faulty(chance=0.0, most=2, step_s=0.0)
+        env = Faulty(most=2, step_s=0.0)
         assert env.kind == ""
         await env.reset({}, 7)
         steps = [await env.step(Action(env.answer)) for _ in range(2)]
-        other = Faulty(chance=0.0, step_s=0.0)
+        other = Faulty(step_s=0.0)
         await other.reset({}, 7)
         await other.step(Action(str(int(other.answer) + 1)))
         steps.append(await other.step(Action("no")))
