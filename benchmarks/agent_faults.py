@@ -138,7 +138,7 @@ class Difference:
 
 
 def difference(ours: Sequence[Mapping[str, list[float]]], clean: Sequence[Mapping[str, list[float]]]) -> Difference:
-    """Of the groups that both runs of a repetition have trained."""
+    """What the groups differ by that both runs of a repetition have trained."""
     pairs = [
         (statistics.mean(mine[group]), statistics.mean(theirs[group]))
         for mine, theirs in zip(ours, clean, strict=True)

@@ -38,7 +38,7 @@ class Config:
     """So many at a time."""
     total: int = 5000
     """So many in all."""
-    turns: int = 4
+    num_turns: int = 4
     least_s: float = 0.5
     most_s: float = 5.0
     max_tokens: int = 8
@@ -128,10 +128,10 @@ class AskingAgain(Node):
 
 def graph(cfg: Config) -> Graph:
     g = Graph("load")
-    name = f"{waiting_env.__file__}:Waiting:least_s={cfg.least_s},most_s={cfg.most_s},steps={cfg.turns},sums=True"
+    name = f"{waiting_env.__file__}:Waiting:least_s={cfg.least_s},most_s={cfg.most_s},steps={cfg.num_turns},sums=True"
     out, sampling = Path(cfg.out), Sampling(max_tokens=cfg.max_tokens)
     generator = g.add("generator", NotingGenerator(out, sampling, Engine(concurrency=cfg.concurrency)))
-    most = cfg.turns if cfg.requests else 1
+    most = cfg.num_turns if cfg.requests else 1
     prompts = g.add("prompts", EnvironmentSource(name, repeat=most, num_prompts=cfg.total, epochs=1, part="all"))
     if cfg.requests:
         asking = g.add("asking", AskingAgain(cfg.requests, cfg.concurrency))

@@ -108,7 +108,7 @@ def figures(
 
 def options_of(run: LoadedRun, out: Path, requests: str) -> list[str]:
     """Options of benchmarks/episodes_graph.py for one run."""
-    sizes = ("--episodes", run.episodes, "--total", run.total, "--turns", run.turns, "--max-tokens", run.max_tokens)
+    sizes = ("--episodes", run.episodes, "--total", run.total, "--num-turns", run.turns, "--max-tokens", run.max_tokens)
     sleeps = ("--least-s", LEAST_S, "--most-s", MOST_S)
     return [*map(str, (*sizes, *sleeps)), "--out", str(out), "--requests", requests]
 

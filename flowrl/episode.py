@@ -106,7 +106,9 @@ class EpisodeRecord(Record):
     seconds: float = 0.0
     """Since the attempt began."""
     replies: tuple[Reply, ...] = ()
-    """Replies of the attempt's turns, in order."""
+    """Replies of the attempt's turns, in order; of an agent's program in that of their ends."""
+    contexts: tuple[bytes, ...] = ()
+    """Digests of the contexts of `replies`, for an agent's program."""
     context_ids: Int32 = field(default_factory=no_ids)
     """[T], everything fed and sampled until the newest request that it has asked."""
     first: tuple[Mapping[str, Any], ...] | None = None

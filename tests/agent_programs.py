@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -145,6 +146,26 @@ async def takes_its_time(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
         messages += [reply.to_dict(), {"role": "user", "content": "go on"}]
         await asyncio.sleep(0.1)  # the program's own work
     return float(len(reply.content) % 2)
+
+
+async def paces(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Six turns with pauses of half a second between them; a task is always played alike."""
+    messages, total = list(task["messages"]), 0
+    for _ in range(6):
+        reply = (await say(client, messages)).choices[0].message
+        messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "1+1="}]
+        total += len(reply.content or "")
+        await asyncio.sleep(0.5)  # the program's own work
+    return float(total % 2)
+
+
+async def asks_the_time(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Its questions are others each time that it is run."""
+    for _ in range(2):
+        await asyncio.sleep(0.1)  # the program's own work
+        await say(client, [{"role": "user", "content": f"{time.time_ns()}="}])
+        await asyncio.sleep(0.1)  # the program's own work
+    return 1.0
 
 
 async def branches(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:

@@ -3,10 +3,10 @@
     python -m tests.agent_resume [--only NAME ...]
 
 `driver` kills the driver, `environment` the host of the environment node; their episodes run in that host, and those of
-`processes` in a process each. All are killed right after a checkpoint with at least HALF_DONE half-done episodes. The
-share is of the policy tokens that the checkpoint has of them: trained, and not sampled again. `pause` takes checkpoints
-while 1,000 cooperative episodes and more are inside of steps of a minute; quick ones make up the batches. The exit
-status is 1 if anything is not as it has to be.
+`processes` in a process each. `programs` kills the driver of agents' programs. All are killed right after a checkpoint
+with at least HALF_DONE half-done episodes. The share is of the policy tokens that the checkpoint has of them: trained,
+and not sampled again. `pause` takes checkpoints while 1,000 cooperative episodes and more are inside of steps of a
+minute; quick ones make up the batches. The exit status is 1 if anything is not as it has to be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.kills import Find, driver, host
 from tests.run_process import ROOT, Run, audit
 
 GRAPH = ROOT / "graphs" / "agent_game.py"
+PROGRAMS = ROOT / "graphs" / "agent_openai.py"
 ENVS = ROOT / "tests" / "paced_envs.py"
+AGENT = ROOT / "tests" / "agent_programs.py"
 GROUPS, MEMBERS = 8, 8
 HALF_DONE = 50
 LEAST_SHARE = 0.95
@@ -57,13 +59,16 @@ class Kill:
     """A run that is killed and resumed."""
 
     find: Find
-    environment: str
+    plays: tuple[str, ...]
+    """The options that say what is played."""
+    graph: Path = GRAPH
 
 
 KILLS = {
-    "driver": Kill(driver, f"{ENVS}:Paced"),
-    "environment": Kill(environment, f"{ENVS}:Paced"),
-    "processes": Kill(driver, f"{ENVS}:PacedProcess:step_s=0.5"),
+    "driver": Kill(driver, ("--environment", f"{ENVS}:Paced")),
+    "environment": Kill(environment, ("--environment", f"{ENVS}:Paced")),
+    "processes": Kill(driver, ("--environment", f"{ENVS}:PacedProcess:step_s=0.5")),
+    "programs": Kill(driver, ("--agent", f"{AGENT}:paces"), PROGRAMS),
 }
 
 
@@ -101,8 +106,8 @@ def rows(run_dir: Path, query: str, *values: Any) -> list[Any]:
 
 
 def kill_and_resume(kill: Kill, run_dir: Path) -> Kept:
-    options = (*OPTIONS, *SIZES, "--environment", kill.environment)
-    run = Run(GRAPH, run_dir, *options, "--steps", "1000", timeout_s=900)
+    options = (*OPTIONS, *SIZES, *kill.plays)
+    run = Run(kill.graph, run_dir, *options, "--steps", "1000", timeout_s=900)
     try:
         pid, step = None, 0
         while pid is None or step < 2 or len(records_of(run_dir, step)) < HALF_DONE:
@@ -113,7 +118,7 @@ def kill_and_resume(kill: Kill, run_dir: Path) -> Kept:
         records = records_of(run_dir, step)
     finally:
         run.process.kill()
-    again = Run(GRAPH, run_dir, *options, "--resume", "--steps", str(step + STEPS_AFTER), timeout_s=900)
+    again = Run(kill.graph, run_dir, *options, "--resume", "--steps", str(step + STEPS_AFTER), timeout_s=900)
     if again.wait():
         problems.append(f"the resumed run failed: {again.stderr}")
     problems += _unlike(run_dir, step + STEPS_AFTER, len(records))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,12 +14,14 @@ import pytest
 
 from flowrl import Graph
 from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, SessionAccess
+from flowrl.environments import EnvironmentFailed
 from flowrl.episode import Reply, Turn
 from flowrl.errors import LaneFailed, OutOfService
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Generator, Sampling
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
 from flowrl.nodes.attempt import AskedTurn
+from flowrl.nodes.call_log import CallLog
 from flowrl.testing.rollouts import prompt
 from tests.endpoint_rig import tool_tokenizer
 
@@ -61,7 +64,8 @@ async def answered(asked: Turn) -> Reply:
 
 
 def calls(ask: Ask, **more: Any) -> AgentCalls:
-    return AgentCalls(most_turns=99, turn=turn, ask=ask, book=lambda *_: None, abandon=lambda *_: None, **more)
+    chosen = {"log": CallLog(observation_bytes=64), "book": lambda *_: None, "abandon": lambda *_: None} | more
+    return AgentCalls(most_turns=99, turn=turn, ask=ask, **chosen)
 
 
 @asynccontextmanager
@@ -75,6 +79,112 @@ async def an_endpoint(**settings: Any) -> AsyncIterator[tuple[AgentCallTable, Ag
 async def chat(client: httpx.AsyncClient, access: SessionAccess, **body: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {access.api_key}"}
     return await client.post(f"{access.openai_base_url}/chat/completions", json={**ASK, **body}, headers=headers)
+
+
+def resumed(log: CallLog) -> CallLog:
+    """The log of a run that goes on from a checkpoint of `log`."""
+    return CallLog(log.record(), observation_bytes=64)
+
+
+def context(*ids: int) -> np.ndarray[Any, Any]:
+    return np.array(ids, np.int32)
+
+
+async def called(own: AgentCalls, *ids: int) -> Reply:
+    return await own.reply(context(*ids), 5, (), ())
+
+
+def test_a_program_of_a_resumed_run_gets_the_replies_that_it_had_and_the_open_call_its_tokens() -> None:
+    async def life() -> None:
+        asked: list[Turn] = []
+
+        async def note(turn: Turn) -> Reply:
+            asked.append(turn)
+            return await answered(turn)
+
+        async def never(turn: Turn) -> Reply:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        log = CallLog(observation_bytes=64)
+        before = calls(note, log=log)
+        first = await called(before, 1, 2)
+        second = asyncio.ensure_future(called(calls_after(before, never), 1, 2, 3))
+        await asyncio.sleep(0.01)  # until the call is open
+        record = replace(log.record(), prefix_token_ids=context(7))
+        second.cancel()
+        assert (record.asked, record.request_ids) == ("g:0/0.1", ("g:0/0.0",))
+
+        again = calls(note, log=CallLog(record, observation_bytes=64))
+        del asked[:]
+        assert (await called(again, 1, 2)).token_ids.tolist() == first.token_ids.tolist() and not asked
+        assert again.replies.keys() == {"g:0/0.0"} == again.figures.keys()
+        await called(again, 1, 2, 3)
+        assert [(turn.request_id, turn.prefix_token_ids.tolist()) for turn in asked] == [("g:0/0.1", [7])]
+
+    def calls_after(own: AgentCalls, ask: Ask) -> AgentCalls:
+        own._ask = ask
+        return own
+
+    asyncio.run(life())
+
+
+def test_the_replies_of_calls_that_overlap_are_known_by_their_numbers() -> None:
+    async def life() -> None:
+        gates = [asyncio.Event(), asyncio.Event()]
+
+        async def gated(turn: Turn) -> Reply:
+            await gates[turn.turn].wait()
+            return replace(await answered(turn), generator=f"of {turn.turn}")
+
+        log = CallLog(observation_bytes=64)
+        own = calls(gated, log=log)
+        both = [asyncio.ensure_future(called(own, 1)), asyncio.ensure_future(called(own, 2))]
+        await asyncio.sleep(0.01)  # until both are open
+        gates[1].set()
+        await both[1]
+        assert (log.record().request_ids, log.record().asked) == (("g:0/0.1",), "")
+        gates[0].set()
+        await both[0]
+
+        again = calls(answered, log=resumed(log))
+        assert [(await called(again, n)).generator for n in (1, 2)] == ["of 0", "of 1"]
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize("what", ["a call that was answered", "the open call", "a call that was given up"])
+def test_a_program_that_goes_on_otherwise_than_before_voids_the_attempt(what: str) -> None:
+    async def life() -> None:
+        async def never(turn: Turn) -> Reply:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        log = CallLog(observation_bytes=64)
+        own = calls(answered if what == "a call that was answered" else never, log=log)
+        call = asyncio.ensure_future(called(own, 1, 2))
+        await asyncio.sleep(0.01)  # until it is open or answered
+        if what == "a call that was given up":
+            next(iter(own._open)).cancel()
+        if what != "the open call":
+            await asyncio.wait({call})
+        after = resumed(log)
+        call.cancel()
+        given_up = what == "a call that was given up"
+        async with an_endpoint() as (table, endpoint), httpx.AsyncClient() as client:
+            again = calls(answered, log=after)
+            access = endpoint.open_session(table.begin(again))
+            if given_up:
+                with pytest.raises(EnvironmentFailed, match="call 0 of the program was given up"):
+                    await called(again, 1, 2)
+            else:
+                response = await chat(client, access)  # another context than 1, 2
+                assert response.status_code == 503 and "has other tokens than before" in response.text
+            failure = again.broken.exception()
+            assert isinstance(failure, EnvironmentFailed)
+            assert failure.cause == ("resumed" if given_up else "replay_differs")
+
+    asyncio.run(life())
 
 
 @pytest.mark.parametrize("gone", [OutOfService("no replica left"), LaneFailed("generator.turns failed")])
@@ -136,7 +246,7 @@ def test_agents_are_told_how_their_own_session_is_sampled(stream: bool) -> None:
     async def told(ticket: int) -> str:
         settings = {"temperature": agents.sampling.temperature, "top_p": agents.sampling.top_p}
         async with an_endpoint(**settings) as (table, endpoint), httpx.AsyncClient() as client:
-            access = endpoint.open_session(table.begin(agents._calls(prompt(0), 0, ticket)))
+            access = endpoint.open_session(table.begin(agents._calls(prompt(0), CallLog(observation_bytes=64), ticket)))
             return str((await chat(client, access, stream=stream)).headers["x-flowrl-sampling"])
 
     assert asyncio.run(told(3)) == "temperature=0.7, top_p=1.0"

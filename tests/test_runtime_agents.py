@@ -59,21 +59,37 @@ def half_done_of(run_dir: Path, step: int) -> set[str]:
     return {sample_id for sample_id, record in records_of(run_dir, step).items() if record.first is not None}
 
 
-def test_half_done_agents_begin_anew_in_a_resumed_run_and_use_up_no_retry(tmp_path: Path) -> None:
-    config: dict[str, Any] = {"agent": "takes_its_time", "retries": 0}
-    play(tmp_path / "run", save_every=1, **config)
-    states = (tmp_path / "run" / "checkpoints").glob("step_*/state.msgpack")
+def resumed_in_the_middle(run_dir: Path, agent: str) -> tuple[GraphRun, set[str], set[str]]:
+    """The run, resumed from the checkpoint with most half-done agents; their samples, and those with replies."""
+    config: dict[str, Any] = {"agent": agent, "retries": 0}
+    play(run_dir, save_every=1, **config)
+    states = (run_dir / "checkpoints").glob("step_*/state.msgpack")
     steps = [int(state.parent.name.removeprefix("step_")) for state in states]
-    begun = {step: half_done_of(tmp_path / "run", step) for step in steps if step < STEPS}
+    begun = {step: half_done_of(run_dir, step) for step in steps if step < STEPS}
     step, half_done = max(begun.items(), key=lambda item: len(item[1]))
-    killed(tmp_path / "run", after=step)
-    ran = play(tmp_path / "run", resume=True, **config)
+    records = killed(run_dir, after=step)
+    ran = play(run_dir, resume=True, **config)
     assert ran.audit().ok, str(ran.audit())
     assert ran.states() == {"trained": STEPS * 6} and half_done
-    assert {name for (name,) in ran.rows("SELECT sample_id FROM attempts WHERE cause = 'resumed'")} == half_done
-    assert {name for (name,) in ran.rows("SELECT sample_id FROM episodes WHERE attempts = 2")} == half_done
+    return ran, half_done, {sample_id for sample_id, record in records.items() if record.request_ids}
+
+
+def test_half_done_agents_get_the_replies_that_they_had_in_a_resumed_run(tmp_path: Path) -> None:
+    ran, half_done, replied = resumed_in_the_middle(tmp_path / "run", "takes_its_time")
+    assert replied & half_done, "an agent has a reply at the checkpoint, and asks for the next one"
+    assert ran.rows("SELECT * FROM attempts WHERE cause NOT NULL") == []
+    assert ran.rows("SELECT sample_id FROM episodes WHERE attempts > 1") == []
+    assert ran.rows("SELECT SUM(redone_tokens) FROM samples") == [(0,)]
+    assert ran.rows("SELECT COUNT(*) FROM requests WHERE abandoned NOT NULL") == [(0,)]
+
+
+def test_half_done_agents_that_ask_something_else_begin_anew_and_use_up_no_retry(tmp_path: Path) -> None:
+    ran, half_done, replied = resumed_in_the_middle(tmp_path / "run", "asks_the_time")
+    void = {name for (name,) in ran.rows("SELECT sample_id FROM attempts WHERE cause = 'replay_differs'")}
+    assert replied & half_done <= void <= half_done
+    assert {name for (name,) in ran.rows("SELECT sample_id FROM episodes WHERE attempts = 2")} == void
     redone = ran.rows("SELECT SUM(redone_tokens) FROM samples")
-    assert redone == ran.rows("SELECT SUM(tokens) FROM requests WHERE abandoned = 'resumed'") != [(0,)]
+    assert redone == ran.rows("SELECT SUM(tokens) FROM requests WHERE abandoned = 'replay_differs'") != [(0,)]
 
 
 def test_what_agents_do_wrong_is_redone_or_abandoned_and_resumed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Invariants:
 - The turns of an attempt are numbered as they are asked. A turn that was given up before its reply is booked without
   tokens and as abandoned, so no number is missing.
 - A reply that no client received is abandoned: it is no part of the episode.
+- A call that a program of a resumed run makes as before the checkpoint gets the reply that it had.
 - What the generator raises ends the attempt, and is raised in its invocation.
 
 Waits: a call for its reply, ended by the client's leaving too; the end of a session for the calls that it cancels.
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents.endpoint import FinishedSession, LimitReached, SampledAnswer, SessionTask, Unavailable
+from flowrl.environments import EnvironmentFailed
 from flowrl.episode import Reply, Turn
-from flowrl.errors import LaneFailed, OutOfService
+from flowrl.errors import AttemptFailed, LaneFailed, OutOfService
 from flowrl.messages import Int32
 from flowrl.models.chat import Messages
 from flowrl.nodes.attempt import AskedTurn, read_action
+from flowrl.nodes.call_log import CallLog
 from flowrl.nodes.sampling import Sampling
 from flowrl.nodes.task_offers import TaskOffers
 from flowrl.nodes.turn_figures import TurnFigures
@@ -41,8 +44,8 @@ RETRY_S = 5
 class AgentCalls:
     """The calls of one attempt. Made in its invocation, to whose waits those for replies belong.
 
-    `ask` gets a reply, `book` and `abandon` write to the ledger; `turn` makes the request of a question. `sampling` is
-    how its replies are sampled, which the agent is told.
+    `ask` gets a reply, `book` and `abandon` write to the ledger; `turn` makes the request of a question, and `log` has
+    the replies of before a resume. `sampling` is how its replies are sampled, which the agent is told.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class AgentCalls:
         ask: Callable[[Turn], Awaitable[Reply]],
         book: Callable[[Turn, Reply], None],
         abandon: Callable[[str, str], None],
+        log: CallLog,
         sampling: Sampling | None = None,
     ) -> None:
         self._sampling = sampling or Sampling()
+        self._log = log
         self._most_turns = most_turns
         self._turn, self._ask, self._book, self._abandon = turn, ask, book, abandon
         self._context = contextvars.copy_context()
@@ -81,6 +86,8 @@ class AgentCalls:
             raise LimitReached(f"the episode has had its {self._most_turns} replies (limits.turns); end it")
         turn = self._turn(AskedTurn(self._num_asked, context_ids, max_tokens, stop, tuple(tools)))
         self._num_asked += 1
+        if (known := self._known(turn)) is not None:
+            return known
         began_s = time.monotonic()
         task = asyncio.get_running_loop().create_task(self._asked(turn), context=self._context)
         self._open.add(task)
@@ -117,9 +124,23 @@ class AgentCalls:
         for request_id in self.replies.keys() - set(self.finished.request_ids):
             self._abandon(request_id, NOT_RECEIVED)
 
+    def _known(self, turn: Turn) -> Reply | None:
+        """The reply that the call had before a resume. Raises EnvironmentFailed, which ends the attempt."""
+        try:
+            reply = self._log.known_call(turn)
+        except EnvironmentFailed as void:
+            if not self.broken.done():
+                self.broken.set_exception(void)
+            raise
+        if reply is not None:
+            self.replies[turn.request_id] = (turn, reply)
+            self.figures[turn.request_id] = TurnFigures.of(reply, context_tokens=int(turn.token_ids.size), seconds=0.0)
+        return reply
+
     async def _asked(self, turn: Turn) -> Reply:
         began_s = time.monotonic()
-        reply = await self._ask(turn)
+        reply = await self._ask(self._log.asking(turn))
+        self._log.called(turn, reply)
         seconds = time.monotonic() - began_s
         self.figures[turn.request_id] = TurnFigures.of(reply, context_tokens=int(turn.token_ids.size), seconds=seconds)
         return reply
@@ -135,7 +156,9 @@ class AgentCalls:
 
     def _give_up(self, turn: Turn) -> None:
         """The generator's own report may be on its way. The second line is for one that comes later."""
-        self._book(turn, _nothing(turn))
+        nothing = _nothing(turn)
+        self._log.called(turn, nothing)
+        self._book(turn, nothing)
         for _ in range(2):
             self._abandon(turn.request_id, CANCELLED)
 
@@ -166,6 +189,8 @@ class AgentCallTable:
             reply = await self._calls[session].reply(context_ids, max_tokens, stop, tools)
         except (OutOfService, LaneFailed) as gone:
             raise Unavailable(f"no generator can answer, and the run ends: {gone}", retry_after_s=RETRY_S) from None
+        except AttemptFailed as void:
+            raise Unavailable(f"this attempt cannot go on: {void}", retry_after_s=RETRY_S) from None
         return self._answer(reply, stop)
 
     def withdraw(self, session_id: str) -> None:

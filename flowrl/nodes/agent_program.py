@@ -32,11 +32,12 @@ from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_
 from flowrl.environments import Episodes
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.facts import Facts
-from flowrl.messages import Prompt
+from flowrl.messages import Prompt, Record
 from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
 from flowrl.nodes.agent_players import AgentPlayer, AgentPlayers, OutsideAgents, StartedAgents
 from flowrl.nodes.attempt import read_action
+from flowrl.nodes.call_log import CallLog
 from flowrl.nodes.episode_checks import template_findings
 from flowrl.nodes.episode_log import EpisodeLog
 from flowrl.nodes.episode_node import EpisodeNode
@@ -259,7 +260,8 @@ class AgentProgram(EpisodeNode):
     # Episodes
 
     async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
-        began_s, calls = time.monotonic(), self._calls(prompt, log.attempt, ticket)
+        assert isinstance(log, CallLog)
+        began_s, calls = time.monotonic(), self._calls(prompt, log, ticket)
         player = await self._players.begin(prompt, log, ticket, calls)
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
@@ -268,14 +270,18 @@ class AgentProgram(EpisodeNode):
             self.generate.forget(prompt.sample_id)
             await player.close()
 
-    def _calls(self, prompt: Prompt, number: int, ticket: int) -> AgentCalls:
+    def _new_log(self, record: Record | None = None) -> CallLog:
+        return CallLog(record, observation_bytes=self.limits.observation_bytes)
+
+    def _calls(self, prompt: Prompt, log: CallLog, ticket: int) -> AgentCalls:
         ledger = self.context.ledger
         return AgentCalls(
             most_turns=self.limits.turns,
-            turn=partial(self.turn, prompt, attempt=number, ticket=ticket),
+            turn=partial(self.turn, prompt, attempt=log.attempt, ticket=ticket),
             ask=self.ask,
             book=ledger.request,
             abandon=ledger.abandoned if ticket >= 0 else _not_booked,
+            log=log,
             sampling=self.sampling if ticket >= 0 else self.held_out_sampling,
         )
 

@@ -73,7 +73,7 @@ class EpisodeLog:
     def next_attempt(self, *, counts: bool) -> EpisodeLog:
         """The log of the attempt after this one, which is void; `counts`: it is one of those that may fail."""
         record = EpisodeRecord(attempt=self.attempt + 1, failed=self.failed + counts)
-        return EpisodeLog(record, observation_bytes=self._observation_bytes)
+        return type(self)(record, observation_bytes=self._observation_bytes)
 
     # Time
 
@@ -99,10 +99,14 @@ class EpisodeLog:
             raise EnvironmentFailed("replay_differs", f"the context of turn {number} has other tokens than before")
         if number >= len(self._replies):
             return None
+        self._answered()
+        return self._replies[number]
+
+    def _answered(self) -> None:
+        """A known reply has been used."""
         self._num_answered += 1
         if not self._replaying:
             self._began_s = time.monotonic()
-        return self._replies[number]
 
     def asking(self, turn: Turn) -> Turn:
         """Note a request, and give it the tokens that a checkpoint found of it."""

@@ -32,9 +32,7 @@ LINE_BYTES = 1 << 20
 
 
 class ProgramAgent(Env):
-    """Base of both kinds."""
-
-    replays = False
+    """Base of both kinds. A program of a resumed run makes its calls again, and gets the replies that it had."""
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._options: Mapping[str, Any] = task["options"]

@@ -32,9 +32,7 @@ NEEDED = (
 
 
 class VerifiersEnv(Env):
-    """One rollout."""
-
-    replays = False
+    """One rollout. In a resumed run its calls get the replies that they had."""
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], VerifiersEnv]:
