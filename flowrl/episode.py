@@ -107,8 +107,8 @@ class EpisodeRecord(Record):
     """Since the attempt began."""
     replies: tuple[Reply, ...] = ()
     """Replies of the attempt's turns, in order; of an agent's program in that of their ends."""
-    contexts: tuple[bytes, ...] = ()
-    """Digests of the contexts of `replies`, for an agent's program."""
+    calls: tuple[bytes, ...] = ()
+    """Digests of what was asked for `replies` and, if there is one, for the open request; for agents' programs."""
     context_ids: Int32 = field(default_factory=no_ids)
     """[T], everything fed and sampled until the newest request that it has asked."""
     first: tuple[Mapping[str, Any], ...] | None = None

@@ -18,6 +18,7 @@ from typing import Any
 from openai import APIStatusError, APITimeoutError, AsyncOpenAI, OpenAI
 
 IMPORTED_BY = os.getpid()
+MARKS = "FLOWRL_TEST_MARKS"
 
 
 async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
@@ -157,6 +158,42 @@ async def paces(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
         total += len(reply.content or "")
         await asyncio.sleep(0.5)  # the program's own work
     return float(total % 2)
+
+
+async def several_answers(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Each of its two calls has three replies, which end at different times."""
+    messages = list(task["messages"])
+    for _ in range(2):
+        replies = await say(client, messages, n=3)
+        messages += [replies.choices[2].message.to_dict(), {"role": "user", "content": "go on"}]
+        await asyncio.sleep(0.1)  # the program's own work
+    return 1.0
+
+
+async def ends_early(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Makes two calls. If it has begun before, by a file in MARKS, it ends after the first."""
+    return await _once(client, task)
+
+
+async def fails_early(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
+    """Makes two calls. If it has begun before, by a file in MARKS, it fails after the first."""
+    await _once(client, task, mode="x")
+    return 1.0
+
+
+async def _once(client: AsyncOpenAI, task: Mapping[str, Any], mode: str = "") -> float:
+    mark = Path(os.environ[MARKS]) / str(random.random())  # seeded by the attempt
+    begun = mark.exists()
+    mark.touch()
+    await asyncio.sleep(0.1)  # the program's own work
+    await say(client, list(task["messages"]))
+    if begun and mode:
+        mark.open(mode)
+    if not begun:
+        await asyncio.sleep(0.2)  # the program's own work
+        await say(client, [{"role": "user", "content": "1+1="}])
+        await asyncio.sleep(0.2)  # the program's own work
+    return 1.0
 
 
 async def asks_the_time(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:

@@ -115,12 +115,18 @@ def test_a_program_of_a_resumed_run_gets_the_replies_that_it_had_and_the_open_ca
         second.cancel()
         assert (record.asked, record.request_ids) == ("g:0/0.1", ("g:0/0.0",))
 
-        again = calls(note, log=CallLog(record, observation_bytes=64))
+        again = calls(note, log=resumed(CallLog(record, observation_bytes=64)))  # which ended before a call, too
         del asked[:]
         assert (await called(again, 1, 2)).token_ids.tolist() == first.token_ids.tolist() and not asked
         assert again.replies.keys() == {"g:0/0.0"} == again.figures.keys()
         await called(again, 1, 2, 3)
         assert [(turn.request_id, turn.prefix_token_ids.tolist()) for turn in asked] == [("g:0/0.1", [7])]
+
+        third = calls(note, log=resumed(again._log))
+        del asked[:]
+        for ids in ((1, 2), (1, 2, 3), (5,)):
+            await called(third, *ids)
+        assert [turn.request_id for turn in asked] == ["g:0/0.2"]
 
     def calls_after(own: AgentCalls, ask: Ask) -> AgentCalls:
         own._ask = ask
@@ -153,6 +159,19 @@ def test_the_replies_of_calls_that_overlap_are_known_by_their_numbers() -> None:
     asyncio.run(life())
 
 
+def test_a_call_with_another_limit_is_another_call_and_ends_the_attempt_for_all_others() -> None:
+    async def life() -> None:
+        log = CallLog(observation_bytes=64)
+        await called(calls(answered, log=log), 1, 2)
+        again = calls(answered, log=resumed(log))
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailed, match="call 0 of the program is not the one that it was before"):
+                await again.reply(context(1, 2), 6, (), ())
+        assert not again.replies and resumed(log).calls_left == 1
+
+    asyncio.run(life())
+
+
 @pytest.mark.parametrize("what", ["a call that was answered", "the open call", "a call that was given up"])
 def test_a_program_that_goes_on_otherwise_than_before_voids_the_attempt(what: str) -> None:
     async def life() -> None:
@@ -179,7 +198,7 @@ def test_a_program_that_goes_on_otherwise_than_before_voids_the_attempt(what: st
                     await called(again, 1, 2)
             else:
                 response = await chat(client, access)  # another context than 1, 2
-                assert response.status_code == 503 and "has other tokens than before" in response.text
+                assert response.status_code == 503 and "is not the one that it was before" in response.text
             failure = again.broken.exception()
             assert isinstance(failure, EnvironmentFailed)
             assert failure.cause == ("resumed" if given_up else "replay_differs")

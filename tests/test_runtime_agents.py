@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.machines import free_ports
 from flowrl.testing import GraphRun, run_graph
+from tests.agent_programs import MARKS
 from tests.test_runtime_half_done import killed, records_of
 
 ROOT = Path(__file__).parent.parent
@@ -74,13 +75,25 @@ def resumed_in_the_middle(run_dir: Path, agent: str) -> tuple[GraphRun, set[str]
     return ran, half_done, {sample_id for sample_id, record in records.items() if record.request_ids}
 
 
-def test_half_done_agents_get_the_replies_that_they_had_in_a_resumed_run(tmp_path: Path) -> None:
-    ran, half_done, replied = resumed_in_the_middle(tmp_path / "run", "takes_its_time")
+@pytest.mark.parametrize("agent", ["takes_its_time", "several_answers"])
+def test_half_done_agents_get_the_replies_that_they_had_in_a_resumed_run(tmp_path: Path, agent: str) -> None:
+    ran, half_done, replied = resumed_in_the_middle(tmp_path / "run", agent)
     assert replied & half_done, "an agent has a reply at the checkpoint, and asks for the next one"
     assert ran.rows("SELECT * FROM attempts WHERE cause NOT NULL") == []
     assert ran.rows("SELECT sample_id FROM episodes WHERE attempts > 1") == []
     assert ran.rows("SELECT SUM(redone_tokens) FROM samples") == [(0,)]
     assert ran.rows("SELECT COUNT(*) FROM requests WHERE abandoned NOT NULL") == [(0,)]
+
+
+@pytest.mark.parametrize("agent", ["ends_early", "fails_early"])
+def test_half_done_agents_that_make_fewer_calls_begin_anew_and_use_up_no_retry(
+    tmp_path: Path, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setenv(MARKS, str(tmp_path / "marks"))
+    ran, half_done, replied = resumed_in_the_middle(tmp_path / "run", agent)
+    void = {name for (name,) in ran.rows("SELECT sample_id FROM attempts WHERE cause = 'replay_differs'")}
+    assert void and void <= half_done & replied
 
 
 def test_half_done_agents_that_ask_something_else_begin_anew_and_use_up_no_retry(tmp_path: Path) -> None:

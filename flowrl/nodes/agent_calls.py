@@ -80,7 +80,9 @@ class AgentCalls:
         self.broken.add_done_callback(lambda broken: broken.exception())  # nobody may be waiting for it any more
 
     async def reply(self, context_ids: Int32, max_tokens: int, stop: tuple[str, ...], tools: Messages) -> Reply:
-        """The policy's reply. Raises LimitReached."""
+        """The policy's reply. Raises LimitReached, and what has ended the attempt."""
+        if self.broken.done() and (end := self.broken.exception()) is not None:
+            raise end
         if self._num_asked == self._most_turns:
             self.refused = True
             raise LimitReached(f"the episode has had its {self._most_turns} replies (limits.turns); end it")

@@ -8,7 +8,9 @@
 - The tokens of an episode are those of its session: the sampled ones, and what the template made of the messages that
   the agent sent between them, by id.
 - Of an attempt nothing is left when it is over: no process, no session, no call.
-- A half-done attempt cannot go on in a resumed run, because nobody knows what its program did: it is void.
+- A resumed run starts the program of a half-done attempt anew, and answers its calls as before (`call_log`). Whatever
+  goes wrong until all of them are made again voids the attempt and counts as no failure. Those of outside workers are
+  void.
 
 Waits: for an agent (`context.outside`), until it ends by itself, or `limits.episode_s` are over, or its session is
 idle, or a call of it cannot be answered.
@@ -29,7 +31,7 @@ import numpy as np
 from flowrl.agents import TokenSequence
 from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSession, SessionAccess
 from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_verifiers
-from flowrl.environments import Episodes
+from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, Episodes
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt, Record
@@ -265,10 +267,12 @@ class AgentProgram(EpisodeNode):
         player = await self._players.begin(prompt, log, ticket, calls)
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
-            return await self._run(player, calls)
+            played = await self._run(player, calls, log)
         finally:
             self.generate.forget(prompt.sample_id)
             await player.close()
+        calls.abandon_others()  # last, because a checkpoint before would have their replies
+        return played
 
     def _new_log(self, record: Record | None = None) -> CallLog:
         return CallLog(record, observation_bytes=self.limits.observation_bytes)
@@ -285,7 +289,7 @@ class AgentProgram(EpisodeNode):
             sampling=self.sampling if ticket >= 0 else self.held_out_sampling,
         )
 
-    async def _run(self, player: AgentPlayer, calls: AgentCalls) -> Played:
+    async def _run(self, player: AgentPlayer, calls: AgentCalls, log: CallLog) -> Played:
         """From the beginning of the session to its end. What the attempt has come to goes with its failure."""
         began_s = time.monotonic()
         try:
@@ -300,10 +304,14 @@ class AgentProgram(EpisodeNode):
             assert calls.finished is not None
             played.cut = cut or self._cut(calls, calls.finished)
             self._rewarded(played, calls.finished, result)
+            if log.calls_left:
+                raise EnvironmentFailed("replay_differs", f"the agent {self.source!r} ended {_too_early(log)}")
         except AttemptFailed as failure:
             failure.played = self._played(calls, time.monotonic() - began_s)
+            if log.calls_left and failure.cause not in RESUME_CAUSES:
+                text = f"the agent {self.source!r} failed {_too_early(log)}: {failure}"
+                raise EnvironmentFailed("replay_differs", text) from None
             raise
-        calls.abandon_others()
         return played
 
     async def _result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
@@ -376,6 +384,10 @@ def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:
         ends += (before + np.flatnonzero(edges == -1)).tolist()
         before += sequence.token_ids.size
     return ends
+
+
+def _too_early(log: CallLog) -> str:
+    return f"before it had made all calls again that it had made before the checkpoint ({log.calls_left} were left)"
 
 
 def _not_booked(request_id: str, reason: str) -> None:

@@ -7,7 +7,8 @@ Invariants
   the sample has its fate. The result is the same. Only the reports on one request have one order: a turn that was
   asked twice is answered by the newer one.
 - No process of a run starts again by itself, so attempts and turns count up within an incarnation. After a resume
-  they count on where the checkpoint has a record of the episode; otherwise the episode begins again with attempt 0.
+  they count on where the checkpoint has a record of the episode, and what was open is asked again under its number;
+  otherwise the episode begins again with attempt 0.
 """
 
 from __future__ import annotations
