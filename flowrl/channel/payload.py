@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.channel.schema import schema_of
+from flowrl.channel.values import SCALARS
 from flowrl.messages import Message
 
 
@@ -18,6 +19,8 @@ def payload_bytes(value: Any) -> int:
         return int(value.nbytes)
     if kind is str or kind is bytes:
         return len(value)
+    if kind in SCALARS:
+        return 8
     if isinstance(value, Message):
         return sum(map(payload_bytes, schema_of(kind).values(value)))
     if kind is tuple or kind is list:

@@ -126,6 +126,8 @@ def freeze(message: Message) -> None:
 
 def freeze_inside(value: Any) -> None:
     """`freeze` every message and array in the value of a request, which may hold other values too."""
+    if type(value) in SCALARS:
+        return
     if isinstance(value, Message):
         freeze(value)
     elif isinstance(value, np.ndarray):

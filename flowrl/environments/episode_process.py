@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flowrl.environments.failure import CAUSES, EnvironmentFailed
-from flowrl.environments.open_episode import time_limit
+from flowrl.environments.open_episode import TimeLimit
 from flowrl.environments.output import Output, with_tail
 from flowrl.environments.protocol import MalformedValue
 from flowrl.environments.zygote import KILLED_WITHIN_S, Exit, ZygoteClient
@@ -54,7 +54,7 @@ class EpisodeProcess:
     async def ask(self, request: dict[str, Any], limit_s: float, doing: str) -> Any:
         """The answer. Raises EnvironmentFailed, and ConfigError for what is a user's mistake."""
         try:
-            async with time_limit(limit_s, f"{self._name}: {doing}"):
+            async with TimeLimit(limit_s, f"{self._name}: {doing}"):
                 return self._checked(await self._exchange(request))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._died(doing) from None

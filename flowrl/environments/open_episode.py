@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 from flowrl.environments.environment_row import EnvironmentRow
 from flowrl.environments.failure import EnvironmentFailed
@@ -18,17 +18,28 @@ from flowrl.environments.player import Player
 from flowrl.environments.protocol import Action, Observation, Step
 
 
-@asynccontextmanager
-async def time_limit(seconds: float, doing: str) -> AsyncIterator[None]:
+class TimeLimit:
     """Raises EnvironmentFailed(env_timed_out) when the time is over."""
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise EnvironmentFailed("env_timed_out", f"{doing} took more than {seconds:g} s") from None
+
+    def __init__(self, seconds: float, doing: str) -> None:
+        self._seconds, self._doing = seconds, doing
+        self._limit = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        try:
+            await self._limit.__aexit__(kind, error, frames)
+        except TimeoutError:
+            raise self._over() from None
+        if isinstance(error, TimeoutError) and self._limit.expired():
+            raise self._over() from None
+
+    def _over(self) -> EnvironmentFailed:
+        return EnvironmentFailed("env_timed_out", f"{self._doing} took more than {self._seconds:g} s")
 
 
 class OpenEpisode(ABC):
@@ -100,7 +111,7 @@ class LoopEpisode(OpenEpisode):
 
     async def begin(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
         self._player = Player(self._name, self._found.make)
-        async with time_limit(limit_s, f"{self._name}: reset"):
+        async with TimeLimit(limit_s, f"{self._name}: reset"):
             if state is None:
                 self.observations = await self._player.reset(row.task, row.seed)
             else:
@@ -112,10 +123,10 @@ class LoopEpisode(OpenEpisode):
 
     async def _step(self, action: Action, seat: int) -> Step:
         assert self._player is not None
-        async with time_limit(self._step_s, f"{self._name}: step"):
+        async with TimeLimit(self._step_s, f"{self._name}: step"):
             return await self._player.step(action, seat)
 
     async def _close(self) -> None:
         if self._player is not None:
-            async with time_limit(self._step_s, f"{self._name}: close"):
+            async with TimeLimit(self._step_s, f"{self._name}: close"):
                 await self._player.close()

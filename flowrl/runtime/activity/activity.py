@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +48,8 @@ class Activity:
     waits: dict[int, Wait] = field(default_factory=dict)
     died: Callable[[BaseException], None] = _report_to_loop
     """Called when a task dies that the node started and nobody awaits."""
-    _token: int = 0
+    last_token: int = 0
+    """The key of the newest wait."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -68,25 +68,35 @@ class Activity:
         else:
             self._idle.set()
 
-    @contextmanager
-    def waiting(self, kind: str, what: str, *, inside: ActiveInvocation | None) -> Iterator[None]:
+    def waiting(self, kind: str, what: str, *, inside: ActiveInvocation | None) -> ActiveWait:
         """Record a wait. `inside`: the invocation that it is part of, which does not count as working meanwhile."""
-        self._token += 1
-        token = self._token
-        self.waits[token] = Wait(kind, what, time.monotonic(), asyncio.current_task())
-        if inside is not None:
-            inside.count_wait(+1)
-        try:
-            yield
-        finally:
-            del self.waits[token]
-            self.moves += 1
-            if inside is not None:
-                inside.count_wait(-1)
+        return ActiveWait(self, kind, what, inside)
 
     async def idle(self) -> None:
         """Wait until no invocation is inside user code."""
         await self._idle.wait()
+
+
+class ActiveWait:
+    """One wait of an activity, while its block lasts. An episode's turn has a dozen, so it is no generator."""
+
+    __slots__ = ("_activity", "_inside", "_kind", "_token", "_what")
+
+    def __init__(self, activity: Activity, kind: str, what: str, inside: ActiveInvocation | None) -> None:
+        self._activity, self._kind, self._what, self._inside = activity, kind, what, inside
+
+    def __enter__(self) -> None:
+        activity = self._activity
+        activity.last_token = self._token = activity.last_token + 1
+        activity.waits[self._token] = Wait(self._kind, self._what, time.monotonic(), asyncio.current_task())
+        if self._inside is not None:
+            self._inside.count_wait(+1)
+
+    def __exit__(self, *error: object) -> None:
+        del self._activity.waits[self._token]
+        self._activity.moves += 1
+        if self._inside is not None:
+            self._inside.count_wait(-1)
 
 
 class ActiveInvocation:

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.routes import WeightRoute
-from flowrl.runtime.activity.activity import OUTSIDE, Activity, in_invocation
+from flowrl.runtime.activity.activity import OUTSIDE, ActiveWait, Activity, in_invocation
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.ledger.accounting import LedgerClient
@@ -139,24 +139,20 @@ class NodeContext:
             self.meters.leave()
             self.trace.slice(self.place.replica_id, name, start, time.time_ns())
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> ActiveWait:
         """Inside, this code waits for another item of this node, or for a message from the driver.
 
         The invocation does not count as working meanwhile, so checkpoints proceed. The stall watch assumes that only
         the graph ends the wait; if something else ends it (a service, a person, a thread of the node), use `outside`.
         """
-        with self.activity.waiting("waiting", what, inside=in_invocation.get()):
-            yield
+        return self.activity.waiting("waiting", what, inside=in_invocation.get())
 
-    @contextmanager
-    def outside(self, what: str) -> Iterator[None]:
+    def outside(self, what: str) -> ActiveWait:
         """Inside, this code waits for something outside the graph: checkpoints proceed, and the node counts as alive.
 
         An example is a wait for an environment.
         """
-        with self.activity.waiting(OUTSIDE, what, inside=in_invocation.get()):
-            yield
+        return self.activity.waiting(OUTSIDE, what, inside=in_invocation.get())
 
     @asynccontextmanager
     async def exclusive(self, name: str) -> AsyncIterator[None]:
