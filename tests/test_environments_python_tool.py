@@ -361,6 +361,7 @@ def test_when_the_owner_is_killed_the_interpreter_ends(kind: str, signal_: signa
         "asyncio.run(main())\n"
     )
     work = tempfile.mkdtemp()  # the folder of a killed owner stays, so it has to be ours
+    os.chmod(work, 0o755)  # what root starts runs as another user
     owner = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": work}
     )

@@ -252,14 +252,25 @@ def _become_interpreter(settings: dict[str, Any], source: str, control: socket.s
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if not settings["namespaces"]:
-            os.chdir(settings["work"])
+            _enter(settings["work"])
         for name, most in settings["limits"].items():
             resource.setrlimit(getattr(resource, name), (most, most))
         control.set_inheritable(True)
         command = (settings["python"], "-P", "-s", "-B", "-c", source, str(control.fileno()), settings["interpreter"])
         os.execve(settings["python"], command, settings["environment"])
+    except NotAllowed as problem:
+        _refuse(control, problem)
     except OSError as problem:
         _refuse(control, OSError(f"starting {settings['python']}: {problem.strerror}"))
+
+
+def _enter(work: str) -> None:
+    try:
+        os.chdir(work)
+    except PermissionError:
+        where = os.path.dirname(work)
+        wrong = f"{where} is closed to the user without rights, who executes what root starts"
+        raise NotAllowed(f"{wrong}; set TMPDIR to a directory that all may pass through") from None
 
 
 def _outlive(child: int) -> None:
