@@ -189,7 +189,8 @@ def test_check_says_how_long_a_step_takes_by_the_expected_time_of_an_episode() -
         [],
     )
     assert "with a staleness of 0 nothing is played meanwhile" in said("self_play", "--staleness", "0")[0][0]
-    assert said("agent_openai")[1] == [
+    assert said("agent_openai")[1] == []
+    assert said("agent_openai", "--processes", "32")[1] == [
         "agents has places for 32 episodes at a time, of 60 s each, so a step of 64 takes 120 s or more, where its "
         "tickets allow 30 s; raise limits.episodes and processes to 128."
     ]
