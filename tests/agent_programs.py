@@ -19,6 +19,7 @@ from openai import APIStatusError, APITimeoutError, AsyncOpenAI, OpenAI
 
 IMPORTED_BY = os.getpid()
 MARKS = "FLOWRL_TEST_MARKS"
+"""Names the folder where programs leave marks, beside the run's folder `run`."""
 
 
 async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
@@ -138,14 +139,31 @@ async def goes_on(client: AsyncOpenAI, task: Mapping[str, Any]) -> float | None:
         messages += [reply.to_dict(), {"role": "user", "content": "go on"}]
 
 
+async def until_a_checkpoint(task: Mapping[str, Any], name: str = "") -> None:
+    """If the task asks for it, leaves a mark of this name and waits until the run has a checkpoint."""
+    marks = Path(os.environ[MARKS])
+    if task["held"]:
+        (marks / f"held-{name or os.getpid()}").touch()
+        await seen(marks.parent, "run/checkpoints/step_*/state.msgpack")
+
+
+async def seen(folder: Path, pattern: str, number: int = 1) -> None:
+    """Returns when other processes have made so many files of this name."""
+
+    def look() -> None:
+        while len(list(folder.glob(pattern))) < number:
+            time.sleep(0.02)  # files tell nobody that they are there
+
+    await asyncio.to_thread(look)
+
+
 async def takes_its_time(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
-    """Two turns with a pause before and after each."""
+    """Two turns, and `until_a_checkpoint` after each."""
     messages = list(task["messages"])
     for _ in range(2):
-        await asyncio.sleep(0.1)  # the program's own work
         reply = (await say(client, messages)).choices[0].message
         messages += [reply.to_dict(), {"role": "user", "content": "go on"}]
-        await asyncio.sleep(0.1)  # the program's own work
+        await until_a_checkpoint(task)
     return float(len(reply.content) % 2)
 
 
@@ -166,42 +184,39 @@ async def several_answers(client: AsyncOpenAI, task: Mapping[str, Any]) -> float
     for _ in range(2):
         replies = await say(client, messages, n=3)
         messages += [replies.choices[2].message.to_dict(), {"role": "user", "content": "go on"}]
-        await asyncio.sleep(0.1)  # the program's own work
+        await until_a_checkpoint(task)
     return 1.0
 
 
 async def ends_early(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
-    """Makes two calls. If it has begun before, by a file in MARKS, it ends after the first."""
+    """Makes two calls. If it was held before, it ends after the first."""
     return await _once(client, task)
 
 
 async def fails_early(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
-    """Makes two calls. If it has begun before, by a file in MARKS, it fails after the first."""
+    """Makes two calls. If it was held before, it fails after the first."""
     await _once(client, task, mode="x")
     return 1.0
 
 
 async def _once(client: AsyncOpenAI, task: Mapping[str, Any], mode: str = "") -> float:
-    mark = Path(os.environ[MARKS]) / str(random.random())  # seeded by the attempt
+    name = str(random.random())  # seeded by the attempt
+    mark = Path(os.environ[MARKS]) / f"held-{name}"
     begun = mark.exists()
-    mark.touch()
-    await asyncio.sleep(0.1)  # the program's own work
     await say(client, list(task["messages"]))
     if begun and mode:
         mark.open(mode)
     if not begun:
-        await asyncio.sleep(0.2)  # the program's own work
         await say(client, [{"role": "user", "content": "1+1="}])
-        await asyncio.sleep(0.2)  # the program's own work
+        await until_a_checkpoint(task, name)
     return 1.0
 
 
 async def asks_the_time(client: AsyncOpenAI, task: Mapping[str, Any]) -> float:
     """Its questions are others each time that it is run."""
     for _ in range(2):
-        await asyncio.sleep(0.1)  # the program's own work
         await say(client, [{"role": "user", "content": f"{time.time_ns()}="}])
-        await asyncio.sleep(0.1)  # the program's own work
+        await until_a_checkpoint(task)
     return 1.0
 
 
