@@ -30,6 +30,8 @@ R = TypeVar("R")
 CORE = (max(os.sched_getaffinity(0)),)
 MOST = 96
 """Policy tokens of a sample: enough for updates and checkpoints to come in between."""
+MOST_UNANSWERED = 64
+"""Prompts at a time: more than a generator of these tests answers at once, and no more than a slow one gets done."""
 TOLERANCE = 1e-4
 """float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
 
@@ -95,12 +97,14 @@ class Live:
     async def train_amid(self, number: int) -> int:
         """Train while prompts come, from this number on, until the generator has the version, and some more.
 
-        Returns how many. However slow a machine is, responses are in progress when the version changes.
+        Returns how many. However slow a machine is, responses are in progress when the version changes, and those
+        that are asked for then are soon there.
         """
-        first, training = number, asyncio.ensure_future(self._train_until_held())
+        first, before, training = number, len(self.sent), asyncio.ensure_future(self._train_until_held())
         while not training.done():
-            self.rig.feed("prompts", make_prompt(number))
-            number += 1
+            if number - first - (len(self.sent) - before) < MOST_UNANSWERED:
+                self.rig.feed("prompts", make_prompt(number))
+                number += 1
             await asyncio.sleep(0.02)  # the pace of the prompts
         await training
         self.rig.feed("prompts", *map(make_prompt, range(number, number + 8)))

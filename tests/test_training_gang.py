@@ -129,8 +129,10 @@ def plain_balance(model: torch.nn.Module, batch: Batch) -> Tensor:
     return torch.stack(terms).sum() / sum(sample.token_ids.size - 1 for sample in batch.samples)
 
 
-def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """(gradient of every optimizer step, final weights)."""
+def plain_steps(
+    case: Case, directory: Path, *, moved: bool = False
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """(gradient of every optimizer step, final weights); `moved`: from weights half of which are a last place away."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -139,6 +141,11 @@ def plain_steps(case: Case, directory: Path) -> tuple[list[dict[str, Tensor]], d
         trust_remote_code=case.experts,
         attn_implementation="eager" if case.windowed else None,
     )
+    if moved:
+        signs, half = torch.Generator().manual_seed(0), torch.finfo(torch.float32).eps / 2
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.mul_(1 + half * torch.randn(weights.shape, generator=signs).sign())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     gradients = []
     for number in range(BATCHES):
@@ -189,8 +196,13 @@ def test_gradients_and_weights_equal_the_plain_loop(case: Case, gang_dir: Path) 
     assert len(found["gradients"]) == len(gradients) == BATCHES * case.epochs * case.optimizer_steps
     sizes = [max(float(g.abs().max()) for g in gradient.values()) for gradient in gradients]
     assert min(sizes) > 1e-3, "a gradient of nothing would prove nothing"
-    for ours, plain, size in zip(found["gradients"], gradients, sizes, strict=True):
-        assert worst(ours, plain) <= (1e-5 if case.sequence > 1 or case.tensor > 1 else 2e-5) * max(1.0, size)
+    bars = [(1e-5 if case.sequence > 1 or case.tensor > 1 else 2e-5) * max(1.0, size) for size in sizes]
+    errors = list(map(worst, found["gradients"], gradients))
+    if any(error > bar for error, bar in zip(errors, bars, strict=True)):
+        # Steps differ in what they make of a rounding, by up to 20 times: no closer than the plain loop to itself.
+        roundings = map(worst, plain_steps(case, gang_dir, moved=True)[0], gradients)
+        bars = list(map(max, bars, roundings))
+    assert all(error <= bar for error, bar in zip(errors, bars, strict=True)), (errors, bars)
     assert worst(found["weights"], weights) <= 1e-5
 
 
