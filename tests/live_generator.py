@@ -31,7 +31,7 @@ CORE = (max(os.sched_getaffinity(0)),)
 MOST = 96
 """Policy tokens of a sample: enough for updates and checkpoints to come in between."""
 MOST_UNANSWERED = 64
-"""Prompts at a time: more than a generator of these tests answers at once, and no more than a slow one gets done."""
+"""Prompts at a time: more than an engine of these tests answers at once; few enough that a slow one answers in time."""
 TOLERANCE = 1e-4
 """float32 logprobs of two implementations; a stale tied head is off by 0.05 and more."""
 

@@ -17,6 +17,7 @@ from tests.graphs_episodes.played import Meddler, Speaker, Training
 
 FILE = str(Path(agent_programs.__file__))
 HELD = 6
+"""Programs that are held: those of two groups."""
 
 
 class HeldSource(TaskSource):
@@ -31,7 +32,7 @@ class HeldSource(TaskSource):
 
 
 class TrainsInTheMiddle(Training):
-    """Ends its first step, which a checkpoint follows, when six programs are held in their middle."""
+    """Ends its first step, which a checkpoint follows, when HELD programs wait in their middle."""
 
     async def publish(self, version: int) -> None:
         if version == 1:
