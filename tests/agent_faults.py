@@ -2,12 +2,13 @@
 
     python -m tests.agent_faults [--real] [--only PART ...] [--results FILE]
 
-One line for each cell of {zygote, process, agent, client, generator, tool} x {kill, stop, hang, garbage} x {reset,
-step, generating, scoring, checkpoint}; those that make no sense say why. Environments' and agents' processes, zygotes
-and the endpoint are real; the generator is a stand-in, and its cells run in processes of their own on Ray. With
+One line for each cell of {zygote, process, agent, client, generator, replica, tool} x {kill, stop, hang, garbage} x
+{reset, step, generating, scoring, checkpoint}; those that make no sense say why. Environments' and agents' processes,
+zygotes and the endpoint are real; the generator is a stand-in, and its cells run in processes of their own on Ray. With
 `--real` everything does, with vLLM and ZeRO: the generator's cells, and one of each other target; others with `--only`.
-A run whose generator is killed ends with status 2, and its books have to close after a resume. With a file for the
-results, cells that are `ok` there are not done again. The exit status is 1 if a cell is not ok.
+A run whose only generator is killed ends with status 2, and its books have to close after a resume; one of two
+(`replica`) is done without. With a file for the results, cells that are `ok` there are not done again. The exit status
+is 1 if a cell is not ok.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from tests.run_process import MARK, Run, pids_of
 
 GRAPH = Path(__file__).parent / "graphs_episodes" / "faulty.py"
 REAL_GRAPH = GRAPH.with_name("faulty_real.py")
-TARGETS = ("zygote", "process", "agent", "client", "generator", "tool")
+TARGETS = ("zygote", "process", "agent", "client", "generator", "replica", "tool")
 WAYS = ("kill", "stop", "hang", "garbage")
 MOMENTS = ("reset", "step", "generating", "scoring", "checkpoint")
 STEPS, SAMPLES = 4, 24
-TIMES = {"zygote": 2, "generator": 1}
+TIMES = {"zygote": 2, "generator": 1, "replica": 1}
 """How often the fault happens in a run; else OFTEN times."""
 OFTEN = 4
 RUN_S = 120.0
@@ -60,6 +61,7 @@ CAUSES = {
     "agent": {"agent_died", "agent_raised", "no_reward"},
     "client": set[str](),
     "generator": set[str](),
+    "replica": set[str](),
     "tool": {"env_died", "env_timed_out", "env_malformed"},
 }
 
@@ -87,6 +89,8 @@ class Cell:
                 return "it runs no code of users: it hangs only if it is stopped"
             case "generator", "garbage", moment if moment != "step":
                 return "garbage of the policy is a reply, and the answer to it is a step"
+            case "replica", "hang" | "garbage", _:
+                return "as of the only generator"
             case "tool", _, moment if moment not in ("step", "checkpoint"):
                 return "tools run in steps alone"
         return ""
@@ -95,6 +99,7 @@ class Cell:
 REAL = frozenset(
     {
         *(Cell("generator", way, moment) for way in ("kill", "stop", "garbage") for moment in MOMENTS),
+        *(Cell("replica", "kill", moment) for moment in MOMENTS),
         Cell("zygote", "kill", "step"),
         Cell("process", "garbage", "generating"),
         Cell("agent", "kill", "generating"),
@@ -113,7 +118,7 @@ def play(cell: Cell, directory: Path, *, real: bool = False) -> list[str]:
     """What is wrong after a run with this fault."""
     fault = Fault(cell.target, cell.way, cell.moment, str(directory), TIMES.get(cell.target, OFTEN))
     os.environ[MARK] = mark = uuid.uuid4().hex
-    if real or (cell.target == "generator" and cell.way != "garbage"):
+    if real or (cell.target in ("generator", "replica") and cell.way != "garbage"):
         return list(_with_processes(cell, fault, directory, real=real))
     config = {"agents": cell.target in ("agent", "client"), "fault": fault.told}
     options = {"steps": STEPS, "save_every": 1, "timeout_s": RUN_S, "must_succeed": False, "preflight": False}
@@ -168,13 +173,16 @@ def _left(mark: str) -> list[str]:
 
 
 def _with_processes(cell: Cell, fault: Fault, directory: Path, *, real: bool) -> Iterator[str]:
-    """Nodes in processes of their own: a killed generator ends the run, a stopped one goes on when it is let."""
+    """Nodes in processes of their own: a killed generator ends the run if it is the only one; a stopped one goes on."""
     options = ("--steps", str(STEPS), "--save-every", "1", "--fault", fault.told)
     by_agents = ("--by-agents",) * (cell.target in ("agent", "client"))
     options += ("--evaluate", "0", *by_agents) if real else ("--reset-s", "60")
+    if cell.target == "replica":
+        options += ("--generator.replicas", "2", "--generator.cpus", "0.5") if real else ("--generators", "2")
     graph, timeout_s = (REAL_GRAPH, REAL_RUN_S) if real else (GRAPH, 2 * RUN_S)
     run = Run(graph, directory / "run", *options, timeout_s=timeout_s)
-    stopped, killed = (cell.target == "generator" and cell.way == way for way in ("stop", "kill"))
+    stopped = cell.target in ("generator", "replica") and cell.way == "stop"
+    killed = cell.target == "generator" and cell.way == "kill"
     if stopped:
         try:
             run.until("is stopped, or its code")
@@ -194,7 +202,11 @@ def _with_processes(cell: Cell, fault: Fault, directory: Path, *, real: bool) ->
     if status:
         yield f"the run failed: {run.stderr}"
         return
-    yield from _wrong(cell, GraphRun(directory / "run", None, None, KeptView()), directory)
+    ran = GraphRun(directory / "run", None, None, KeptView())
+    yield from _wrong(cell, ran, directory)
+    lost = sum(line.get("generators_lost", 0) for line in ran.metrics())
+    if lost != (cell.target == "replica" and cell.way == "kill"):
+        yield f"generators_lost is {lost}"
     if not list(directory.glob("fault-*")):
         yield "the fault has not happened"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.episode import Reply, Turn
-from tests.fault_parts import GENERATOR, TURNS, Fault
+from tests.fault_parts import GENERATOR, GENERATORS, TURNS, Fault
 
 NAMED = re.compile(r"pid (\d+) (\d+)")
 FOUND_S = 0.5
@@ -48,7 +48,7 @@ class Moments:
 
     async def _meddle(self, turn: Turn) -> None:
         """To the process that waits for this turn."""
-        if self.fault.target == "generator":
+        if self.fault.target in GENERATORS:
             self.fault.happen()
         elif turn.request_id in self.asking and self.fault.target != "client":
             os.kill(self.asking[turn.request_id], signal.SIGUSR1)
@@ -64,7 +64,7 @@ class Moments:
 
     async def checkpoint(self) -> None:
         """A checkpoint is being taken; replies go on until this returns."""
-        if self.fault.target == "generator" and self.fault.is_due("checkpoint"):
+        if self.fault.target in GENERATORS and self.fault.is_due("checkpoint"):
             self.fault.happen()
         waiting: list[int] = []
         ends_s = time.monotonic() + FOUND_S * (self.fault.moment == "checkpoint")

@@ -31,6 +31,8 @@ FOREVER_S = 3600.0
 GARBAGE = b"\xff\xff\xff\xff garbage"
 GENERATOR = "generator"
 """File with the id of the generator's process; it is there when the run has begun, and not in the trial before it."""
+GENERATORS = ("generator", "replica")
+"""Targets: the only generator, or one of several."""
 OUTSIDE = ("generating", "checkpoint")
 """Moments at which a signal tells a child that they have come."""
 
@@ -55,7 +57,7 @@ class Fault:
     def is_due(self, moment: str) -> bool:
         """Whether it happens now. It does `times` times in a run, whichever processes come first."""
         begun = (Path(self.directory) / GENERATOR).exists()
-        if self.target == "generator":  # a killed one is to leave something to resume
+        if self.target in GENERATORS:  # a killed one is to leave something to resume
             begun = begun and any(Path(self.directory).glob("run/checkpoints/step_*"))
         if moment != self.moment or not begun:
             return False
@@ -73,7 +75,7 @@ class Fault:
             self._on_connection()
             return
         pid = os.getppid() if self.target == "zygote" else os.getpid()
-        if self.target == "generator":
+        if self.target in GENERATORS:
             pid = int((Path(self.directory) / GENERATOR).read_text())
         match self.way:
             case "kill":
@@ -115,7 +117,7 @@ class Fault:
     @property
     def shown(self) -> str:
         """What an observation begins with."""
-        signalled = self.moment in OUTSIDE and self.target != "generator"
+        signalled = self.moment in OUTSIDE and self.target not in GENERATORS
         return f"pid {os.getpid()} {os.getppid()} " if signalled else "go "
 
 

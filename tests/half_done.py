@@ -186,7 +186,7 @@ class Speaker(Generator):
         internals._sampler, internals._parser, internals._receiver = Clock(self.token_s, dies_s), Parser(), Clock(0)
         internals._updates = self
         self._responses = Responses(internals._sampler, internals._updates, self._gate, self.context)
-        self._standby = Standby(self.context, self.replica_name, one_by_one=True, sent=self.prompts.connected)
+        self._standby = Standby(self.context, self.replica_name)
 
     @property
     def version(self) -> int:

@@ -17,7 +17,7 @@ from tests.agent_faults import MOMENTS, REAL, Cell, cells, play
 
 def test_the_matrix_is_whole_and_says_why_it_leaves_cells_out() -> None:
     found = list(cells())
-    assert len({str(cell) for cell in found}) == 6 * 4 * 5
+    assert len({str(cell) for cell in found}) == 7 * 4 * 5
     done = [cell for cell in found if not cell.senseless]
     assert {cell.target for cell in done} == {cell.target for cell in found}
     assert {(cell.way, cell.moment) for cell in done if cell.target == "process"} == {
@@ -29,7 +29,8 @@ def test_with_vllm_the_generator_is_killed_and_stopped_at_every_moment_and_each_
     done = {cell for cell in REAL if not cell.senseless}
     generators = {(cell.way, cell.moment) for cell in done if cell.target == "generator"}
     assert generators == {*itertools.product(("kill", "stop"), MOMENTS), ("garbage", "step")}
-    assert sorted(cell.target for cell in done if cell.target != "generator") == [
+    assert {(cell.way, cell.moment) for cell in done if cell.target == "replica"} == {("kill", m) for m in MOMENTS}
+    assert sorted(cell.target for cell in done if cell.target not in ("generator", "replica")) == [
         "agent",
         "client",
         "process",
@@ -47,6 +48,7 @@ def test_with_vllm_the_generator_is_killed_and_stopped_at_every_moment_and_each_
         Cell("agent", "kill", "generating"),
         Cell("client", "kill", "generating"),
         Cell("tool", "stop", "checkpoint"),
+        Cell("replica", "kill", "generating"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""The books of a turn whose generator died: another one answers it, under the same id."""
+"""The books of a turn whose generator died: another one answers it, under the same id, or its asker books it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.runtime.ledger import ledger_client
+from flowrl.runtime.ledger.ledger_client import LedgerClient
 from tests.made_episodes import ask, asked, episode
 from tests.request_rows import REQUESTS, TOKENS, commit, rows, run, trained
 from tests.small_run import SmallRun, prompts
@@ -44,5 +46,68 @@ def test_a_turn_whose_generator_died_is_answered_by_another_whichever_reports_fi
         ]
         assert rows(tmp_path, TOKENS) == [(5, 5, 2)]
         trained(small, made)
+
+    run(body())
+
+
+def asking(small: SmallRun) -> LedgerClient:
+    """The ledger's client of a node that asks generators which stand in for each other."""
+    return LedgerClient(small.wire, "environment/0", stand_ins=("generator",))
+
+
+@pytest.mark.parametrize("booked", [0, 1, 2])
+def test_what_a_dead_generator_had_answered_is_booked_once(tmp_path: Path, booked: int) -> None:
+    """By the generator, as far as it came, and by whoever has the answers."""
+
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        made = [episode(prompt, [[0] * 2, [0] * 3]) for prompt in prompts(0)]
+        client, asks = asking(small), [one for m in made for one in asked(m)]
+        for turn, reply in asks:
+            client.answered(turn, reply)
+        for turn, reply in asks[: booked * len(asks) // 2]:
+            small.client.request(turn, reply)
+        commit(small)
+        client.server_lost([reply.generator for _, reply in asks])
+        client.server_lost([reply.generator for _, reply in asks])
+        for one in made:
+            client.episode(one, truncated=None, seconds=1.0)
+        client.flush()
+        commit(small)
+        found = [row for (row, *_) in rows(tmp_path, REQUESTS)]
+        assert sorted(found) == sorted(turn.request_id for turn, _ in asks)
+        assert {tuple(row) for row in rows(tmp_path, TOKENS)} == {(5, 5, 0)}
+        trained(small, made)
+
+    run(body())
+
+
+def test_an_answer_that_was_on_the_way_is_booked_too_and_others_are_not(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        (turn, reply), *others = asked(episode(prompts(0)[0], [[0] * 2, [0] * 3, [0]]))
+        client = asking(small)
+        client.answered(*others[0])
+        client.server_lost(["generator/9"])
+        client.answered(turn, replace(reply, generator="generator/9"))
+        client.answered(replace(others[1][0], ticket=-1), replace(others[1][1], generator="generator/9"))
+        client.answered(replace(others[1][0], opponent=True), replace(others[1][1], generator="generator/9"))
+        client.answered(others[1][0], replace(others[1][1], generator="judge/9"))
+        client.flush()
+        commit(small)
+        assert [row[0] for row in rows(tmp_path, REQUESTS)] == [turn.request_id]
+
+    run(body())
+
+
+def test_answers_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        client = asking(SmallRun(tmp_path))
+        for turn, reply in asked(episode(prompts(0)[0], [[0]] * 3)):
+            client.answered(turn, reply)
+            assert len(client._answered) == 1
+            monkeypatch.setattr(ledger_client, "BOOKED_WITHIN_S", -1.0)
 
     run(body())

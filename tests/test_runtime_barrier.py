@@ -101,6 +101,27 @@ def test_the_ranks_of_a_gang_hold_a_turn_together() -> None:
     assert asyncio.run(main()) == [False, True]
 
 
+def test_what_a_dead_process_holds_goes_to_the_next() -> None:
+    async def body() -> None:
+        locks, order = Locks(), []
+
+        async def take(host: str) -> None:
+            await locks.take(host, {"name": "weights", "claimant": host, "claim": 1})
+            order.append(host)
+
+        await take("generator/1")
+        first, second = (asyncio.create_task(take(host)) for host in ("generator/0", "generator/2"))
+        await asyncio.sleep(0)
+        locks.claimants_died({"generator/1"})
+        await first
+        assert order == ["generator/1", "generator/0"]
+        locks.claimants_died({"generator/1"})
+        locks.claimants_died({"generator/0"})
+        await second
+
+    asyncio.run(body())
+
+
 def test_only_the_holder_ends_a_turn() -> None:
     async def main() -> bool:
         locks = Locks()

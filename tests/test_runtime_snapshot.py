@@ -168,12 +168,15 @@ def test_a_turn_that_waits_twice_at_once_stands_and_counts_once() -> None:
     asyncio.run(body())
 
 
-class Called:
+class Called(Orders):
     """Orders to one host; notes what is asked."""
 
     def __init__(self) -> None:
-        self.hosts = ("A",)
+        super().__init__(cast(Any, None), cast(Any, None), ("A",), cast(Any, None))
         self.asked: list[str] = []
+
+    def host_of(self, replica_id: str) -> str:
+        return "A"
 
     def replicas(self, node: str) -> list[str]:
         return [f"{node}/0"]
@@ -196,7 +199,7 @@ def test_nodes_that_stand_write_their_files_when_the_others_go_on(tmp_path: Path
     """A trainer's files may be of hundreds of gigabytes: nobody waits for them."""
     files, turns = SimpleNamespace(checkpoint=None), SimpleNamespace(snapshot=None)
     nodes: Any = {"trainer": files, "mine": files, "generator": turns}
-    orders: Any = Called()
+    orders = Called()
     asyncio.run(Snapshotter(orders, nodes, tmp_path, ("trainer",), keep=0).take({}, tmp_path, NoAccounting()))
     order = [asked for asked in orders.asked if asked != "quiesce"]
     assert order == [

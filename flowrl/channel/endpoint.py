@@ -93,6 +93,7 @@ class Endpoint:
         self._slab = Slab(prefix, host, incarnation)
         self._attached = Attached(prefix, self._unseen)
         self._decoder = MessageDecoder(self._attached.array)
+        self._left: set[str] = set()
 
     # Opening, peers, closing
 
@@ -130,6 +131,16 @@ class Endpoint:
         Messages kept for it stay kept, for `connect` to a new process.
         """
         self._router.fail(host, reason, self._router.lanes(host))
+
+    def peer_left(self, host: str, reason: str) -> None:
+        """As `peer_failed`, of a process that the run goes on without. What has arrived of it counts."""
+        self._listener.drain()
+        self._left.add(host)
+        self.peer_failed(host, reason)
+
+    def has_left(self, host: str) -> bool:
+        """Whether `peer_left` was called for it."""
+        return host in self._left
 
     def _link(self, address: Address) -> Link:
         neighbour = _local.get(address.ipc) if address.pid == os.getpid() else None

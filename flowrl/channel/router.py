@@ -174,7 +174,8 @@ class Router:
         peer = self._peers[lane.spec.consumer_host]
         link = peer.link
         if link is None:
-            peer.unflushed.append(lane.machine)
+            if not peer.failed:  # else `join` to its successor has the lane say everything anew
+                peer.unflushed.append(lane.machine)
             return
         try:
             pending = link.add(lane.machine.flush())

@@ -80,6 +80,8 @@ class Facts:
     """Compute capability that each GPU of the node has to have."""
     cpu_flags: frozenset[str] = frozenset()
     """Without GPUs: what the node's CPU has to have one of, by the kernel's names, for its KV cache in fp8."""
+    stands_in: bool = False
+    """Servers: each replica can answer what another one was asked whose process has died (`analysis.standby`)."""
     correction: str | None = None
     """Nodes that take a sample's behavior logprobs for those of a policy: what corrects the gap between the two, "" if
     nothing does; None: the gap does not matter to it."""

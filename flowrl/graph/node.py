@@ -75,6 +75,8 @@ class Context(Protocol):
     """Whether this trainer's versions are not those of the tokens, because it gets other batches than the main one."""
     in_pieces: bool
     """Whether this batcher sends the groups of a batch as they finish, because its trainers accumulate gradients."""
+    others_stand_in: bool
+    """Whether the other replicas can do all that this one does, so that the run goes on without it."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is not a gang."""
     weight_routes: tuple[WeightRoute, ...]

@@ -134,6 +134,7 @@ class Generator(Node):
             fixed_weights=self.engine.fixed_weights(adapters=self.adapter_rank > 0),
             **self.engine.needs(self.gpus),
             optional=("requests", "turns"),
+            stands_in=True,
         )
 
     def footprint(self, share: Share) -> Footprint | None:
@@ -229,8 +230,7 @@ class Generator(Node):
             quantization=self.engine.quantization,
         )
         self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
-        one_by_one = self._receiver.engine.one_by_one
-        self._standby = Standby(self.context, self.replica_name, one_by_one=one_by_one, sent=self.prompts.connected)
+        self._standby = Standby(self.context, self.replica_name)
         self.context.progress(f"vLLM is ready for sequences of up to {self._sampler.max_model_len} tokens")
 
     async def run(self) -> None:

@@ -1,12 +1,10 @@
 """What a generator does when the process of its vLLM dies: it ends the run, or leaves its work to the other replicas.
 
-The replicas of a node that only answers requests stand by for each other. One whose engine has died answers each
-request, those under way and later ones, by OutOfService, and its callers ask another replica under the same request
-id. It stays out of service until the run ends. Its own process lives on: it follows checkpoints, and reports as held
-the versions that it leaves out. The run ends when a caller has no replica left to ask.
-
-The run ends at once if there is no other replica; if prompts are sent to it, because the messages of a lane belong to
-one replica; if weights are transferred to all replicas at once; and if it has devices in turns with other processes.
+The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.standby` says when).
+One whose engine has died answers each request, those under way and later ones, by OutOfService, and its callers ask
+another replica under the same request id. It stays out of service until the run ends. Its own process lives on: it
+follows checkpoints, and reports as held the versions that it leaves out. The run ends when a caller has no replica left
+to ask. What happens when that process dies too, or first, is the driver's matter (`flowrl.runtime.driver.losses`).
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ Rep = TypeVar("Rep")
 
 
 class Standby:
-    """Whether one replica is in service.
+    """Whether one replica is in service."""
 
-    `one_by_one`: replicas update their weights without each other; `sent`: prompts are sent to this node.
-    """
-
-    def __init__(self, context: Context, replica: str, *, one_by_one: bool, sent: bool) -> None:
+    def __init__(self, context: Context, replica: str) -> None:
         self._context = context
         self._replica = replica
-        self.can_leave = context.num_replicas > 1 and one_by_one and not sent and not context.time_shared
+        self.can_leave = context.others_stand_in
         """Whether the others may do its work."""
         self._death: EngineDied | None = None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flowrl import Graph
 from flowrl.episode import Reply, Turn
+from flowrl.graph.facts import Facts
 from flowrl.models import Policy
 from flowrl.models.tool_characters import tool_tokenizer
 from flowrl.nodes import AgentProgram, Environment, EnvironmentSource, GroupAdvantage, Limits, TaskSource, TokenBatch
@@ -25,6 +26,9 @@ class Meddling(Speaker):
     """Makes the fault happen in others while it samples, or while a checkpoint is taken."""
 
     cpus = 1
+
+    def facts(self) -> Facts:
+        return Facts(stands_in=True)
 
     async def setup(self) -> None:
         self.tokenizer = tool_tokenizer()
@@ -47,6 +51,7 @@ class Meddling(Speaker):
 @dataclass(frozen=True)
 class Config:
     agents: bool = False
+    generators: int = 1
     group_size: int = 3
     groups_per_step: int = 2
     retries: int = 1
@@ -73,7 +78,7 @@ def graph(cfg: Config) -> Graph:
         player = Environment(name, policy, limits=replace(limits, step_s=cfg.step_s))
     prompts = g.add("prompts", source)
     episodes = g.add("player", player)
-    speaker = g.add("generator", Meddling())
+    speaker = g.add("generator", Meddling(), replicas=cfg.generators, cpus=1 / cfg.generators)
     advantage = g.add("advantage", GroupAdvantage(size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", Training(0.05))

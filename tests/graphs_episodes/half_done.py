@@ -23,6 +23,8 @@ class Config:
     staleness: int = 1
     generators: int = 2
     retries: int = 0
+    apart: bool = False
+    """Each generator has a process of its own."""
     dies_s: float = 0.0
     """Seconds after which the engine of the second generator dies; 0: never."""
 
@@ -33,7 +35,8 @@ def graph(cfg: Config) -> Graph:
     limits = Limits(tokens=400, retries=cfg.retries, step_s=1000.0)
     source = g.add("prompts", EnvironmentSource(name, repeat=cfg.group_size))
     environment = g.add("environment", Environment(name, Policy("tiny"), limits=limits))
-    speaker = g.add("generator", Speaker(Policy("tiny"), sampling=Sampling(max_tokens=20)), replicas=cfg.generators)
+    speaker = Speaker(Policy("tiny"), sampling=Sampling(max_tokens=20))
+    g.add("generator", speaker, replicas=cfg.generators, cpus=int(cfg.apart))
     speaker.dies_s = cfg.dies_s
     advantage = g.add("advantage", GroupAdvantage(size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))

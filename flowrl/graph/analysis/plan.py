@@ -12,6 +12,7 @@ from flowrl.graph.analysis.accumulation import in_pieces
 from flowrl.graph.analysis.branches import Branches, PortPlan
 from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.analysis.place import HostPlan, place
+from flowrl.graph.analysis.standby import stand_ins
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport
@@ -114,6 +115,8 @@ class Plan:
     """For each port: the trainers that its samples can reach, and the copies that arrive."""
     homeless: tuple[str, ...] = ()
     """Hosts for which the cluster has no devices; none in a plan that runs."""
+    stand_ins: tuple[str, ...] = ()
+    """The nodes that go on if they lose a replica (`standby`)."""
 
     def host_of(self, replica: str) -> HostPlan:
         """The host in which the node replica "reward/0" runs."""
@@ -158,6 +161,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
     by_replica = {replica: host for host in hosts for replica in host.nodes}
     lanes = tuple(lane for edge in graph.edges for lane in _lanes(graph, edge, numbers, by_replica))
     calls = tuple(call for edge in graph.edges for call in _calls(graph, edge, numbers, by_replica))
+    weights = _weights(graph, lanes, by_replica)
     branches = Branches(graph)
     return Plan(
         graph=graph.name,
@@ -166,7 +170,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         edges=tuple(_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
         lanes=lanes,
         calls=calls,
-        weights=_weights(graph, lanes, by_replica),
+        weights=weights,
         nodes=tuple(_node(graph, name) for name in graph.nodes),
         admission=_admission(graph),
         trainers=branches.trainers,
@@ -174,6 +178,7 @@ def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
         in_pieces=in_pieces(graph),
         ports=branches.plans(),
         homeless=homeless,
+        stand_ins=stand_ins(graph, hosts, [(one.consumer, one.transport) for one in weights]),
     )
 
 

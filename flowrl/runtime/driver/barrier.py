@@ -87,6 +87,13 @@ class Locks:
             self._report_freed(name)
             self._call_next(name)
 
+    def claimants_died(self, claimants: Collection[str]) -> None:
+        """Release what these hold. Their waiting claims end with the requests of their process."""
+        held = [(name, claim) for name, (_, claims) in self._holders.items() for claim in claims]
+        for name, (claimant, number) in held:
+            if claimant in claimants:
+                self.release("", {"name": name, "claimant": claimant, "claim": number})
+
     def _joins(self, name: str, party: str, claim: LockClaim) -> bool:
         if not self._may(name, party):
             return False

@@ -31,6 +31,7 @@ from flowrl.runtime.driver.halt import halted
 from flowrl.runtime.driver.hosts import Hosts
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout
+from flowrl.runtime.driver.losses import HostLosses
 from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.phases import Phases
 from flowrl.runtime.driver.shared_devices import SharedDevices
@@ -79,6 +80,8 @@ class Driver:
         self._config = config
         self.begun = False
         """The records are open."""
+        self.running = False
+        """All nodes are set up."""
         self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._samples: KeptSamples
         """Opened with the other records."""
@@ -88,9 +91,10 @@ class Driver:
         self._clock = CheckpointClock(job.options)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning, view.progress)
-        self.orders = Orders(endpoint, job.plan, self.hosts, self.lookout)
+        self.orders = Orders(endpoint, job.plan, self.hosts, self.lookout, lost=self.hosts.lost)
         self.phases = Phases(self, job.graph, job.plan, job.options, self.orders, view)
         self._locks = Locks()
+        self.hosts.losses = HostLosses(self, job.plan, self.hosts, endpoint, self._locks, view.warning)
         shared = SharedDevices(self._locks, self.orders)
         halted, keep = self.phases.at_checkpoint, job.options.keep
         self.snapshotter = Snapshotter(self.orders, job.graph.nodes, job.run_dir, halted, keep=keep, shared=shared)
@@ -263,6 +267,7 @@ class Driver:
             await self.hosts.ask("setup")
             await self._begin()
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
+        self.running = True
         try:
             evaluations: dict[str, dict[str, float]] = await first_failure(self.phases.run(running), *running.values())
             return evaluations

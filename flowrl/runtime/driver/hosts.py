@@ -1,8 +1,9 @@
 """The host processes of a run, seen from the driver: start, query, watch and end them.
 
 A host answers with plain data; a failure arrives as a mapping and is raised here as NodeFailed, once. When a host's
-process dies, the error names the nodes it ran. The kernel reports the death if the process ran on this machine
-(Ray need not be alive for that); otherwise Ray reports it.
+process dies, the error names the nodes it ran; if the run goes on without it, it is `lost`, and everything here is
+about the others. The kernel reports the death if the process ran on this machine (Ray need not be alive for that);
+otherwise Ray reports it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, NodeFailed
@@ -30,8 +31,23 @@ KILLED_WITHIN_S = 2.0
 """If Ray is alive, it kills a host at once."""
 
 
+class Losses(Protocol):
+    """What goes on without the process of a host, and how: `flowrl.runtime.driver.losses`."""
+
+    def may_end(self, host: str) -> bool:
+        """Whether the run goes on if the process of `host` ends now."""
+
+    def has_ended(self, host: str, reason: str) -> None:
+        """It has ended, and the run goes on."""
+
+
 class Hosts:
-    """All hosts of one run, by name."""
+    """All hosts of one run, by name.
+
+    `on_death(error)` is told of a death that ends the run. Without `losses` each does.
+    """
+
+    losses: Losses | None = None
 
     def __init__(
         self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[FlowrlError], None] = lambda _: None
@@ -49,10 +65,13 @@ class Hosts:
         """Host whose answer is late -> (time of the question, its pending answer)."""
         self.pids: dict[str, int] = {}
         self.death: FlowrlError | None = None
-        """The first death of a process; later failures are its consequences."""
+        """The first death of a process that ends the run; later failures are its consequences."""
+        self.lost: dict[str, str] = {}
+        """Host without which the run goes on -> how its process ended."""
 
-    def __iter__(self) -> Any:
-        return iter(self._actors)
+    def __iter__(self) -> Iterator[str]:
+        """Those that are not lost."""
+        return iter([host for host in self._actors if host not in self.lost])
 
     async def start(self, slots: Sequence[HostSlot], specs: Mapping[str, HostSpec]) -> None:
         """Start the processes, bind their sockets, connect all of them to each other, and build the nodes."""
@@ -87,7 +106,8 @@ class Hosts:
             self._head.add_done_callback(self._head_has_ended)
 
     def _has_ended(self, host: str) -> None:
-        self._on_death(self._dead(host, ""))
+        if (death := self._dead(host, "")) is not None:
+            self._on_death(death)
 
     def _head_has_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -99,13 +119,23 @@ class Hosts:
         self.death = self.death or error
         self._on_death(error)
 
-    def _dead(self, host: str, why: str) -> FlowrlError:
-        """The process of `host` has died: fail whatever waits for it. If Ray has ended, that is the reported cause."""
+    def _dead(self, host: str, why: str) -> FlowrlError | None:
+        """The process of `host` has died: fail whatever waits for it. None if the run goes on.
+
+        If Ray has ended, that is the reported cause.
+        """
+        if host in self.lost:
+            return None
         self._rays.look()
         if self.death is None and not self._cluster.head_answers():
             self._ray_has_ended("head")
         place = self._specs[host].places[0]
         reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
+        if self.death is None and self.losses is not None and self.losses.may_end(host):
+            self.lost[host] = reason + why
+            self._endpoint.peer_left(host, reason)
+            self.losses.has_ended(host, reason + why)
+            return None
         self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)
         self._endpoint.peer_failed(host, reason)
         return self.death
@@ -121,17 +151,20 @@ class Hosts:
 
     async def ask(self, method: str, *args: Any) -> dict[str, Any]:
         """Call `method` on every host at once. Raises the first NodeFailed."""
+        assert not self.lost, "hosts are asked at once before the run; later one by one"
         answers = await asyncio.gather(*(self.ask_one(host, method, *args) for host in self._actors))
         return dict(zip(self._actors, answers, strict=True))
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:
-        """Call `method` on one host. Raises its failure, or the death of its process."""
+        """Call `method` on one host; None if it is lost. Raises its failure, or the death of its process."""
         try:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except asyncio.CancelledError:
             raise  # the next lines import Ray, which a run within one process does without
         except deaths() as error:
-            raise self._dead(host, rays_detail(error)) from None
+            if (death := self._dead(host, rays_detail(error))) is None:
+                return None
+            raise death from None
         except ray_errors() as error:
             raise NodeFailed(self._node(host), 0, f"its host {host!r} failed in {method!r}: {error}") from None
         if isinstance(answer, dict) and "failure" in answer:
@@ -147,7 +180,7 @@ class Hosts:
         Takes ANSWER_WITHIN_S at most. Raises NodeFailed for a host whose process has died.
         """
         now = time.monotonic()
-        asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self._actors}
+        asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self}
         if asked:
             await asyncio.wait([answer for _, answer in asked.values()], timeout=ANSWER_WITHIN_S)
         for host, late in asked.items():
@@ -155,7 +188,7 @@ class Hosts:
                 self._late.pop(host, None)
             else:
                 self._late.setdefault(host, late)
-        reports = [report for _, answer in asked.values() if answer.done() for report in answer.result()]
+        reports = [report for _, answer in asked.values() if answer.done() for report in answer.result() or ()]
         return reports, self.silent()
 
     def _ask_for_report(self, host: str) -> asyncio.Future[list[dict[str, Any]]]:
@@ -164,7 +197,8 @@ class Hosts:
     def silent(self) -> dict[str, float]:
         """Host that did not answer the last question in time -> seconds since that question."""
         now = time.monotonic()
-        return {host: now - since for host, (since, answer) in self._late.items() if not answer.done()}
+        late = {host: one for host, one in self._late.items() if host not in self.lost}
+        return {host: now - since for host, (since, answer) in late.items() if not answer.done()}
 
     def replica_ids(self, host: str) -> list[str]:
         """The node replicas of a host."""
@@ -172,11 +206,12 @@ class Hosts:
 
     async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
         """Stop the hosts in order, and kill them after `within_s` seconds. Returns the failures to close."""
+        self.losses = None
         self._processes.expect_ends()
         self._rays.expect_ends()
         for _, answer in self._late.values():
             answer.cancel()
-        tasks = {host: asyncio.ensure_future(self.ask_one(host, "stop")) for host in self._actors}
+        tasks = {host: asyncio.ensure_future(self.ask_one(host, "stop")) for host in self}
         if tasks:
             _, late = await asyncio.wait(tasks.values(), timeout=within_s)
             for task in late:

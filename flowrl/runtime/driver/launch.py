@@ -344,6 +344,7 @@ class PreparedRun:
             own_clock=node in self.plan.own_clock,
             in_pieces=node in self.plan.in_pieces,
             lease=host.lease,
+            stand_ins=self.plan.stand_ins,
             weight_routes=routes_of(self.plan, node),
         )
 

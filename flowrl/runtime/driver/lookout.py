@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from flowrl.channel.endpoint import Endpoint
-from flowrl.errors import Stalled
+from flowrl.errors import LaneFailed, Stalled
 from flowrl.runtime.driver.hosts import Hosts
 from flowrl.runtime.driver.stall import ReplicaReport, Standstill, Topology, deadlocked, describe
 
@@ -131,7 +131,7 @@ class Lookout:
             async with asyncio.timeout(FLUSHED_WITHIN_S):
                 for _ in range(FLUSHES):
                     await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
-        except TimeoutError:
+        except (TimeoutError, LaneFailed):  # the death of a host is told by `Hosts`
             return False
         return True
 

@@ -1,23 +1,48 @@
-"""The driver's requests to running hosts and node replicas, over the control link."""
+"""The driver's requests to running hosts and node replicas, over the control link.
+
+Requests to several leave out those that the run has lost, also if they are lost before they answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
+from flowrl.errors import LaneFailed
 from flowrl.graph.analysis.plan import Plan
 from flowrl.runtime.driver.lookout import Lookout
 
+LOST = object()
+"""In place of an answer."""
+
 
 class Orders:
-    """Requests to the hosts of one run. Each request raises the error if the host answers with one."""
+    """Requests to the hosts of one run. Each request raises the error if the host answers with one.
 
-    def __init__(self, endpoint: Endpoint, plan: Plan, hosts: Iterable[str], lookout: Lookout) -> None:
+    `hosts` are those that there are, `lost` those without which the run goes on.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plan: Plan,
+        hosts: Iterable[str],
+        lookout: Lookout,
+        *,
+        lost: Collection[str] = (),
+    ) -> None:
         self.plan = plan
         self.hosts = hosts
+        self._lost = lost
         self._endpoint = endpoint
         self._lookout = lookout
+
+    @property
+    def num_lost(self) -> int:
+        """How many hosts are lost."""
+        return len(self._lost)
 
     async def ask(self, host: str, kind: str, body: Any = None) -> Any:
         """The answer of one host to `kind`."""
@@ -25,7 +50,35 @@ class Orders:
 
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
         """The answers of all hosts to `kind`, asked with `body(host)`."""
-        return await self._lookout.answers(kind, {host: self.ask(host, kind, body(host)) for host in self.hosts})
+        asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.hosts}
+        return _given(await self._lookout.answers(kind, asked))
+
+    async def ask_each(self, kind: str) -> list[Any]:
+        """As `ask_all`, of something that may take long: nothing is told of late answers."""
+        return _given(await asyncio.gather(*(self._unless_lost(h, self.ask(h, kind)) for h in self.hosts)))
+
+    async def page(self, host: str, kind: str) -> list[Any]:
+        """The page that the host answers with; an empty one if it is lost."""
+        page = await self._unless_lost(host, self.ask(host, kind))
+        return [] if page is LOST else list(page)
+
+    async def on_nodes(self, replica_ids: Iterable[str], method: str, **arguments: Any) -> list[Any]:
+        """`on_node` of these node replicas at once."""
+        found = [
+            self._unless_lost(host, self.on_node(replica_id, method, **arguments))
+            for replica_id in replica_ids
+            if (host := self.host_of(replica_id)) not in self._lost
+        ]
+        return _given(await asyncio.gather(*found))
+
+    async def _unless_lost(self, host: str, answer: Awaitable[Any]) -> Any:
+        """The answer, or LOST."""
+        try:
+            return await answer
+        except LaneFailed:
+            if host not in self._lost:
+                raise
+            return LOST
 
     def replicas(self, node: str) -> list[str]:
         """The replica ids of a node, in order, as ["trainer/0", "trainer/1"]."""
@@ -54,3 +107,7 @@ class Orders:
     async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
         """Let each port of a node replica take items up to these numbers, and wait until it has taken them."""
         await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})
+
+
+def _given(answers: Iterable[Any]) -> list[Any]:
+    return [answer for answer in answers if answer is not LOST]

@@ -143,7 +143,11 @@ class Phases:
 
     def node_ended(self, host: str, body: Mapping[str, str]) -> None:
         """Handle a host's report that the body of a node replica has returned."""
-        self._ended[body["replica_id"]].set()
+        self.has_ended(body["replica_id"])
+
+    def has_ended(self, replica_id: str) -> None:
+        """The body of a node replica has returned, or its process is lost."""
+        self._ended[replica_id].set()
 
     async def _end_of_training(self) -> None:
         """Wait until all trainers have ended; without trainers, until all nodes not in `_kept_open` have ended."""

@@ -1,5 +1,8 @@
 """Takes snapshots of the running hosts and restores them; `checkpoints.checkpoint` defines what a snapshot is.
 
+If a host is lost while its part is collected, the others go on, and the snapshot is taken anew: what the lost one has
+not reported is reported by others, once they know and are not paused.
+
 Waits: for invocations to end or to wait, for messages in transit to arrive, and for the threads that write.
 """
 
@@ -84,28 +87,41 @@ class Snapshotter:
         Nodes write their own files: halted ones when the others go on, all others while the graph is paused.
         Returns the head of the ledger in the snapshot.
         """
-        orders, snapshot = self._orders, checkpoint.Snapshot()
-        generators = self._with_method("snapshot")
-        for prefixes in await asyncio.gather(*(orders.on_node(replica_id, "snapshot") for replica_id in generators)):
-            snapshot.prefixes.update(prefixes)
-        await orders.ask_all("pause")
-        await self._until_still()
-        for part in await asyncio.gather(*(orders.ask(host, "snapshot") for host in orders.hosts)):
-            snapshot.add(part)
-        await self._files(directory, halted=False)
+        num_lost = self._orders.num_lost
+        snapshot = await self._collected(directory)
+        while self._orders.num_lost != num_lost:
+            num_lost = self._orders.num_lost
+            await self._go_on()
+            snapshot = await self._collected(directory)
         ledger, versions = accounting.as_of_now(), accounting.tickets.versions
         head = accounting.ledger.head
-        await orders.ask_all("resume")
-        await asyncio.gather(*(orders.on_node(replica_id, "resume") for replica_id in generators))
+        await self._go_on()
 
         def write(stop: threading.Event) -> None:
             ledger.copy(directory / LEDGER)
             checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
 
-        await asyncio.gather(*(self._take_kept(host, snapshot) for host in orders.hosts))
+        await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
         await self._files(directory, halted=True)
         await to_its_end(write)
         return head
+
+    async def _collected(self, directory: Path) -> checkpoint.Snapshot:
+        """Pause the graph and collect its state, but for what `_take_kept` takes."""
+        orders, snapshot = self._orders, checkpoint.Snapshot()
+        for prefixes in await orders.on_nodes(self._with_method("snapshot"), "snapshot"):
+            snapshot.prefixes.update(prefixes)
+        await orders.ask_all("pause")
+        await self._until_still()
+        for part in await orders.ask_each("snapshot"):
+            snapshot.add(part)
+        await self._files(directory, halted=False)
+        return snapshot
+
+    async def _go_on(self) -> None:
+        """Resume the graph."""
+        await self._orders.ask_all("resume")
+        await self._orders.on_nodes(self._with_method("snapshot"), "resume")
 
     async def _files(self, directory: Path, *, halted: bool) -> None:
         """Have the halted nodes, or the others, write their own files."""
@@ -114,12 +130,11 @@ class Snapshotter:
             for replica_id in self._with_method("checkpoint")
             if (replica_id.partition("/")[0] in self._halted) == halted
         ]
-        path = str(directory)
-        await asyncio.gather(*(self._orders.on_node(replica_id, "checkpoint", path=path) for replica_id in chosen))
+        await self._orders.on_nodes(chosen, "checkpoint", path=str(directory))
 
     async def _take_kept(self, host: str, snapshot: checkpoint.Snapshot) -> None:
         """Take the messages and records that the host has set aside for this snapshot; meanwhile it goes on."""
-        while page := await self._orders.ask(host, "kept"):
+        while page := await self._orders.page(host, "kept"):
             snapshot.take(checkpoint.unpage(page))
 
     async def _until_still(self) -> None:
@@ -128,10 +143,9 @@ class Snapshotter:
         The hosts are paused, so this traffic ends. Requests made outside of invocations may continue forever; the
         snapshot contains nothing of them, so the wait for them is limited to ASKED_FOR rounds.
         """
-        hosts = list(self._orders.hosts)
         before: list[list[int]] = []
         for number in itertools.count():
-            moved = await self._orders.ask_all("quiesce", lambda host: {"peers": hosts})
+            moved = await self._orders.ask_all("quiesce", lambda host: {"peers": list(self._orders.hosts)})
             if moved == before or (number >= ASKED_FOR and [m for m, _ in moved] == [m for m, _ in before]):
                 return
             before = moved

@@ -51,6 +51,8 @@ class ReplicaPlace:
     in_pieces: bool = False
     lease: str = ""
     """The lock that a host with shared devices must hold while it works."""
+    stand_ins: tuple[str, ...] = ()
+    """The nodes that go on if they lose a replica."""
     weight_routes: tuple[WeightRoute, ...] = ()
     keep_episodes: bool = True
     """Whether the run keeps episodes."""
@@ -79,11 +81,12 @@ class NodeContext:
         self.max_staleness, self.window = place.max_staleness, place.window
         self.longest_asked = place.longest_asked
         self.own_clock, self.in_pieces = place.own_clock, place.in_pieces
+        self.others_stand_in = place.node in place.stand_ins
         self.weight_routes = place.weight_routes
         self.keep_episodes = place.keep_episodes
         self.gang_address = ""
         self.run_id = place.run_id
-        self.ledger = LedgerClient(endpoint, place.replica_id)
+        self.ledger = LedgerClient(endpoint, place.replica_id, stand_ins=place.stand_ins)
         self.samples = SampleNotes(
             lambda records: endpoint.notify(DRIVER, "samples", records),
             place.keep_samples,

@@ -20,7 +20,7 @@ from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.endpoint_transport import EndpointTransport
 from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
-from flowrl.errors import FlowrlError, WireError
+from flowrl.errors import FlowrlError, LaneFailed, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
 from flowrl.graph.node import Node
@@ -107,6 +107,7 @@ class HostEngine:
             "gate": self._gate,
             "reach": self._reach,
             "give up": self._give_up,
+            "lost": self._peer_lost,
             "quiesce": self._quiesce,
             "ping": self._ping,
             "flush": self._flush,
@@ -289,6 +290,12 @@ class HostEngine:
         for replica in self.replicas.values():
             replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
 
+    def _peer_lost(self, host: str, body: dict[str, Any]) -> None:
+        """Handle the driver's report that the run goes on without another host, whose process has died."""
+        self.endpoint.peer_left(body["host"], body["reason"])
+        for replica in self.replicas.values():
+            replica.context.ledger.server_lost(body["replica_ids"])
+
     async def _reach(self, host: str, body: dict[str, Any]) -> None:
         """Let a node take items at each port up to the given numbers, whatever its gates say."""
         ports = self.replicas[body["replica_id"]].inbound
@@ -297,7 +304,7 @@ class HostEngine:
     async def _quiesce(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
         """Wait until everything in transit from here has arrived. Returns total counts of moves: (messages, waits)."""
         await self._idle()
-        await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
+        await self._flush(host, body)
         return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
 
     async def _ping(self, host: str, body: Any) -> None:
@@ -305,7 +312,15 @@ class HostEngine:
 
     async def _flush(self, host: str, body: dict[str, Any]) -> None:
         """Wait until everything in transit from here has arrived."""
-        await asyncio.gather(*(self.endpoint.request(peer, "ping") for peer in body["peers"]))
+        await asyncio.gather(*(self._reached(peer) for peer in body["peers"]))
+
+    async def _reached(self, peer: str) -> None:
+        """Everything sent to `peer` has arrived, or never will."""
+        try:
+            await self.endpoint.request(peer, "ping")
+        except LaneFailed:
+            if not self.endpoint.has_left(peer):
+                raise
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
         """This host's part of a snapshot, without messages and records, which "kept" returns when the run goes on.

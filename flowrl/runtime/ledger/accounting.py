@@ -86,6 +86,7 @@ class Accounting:
         self._book: dict[str, Callable[..., Iterator[None] | None]] = {
             "generated": self._generated,
             "request": self._requests.request,
+            "request again": self._requests.again,
             "request lost": self._requests.lost,
             "abandoned": self._requests.abandoned,
             "void": self._requests.void,

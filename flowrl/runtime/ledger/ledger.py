@@ -213,6 +213,14 @@ class Ledger:
             " WHERE state = 'in_flight' AND abandoned IS NULL ORDER BY number"
         ).fetchall()
 
+    def has_request(self, request_id: str, sample_id: str, digest: str) -> bool:
+        """Whether this incarnation has booked this answer to a request, committed or not. Not during a commit."""
+        buffered = any((row[1], row[5]) == (request_id, digest) for row in self._rows["request"])
+        query = (
+            f"SELECT 1 FROM requests WHERE (sample_id, request_id, digest) = (?, ?, ?) AND incarnation = {INCARNATION}"
+        )
+        return buffered or self._db.execute(query, (sample_id, request_id, digest)).fetchone() is not None
+
     def next_request(self) -> int:
         """The number after the last request booked."""
         return int(self._db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM requests").fetchone()[0])

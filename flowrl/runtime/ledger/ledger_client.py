@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,11 @@ from flowrl.runtime.ledger.long_tables import EARLY
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
 
 SEND_WITHIN_S = 0.05
+BOOKED_WITHIN_S = 60.0
+"""By then a replica that answers requests has booked a request, or does so no more."""
 DRIVER = "driver"
+AGAIN = "request again"
+"""The report of a request by whoever asked."""
 
 
 class LedgerLink(Protocol):
@@ -90,11 +95,16 @@ class EvaluationRow:
 
 
 class LedgerClient:
-    """Collects and sends the events of one node replica."""
+    """Collects and sends the events of one node replica. `stand_ins` are the nodes that may lose a replica."""
 
-    def __init__(self, link: LedgerLink, replica: str) -> None:
+    def __init__(self, link: LedgerLink, replica: str, *, stand_ins: Collection[str] = ()) -> None:
         self.replica = replica
         self._link = link
+        self._stand_ins = frozenset(stand_ins)
+        self._answered: deque[tuple[float, str, tuple[Any, ...]]] = deque()
+        """(time.monotonic, generator, its report of the request) of each request that was answered lately."""
+        self._lost: set[str] = set()
+        """Replicas that have died."""
         self._events: list[tuple[Any, ...]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
@@ -132,6 +142,30 @@ class LedgerClient:
         """
         self._request("request", turn, reply)
 
+    def answered(self, turn: Turn, reply: Reply) -> None:
+        """Note that a turn was answered; whoever has asked it does. Its generator may die before it sends its report.
+
+        The report is then made here (`server_lost`), of what the generator has sent with its answer.
+        """
+        if reply.generator.partition("/")[0] not in self._stand_ins or not _is_booked(turn):
+            return
+        row, now = _request_row(turn, reply), time.monotonic()
+        if reply.generator in self._lost:  # its answer was on the way
+            self._add(AGAIN, *row)
+            return
+        while self._answered and self._answered[0][0] < now - BOOKED_WITHIN_S:
+            self._answered.popleft()
+        self._answered.append((now, reply.generator, row))
+
+    def server_lost(self, replica_ids: Collection[str]) -> None:
+        """The processes of these replicas have died: report the requests that they have answered here lately."""
+        self._lost.update(replica_ids)
+        for _, generator, row in self._answered:
+            if generator in self._lost:
+                self._add(AGAIN, *row)
+        self._answered = deque(one for one in self._answered if one[1] not in self._lost)
+        self.flush()
+
     def request_lost(self, turn: Turn, reply: Reply, reason: str) -> None:
         """Report, instead of `request`, that it has ended with these tokens, which are abandoned.
 
@@ -140,14 +174,8 @@ class LedgerClient:
         self._request("request lost", turn, reply, reason)
 
     def _request(self, kind: str, turn: Turn, reply: Reply, *more: Any) -> None:
-        if turn.ticket < 0 or turn.opponent:
-            return
-        arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
-        digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)
-        place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
-        sizes = (len(reply.token_ids), context, reply.cached_tokens)
-        end = (reply.generator, reply.finish_reason, time.time())
-        self._add(kind, *place, digest, *sizes, *_ages(reply.versions), *end, *more)
+        if _is_booked(turn):
+            self._add(kind, *_request_row(turn, reply), *more)
 
     def abandoned(self, request_id: str, reason: str) -> None:
         """Report that nobody used the reply of a request that had ended, as of a call that was cancelled."""
@@ -245,6 +273,19 @@ class LedgerClient:
         self._events.append(event)
         if self._timer is None and not self._paused:
             self._timer = asyncio.get_running_loop().call_later(SEND_WITHIN_S, self.flush)
+
+
+def _is_booked(turn: Turn) -> bool:
+    return turn.ticket >= 0 and not turn.opponent
+
+
+def _request_row(turn: Turn, reply: Reply) -> tuple[Any, ...]:
+    """The report of a request that has ended now; generator and asker make the same one, but for the time."""
+    arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
+    digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)
+    place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
+    sizes = (len(reply.token_ids), context, reply.cached_tokens)
+    return (*place, digest, *sizes, *_ages(reply.versions), reply.generator, reply.finish_reason, time.time())
 
 
 def _rollout(sample: Sample) -> tuple[Any, ...]:

@@ -125,6 +125,11 @@ class RequestLedger:
         if reason is not None:
             self._abandon(sample_id, request, reason)
 
+    def again(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> None:
+        """Book a request by the report of whoever asked, unless its generator has booked it before it died."""
+        if not self._ledger.has_request(request_id, sample_id, digest):
+            self.request(request_id, sample_id, attempt, turn, digest, *rest)
+
     def lost(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
         """Book a request that its generator could not finish; `rest` is that of `request`, and the reason.
 

@@ -4,7 +4,8 @@ The caller's item stays unfinished until the reply, because its invocation waits
 request, the server cancels its body; when the server dies, the request fails.
 
 A body that raises OutOfService takes its replica out of service: the request, and all later ones, go to the other
-replicas. One that ends in any other way than by returning, or by raising that or SampleFailed, fails the server.
+replicas. So does the death of its process, if the run goes on without it (`Endpoint.peer_left`). A body that ends in
+any other way than by returning, or by raising that or SampleFailed, fails the server.
 
 Requests wait by priority, the smallest first, then in order of arrival: at the caller for a place on the edge, at the
 server for one of its `concurrency` places. Every reply tells the caller how many requests the other callers have open
@@ -78,7 +79,12 @@ class LiveCall:
 
     async def _ask(self, call: CallPlan, request: Message, priority: int) -> Any:
         body = {"request": request, "priority": priority, "call": call.name}
-        return await self._endpoint.request(call.server_host, f"call:{call.server}:{call.edge}", body)
+        try:
+            return await self._endpoint.request(call.server_host, f"call:{call.server}:{call.edge}", body)
+        except LaneFailed as failed:
+            if not self._endpoint.has_left(call.server_host):
+                raise
+            return {"out_of_service": str(failed), "others": None}
 
     def forget(self, session: str) -> None:
         self._router.forget(session)

@@ -87,6 +87,8 @@ class Statistics:
         """By producer's end of an edge, as `producer_end` names it: all its lanes report the same time."""
         self._depth: dict[str, int] = {}
         """By lane: messages sent but not yet taken, as its producer last reported."""
+        self._lost: set[str] = set()
+        """The node replicas that nothing will be heard of any more."""
 
     def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
         """Add one host's report. Both ends of a lane may report it; the sender's blocking counts."""
@@ -105,6 +107,12 @@ class Statistics:
                 blocked[end] = max(blocked.get(end, 0.0), report["blocked_s"])
         for end, blocked_s in blocked.items():
             self._blocked[end].read(blocked_s, now_s)
+
+    def lost(self, replica_id: str, counter: str, now_s: float) -> None:
+        """The process of this replica is lost. That is counted by `counter`, unless the replica has counted it."""
+        self._lost.add(replica_id)
+        counted = self._counters[replica_id, counter]
+        counted.read(max(counted.total, 1.0), now_s)
 
     def since_line(self) -> dict[str, Any]:
         """Sums, means and edges since the last call, by the names of a metrics line."""
@@ -141,7 +149,8 @@ class Statistics:
         """Every node with its busy fraction, in order of first report."""
         rates: dict[str, list[float]] = {}
         for replica_id, meter in self._busy.items():
-            rates.setdefault(node_of(replica_id), []).append(min(meter.rate, 1.0))
+            if replica_id not in self._lost:
+                rates.setdefault(node_of(replica_id), []).append(min(meter.rate, 1.0))
         return [NodeNow(node, len(busy), sum(busy) / len(busy)) for node, busy in rates.items()]
 
     def edges(self) -> list[EdgeNow]:
