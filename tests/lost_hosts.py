@@ -64,7 +64,7 @@ class MortalHost(LocalHost):
         await asyncio.wait((body, self._over), return_when=asyncio.FIRST_COMPLETED)
         if not self._over.done():
             return body.result()
-        await asyncio.sleep(self._death.known_after_s)
+        await asyncio.sleep(self._death.known_after_s)  # in virtual time
         raise Died
 
     def die(self) -> None:
@@ -79,16 +79,28 @@ class MortalHost(LocalHost):
         self._over.set_result(None)
 
 
+CLUSTERS: list[MortalCluster] = []
+"""Those of the runs so far."""
+
+
 class MortalCluster(LocalCluster):
-    """`deaths`: host -> when it dies."""
+    """`deaths`: host -> when it dies; `killed` are the hosts that Ray was told to end."""
 
     deaths: Mapping[str, Death] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: list[str] = []
+        CLUSTERS.append(self)
 
     def spawn(self, actor_class: type, index: int, slot: Any, spec: Any) -> LocalHost:
         if (death := self.deaths.get(slot.host)) is None:
             return super().spawn(actor_class, index, slot, spec)
         self.actors[slot.host] = MortalHost(spec, slot.gpus, death)
         return self.actors[slot.host]
+
+    def kill(self, host: str) -> None:
+        self.killed.append(host)
 
     def head_answers(self) -> bool:
         return True

@@ -44,7 +44,8 @@ class Sampler:
 class Context(RecordingContext):
     """Of a generator whose process has these GPUs, alone or in turns."""
 
-    cores, weight_routes, run_id, seed, num_replicas, max_staleness, longest_asked = (0,), (), "unit", 3, 1, 1, None
+    cores, weight_routes, run_id, seed, max_staleness, longest_asked = (0,), (), "unit", 3, 1, None
+    others_stand_in = False
 
     def __init__(self, gpus: tuple[int, ...], *, time_shared: bool) -> None:
         super().__init__()

@@ -65,12 +65,12 @@ def test_what_a_dead_generator_had_answered_is_booked_once(tmp_path: Path, booke
         made = [episode(prompt, [[0] * 2, [0] * 3]) for prompt in prompts(0)]
         client, asks = asking(small), [one for m in made for one in asked(m)]
         for turn, reply in asks:
-            client.answered(turn, reply)
+            client.answered("generator/9", turn, reply)
         for turn, reply in asks[: booked * len(asks) // 2]:
             small.client.request(turn, reply)
         commit(small)
-        client.server_lost([reply.generator for _, reply in asks])
-        client.server_lost([reply.generator for _, reply in asks])
+        for _ in range(2):
+            client.server_lost(["generator/9"])
         for one in made:
             client.episode(one, truncated=None, seconds=1.0)
         client.flush()
@@ -88,13 +88,13 @@ def test_an_answer_that_was_on_the_way_is_booked_too_and_others_are_not(tmp_path
         small = SmallRun(tmp_path)
         await small.admit(0)
         (turn, reply), *others = asked(episode(prompts(0)[0], [[0] * 2, [0] * 3, [0]]))
-        client = asking(small)
-        client.answered(*others[0])
-        client.server_lost(["generator/9"])
-        client.answered(turn, replace(reply, generator="generator/9"))
-        client.answered(replace(others[1][0], ticket=-1), replace(others[1][1], generator="generator/9"))
-        client.answered(replace(others[1][0], opponent=True), replace(others[1][1], generator="generator/9"))
-        client.answered(others[1][0], replace(others[1][1], generator="judge/9"))
+        client, dead = asking(small), "generator/9"
+        client.answered("generator/0", *others[0])
+        client.server_lost([dead])
+        client.answered(dead, turn, reply)
+        client.answered(dead, replace(others[1][0], ticket=-1), others[1][1])
+        client.answered(dead, replace(others[1][0], opponent=True), others[1][1])
+        client.answered("judge/9", *others[1])
         client.flush()
         commit(small)
         assert [row[0] for row in rows(tmp_path, REQUESTS)] == [turn.request_id]
@@ -102,12 +102,21 @@ def test_an_answer_that_was_on_the_way_is_booked_too_and_others_are_not(tmp_path
     run(body())
 
 
-def test_answers_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_forgotten_when_the_same_generator_has_answered_much_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another one says nothing of what this one has reported."""
+
     async def body() -> None:
-        client = asking(SmallRun(tmp_path))
-        for turn, reply in asked(episode(prompts(0)[0], [[0]] * 3)):
-            client.answered(turn, reply)
-            assert len(client._answered) == 1
-            monkeypatch.setattr(ledger_client, "BOOKED_WITHIN_S", -1.0)
+        small, now_s = SmallRun(tmp_path), [0.0]
+        await small.admit(0)
+        monkeypatch.setattr(ledger_client.time, "monotonic", lambda: now_s[0])
+        client, asks = asking(small), asked(episode(prompts(0)[0], [[0] * 2] * 4))
+        for server, turn in (("generator/0", 0), ("generator/1", 1), ("generator/1", 2)):
+            client.answered(server, *asks[turn])
+            now_s[0] += 2 * ledger_client.BOOKED_WITHIN_S
+        client.server_lost(["generator/0", "generator/1"])
+        commit(small)
+        assert sorted(row[0] for row in rows(tmp_path, REQUESTS)) == [asks[0][0].request_id, asks[2][0].request_id]
 
     run(body())

@@ -111,7 +111,7 @@ def test_what_a_dead_process_holds_goes_to_the_next() -> None:
 
         await take("generator/1")
         first, second = (asyncio.create_task(take(host)) for host in ("generator/0", "generator/2"))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # until both wait
         locks.claimants_died({"generator/1"})
         await first
         assert order == ["generator/1", "generator/0"]

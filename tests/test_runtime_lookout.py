@@ -137,6 +137,20 @@ def test_a_host_that_does_not_answer_is_named_once_and_asked_once(monkeypatch: p
     watched(body)
 
 
+def test_a_silent_host_that_is_lost_does_not_answer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout_module, "REPORT_AFTER_S", 0.0)
+
+    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+        processes["b"].stopped = True
+        await lookout.look()
+        lookout._hosts.lost["b"] = "it died"
+        await lookout.look()
+        assert len(told) == 1 and processes["b"].asked == 1
+        assert "b/0" not in await lookout.describe()
+
+    watched(body)
+
+
 def test_whose_answer_is_long_in_coming_is_told() -> None:
     async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
         late: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -12,9 +12,10 @@ from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.runtime.ledger.ledger_client import LedgerClient
 from flowrl.runtime.ledger.request_ledger import RequestLedger
 from flowrl.testing import GraphRun
-from tests.lost_hosts import Death, let_die
+from tests.lost_hosts import CLUSTERS, Death, let_die
 from tests.test_runtime_half_done import STEPS, killed, play
 
+EDGE = "trainer.weights -> generator.weights"
 FIRST, SECOND = "generator/0", "generator/1"
 SMALL: dict[str, Any] = {"apart": True, "kind": "Paced", "step_s": 0.05, "groups_per_step": 3, "turns": 2}
 
@@ -100,7 +101,10 @@ def test_at_each_moment_of_a_checkpoint(
 
 def test_two_of_three_may_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     let_die(monkeypatch, {FIRST: Death(at_s=0.3), SECOND: Death(at_s=0.5)})
-    require_whole(play(tmp_path / "run", **SMALL, generators=3), lost=2)
+    ran = play(tmp_path / "run", **SMALL, generators=3)
+    require_whole(ran, lost=2)
+    assert CLUSTERS[-1].killed[:2] == [FIRST, SECOND], "one that Ray cannot reach is ended too"
+    assert all(line["edges"][EDGE]["depth"] == 0 for line in ran.metrics()[1:]), "nobody takes those of the lost ones"
 
 
 def test_the_last_one_ends_the_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

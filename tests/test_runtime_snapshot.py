@@ -19,7 +19,7 @@ from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.snapshotter import Snapshotter
-from flowrl.runtime.host import host_engine
+from flowrl.runtime.host import pausing
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting
 from tests.channel_rig import Thing
@@ -120,7 +120,7 @@ def test_a_state_that_cannot_be_stored_is_told_with_its_node(tmp_path: Path) -> 
 
 
 def test_a_cut_says_whose_turns_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_engine, "TOLD_EVERY_S", 0.05)
+    monkeypatch.setattr(pausing, "TOLD_EVERY_S", 0.05)
 
     async def body() -> None:
         async with running("line", {"kind": "plain", "sink_s": 0.3}, None) as (snapshotter, _):

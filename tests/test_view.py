@@ -162,6 +162,28 @@ def report(busy_s: float) -> Statistics:
     return statistics
 
 
+def test_figures_of_now_are_of_the_replicas_that_are_left() -> None:
+    statistics, lanes = Statistics(), {1: "trainer/0.weights -> generator/1.weights"}
+
+    def absorb(replica: int, now_s: float) -> None:
+        meters = {"busy_s": 0.8 * now_s, "counters": {"tokens_generated": 100.0 * now_s}, "observed": {}}
+        sent = {lanes[1]: {"sent": 3, "depth": 2, "blocked_s": 0.0}}
+        statistics.absorb({"nodes": {f"generator/{replica}": meters}, "lanes": sent}, now_s)
+
+    for now_s in range(10):
+        absorb(0, now_s)
+        absorb(1, now_s)
+    assert statistics.counter_rate("tokens_generated") == pytest.approx(200.0)
+    statistics.lost("generator/1", "generators_lost", 10.0)
+    for now_s in range(10, 20):
+        absorb(0, now_s)
+    assert statistics.counter_rate("tokens_generated") == pytest.approx(100.0)
+    assert [(now.node, now.num_replicas) for now in statistics.nodes()] == [("generator", 1)]
+    assert statistics.edges() == []
+    line = statistics.since_line()
+    assert (line["generators_lost"], line["tokens_generated"]) == (1, 2800)
+
+
 def test_without_a_terminal_there_is_a_line_for_every_event() -> None:
     out = io.StringIO()
     view = open_view(Board("grpo", steps=40), Console(file=out))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +123,25 @@ def test_nothing_is_left_behind(publisher: Publisher) -> None:
     publisher.close()
     reader.close()
     assert not list(SHM.glob(f"{prefix}*"))
+
+
+def copy_and_die(manifest: Weights, copied: Any) -> None:
+    copied.send(elsewhere().fetch(manifest).update["segment"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_copies_of_a_reader_that_was_killed_are_removed_by_the_next(publisher: Publisher) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    reader = multiprocessing.get_context("fork").Process(target=copy_and_die, args=(publish(publisher, 1), theirs))
+    reader.start()
+    assert ours.poll(30)
+    left = SHM / ours.recv()
+    reader.join(30)
+    assert left.exists()
+    others = [elsewhere(), elsewhere()]
+    for version in range(2, 6):  # a note names a copy until its origin is written again
+        manifest = publish(publisher, version)
+        assert [value(other, manifest) for other in others] == [version, version]
+    assert not left.exists()
+    for other in others:
+        other.close()

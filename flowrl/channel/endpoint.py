@@ -13,7 +13,7 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from flowrl.channel.presence import Presence
 from flowrl.channel.router import Router
 from flowrl.channel.slab import Attached, Slab, SlabBlock
 from flowrl.channel.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
-from flowrl.errors import WireError
+from flowrl.errors import LaneFailed, WireError
 
 __all__ = ["Address", "EndOfStream", "Endpoint", "LaneWait"]
 
@@ -133,7 +133,10 @@ class Endpoint:
         self._router.fail(host, reason, self._router.lanes(host))
 
     def peer_left(self, host: str, reason: str) -> None:
-        """As `peer_failed`, of a process that the run goes on without. What has arrived of it counts."""
+        """As `peer_failed`, of a process that the run goes on without. What has arrived of it counts.
+
+        Not from a handler of notes: it takes frames that have arrived after those which the handler's came with.
+        """
         self._listener.drain()
         self._left.add(host)
         self.peer_failed(host, reason)
@@ -200,6 +203,17 @@ class Endpoint:
         LaneFailed if the host's process fails. Cancelling this call cancels the handler.
         """
         return await self._control.request(host, kind, body)
+
+    async def arrived(self, peers: Iterable[str]) -> None:
+        """Wait until everything in transit from here to `peers` has arrived there; their handler of "ping" answers."""
+        await asyncio.gather(*(self._arrived_at(peer) for peer in peers))
+
+    async def _arrived_at(self, peer: str) -> None:
+        try:
+            await self.request(peer, "ping")
+        except LaneFailed:
+            if not self.has_left(peer):  # else nothing is in transit there any more
+                raise
 
     def notify(self, host: str, kind: str, body: Any = None) -> None:
         """Send a note to `host`; there is no answer."""

@@ -97,6 +97,8 @@ class Router:
             peer.link.close(0)
             peer.link = None
         peer.pending.clear()
+        peer.unflushed.clear()
+        peer.outgoing, peer.incoming = Outgoing(), Incoming()
         self.control.gone(host, reason)
         for lane in lanes:
             lane.machine.failed = f"the process at the other end failed: {reason}"
@@ -192,6 +194,8 @@ class Router:
     def flush_soon(self, lane: ReceiveLane) -> None:
         """See `ends.LaneOwner`."""
         peer = self._peers[lane.spec.producer_host]
+        if peer.failed:
+            return
         peer.unflushed.append(lane.machine)
         if peer.link is None or not peer.link.eager:
             self._mark(peer)

@@ -81,7 +81,8 @@ class Facts:
     cpu_flags: frozenset[str] = frozenset()
     """Without GPUs: what the node's CPU has to have one of, by the kernel's names, for its KV cache in fp8."""
     stands_in: bool = False
-    """Servers: each replica can answer what another one was asked whose process has died (`analysis.standby`)."""
+    """Servers: each replica can answer what another one was asked whose process has died (`analysis.stand_ins`). Of a
+    turn that is not held out, it reports the request before it answers (`context.ledger.request`)."""
     correction: str | None = None
     """Nodes that take a sample's behavior logprobs for those of a policy: what corrects the gap between the two, "" if
     nothing does; None: the gap does not matter to it."""

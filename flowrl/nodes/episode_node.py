@@ -221,9 +221,7 @@ class EpisodeNode(Node):
     async def ask(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
         """The reply of the generator behind `port`, the policy's by default, at the place of the turn's ticket."""
         priority = turn.ticket if turn.ticket >= 0 else EVALUATION
-        reply = await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
-        self.context.ledger.answered(turn, reply)
-        return reply
+        return await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
 
     def turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
         """The request for one reply at this attempt, counted from 0; `ticket` is -1 for a held-out episode."""

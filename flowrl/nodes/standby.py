@@ -1,6 +1,6 @@
 """What a generator does when the process of its vLLM dies: it ends the run, or leaves its work to the other replicas.
 
-The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.standby` says when).
+The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.stand_ins` says when).
 One whose engine has died answers each request, those under way and later ones, by OutOfService, and its callers ask
 another replica under the same request id. It stays out of service until the run ends. Its own process lives on: it
 follows checkpoints, and reports as held the versions that it leaves out. The run ends when a caller has no replica left

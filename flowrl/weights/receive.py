@@ -16,7 +16,7 @@ from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.fetched import SEGMENT_ENGINE, Fetched
 from flowrl.weights.manifest import verify
-from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, SegmentPool, open_version
+from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, SegmentPool, open_version, remove_pool_of_dead
 
 if TYPE_CHECKING:
     from flowrl.weights.tcp import Origin
@@ -73,6 +73,7 @@ class SegmentReceiver:
                     return open_version(known, manifest.base_version)
                 except SegmentLost:
                     pass  # the note names an older copy: download this version
+                remove_pool_of_dead(known)  # while the run goes on without its reader, nobody else does
             name = self._download(origin, manifest)
             os.truncate(note, 0)
             os.pwrite(note, name.encode(), 0)

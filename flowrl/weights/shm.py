@@ -19,11 +19,13 @@ import fcntl
 import itertools
 import mmap
 import os
+import re
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.errors import FlowrlError
+from flowrl.orphans import has_ended
 
 if TYPE_CHECKING:
     from flowrl.channel.presence import Presence
@@ -33,6 +35,8 @@ DATA_OFFSET = 4096
 """Offset of the tensors in bytes: one page, so that every mapping is aligned."""
 _HEADER = struct.Struct("<8sqQ")
 _MAGIC = b"flowrlW1"
+_POOL = re.compile(r"(?P<pool>flowrl-[^-]+-(?P<pid>\d+)-weights-[^-]*-)\d+")
+"""The name of a segment: that of its pool, with its process, and a number."""
 _serial = itertools.count()
 """Numbers the segments that this process creates."""
 
@@ -157,3 +161,23 @@ def open_version(name: str, version: int) -> Segment:
     held = segment.version
     segment.close()
     raise SegmentLost(f"weights segment {name} holds version {held}, not {version}; take the newest manifest")
+
+
+def remove_pool_of_dead(name: str) -> None:
+    """Remove the segments of the pool that made segment `name`, if its process on this machine has ended."""
+    made = _POOL.fullmatch(name)
+    if made is None or _runs(int(made["pid"])):
+        return
+    for path in SHM.glob(f"{made['pool']}*"):
+        path.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        return not has_ended(process)
+    finally:
+        os.close(process)

@@ -12,7 +12,7 @@ from flowrl.graph.analysis.accumulation import in_pieces
 from flowrl.graph.analysis.branches import Branches, PortPlan
 from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.analysis.place import HostPlan, place
-from flowrl.graph.analysis.standby import stand_ins
+from flowrl.graph.analysis.stand_ins import stand_ins
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport
@@ -116,7 +116,7 @@ class Plan:
     homeless: tuple[str, ...] = ()
     """Hosts for which the cluster has no devices; none in a plan that runs."""
     stand_ins: tuple[str, ...] = ()
-    """The nodes that go on if they lose a replica (`standby`)."""
+    """The nodes that go on if they lose a replica (`stand_ins`)."""
 
     def host_of(self, replica: str) -> HostPlan:
         """The host in which the node replica "reward/0" runs."""

@@ -31,7 +31,7 @@ KILLED_WITHIN_S = 2.0
 """If Ray is alive, it kills a host at once."""
 
 
-class Losses(Protocol):
+class HostLossRules(Protocol):
     """What goes on without the process of a host, and how: `flowrl.runtime.driver.losses`."""
 
     def may_end(self, host: str) -> bool:
@@ -47,7 +47,7 @@ class Hosts:
     `on_death(error)` is told of a death that ends the run. Without `losses` each does.
     """
 
-    losses: Losses | None = None
+    losses: HostLossRules | None = None
 
     def __init__(
         self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[FlowrlError], None] = lambda _: None
@@ -134,6 +134,7 @@ class Hosts:
         if self.death is None and self.losses is not None and self.losses.may_end(host):
             self.lost[host] = reason + why
             self._endpoint.peer_left(host, reason)
+            self._cluster.kill(host)  # Ray may say so of one that it cannot reach
             self.losses.has_ended(host, reason + why)
             return None
         self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)

@@ -159,7 +159,8 @@ class Lookout:
         silent = self._hosts.silent()
         for host in [host for host in self._report_host_at_s if host not in silent]:
             del self._report_host_at_s[host]
-            self._warn(f"host {host!r} answers again")
+            if host not in self._hosts.lost:
+                self._warn(f"host {host!r} answers again")
         for host, for_s in silent.items():
             if for_s >= self._report_host_at_s.get(host, REPORT_AFTER_S):
                 self._report_host_at_s[host] = 2 * for_s

@@ -1,6 +1,6 @@
 """The loss of a host that the run goes on without: one whose replicas others stand in for.
 
-`flowrl.graph.analysis.standby` says which. Callers ask another replica what it had not answered, and report what it
+`flowrl.graph.analysis.stand_ins` says which. Callers ask another replica what it had not answered, and report what it
 had answered and not reported; tickets no longer wait for it, nor do locks.
 
 Invariant: everything of the lost host that arrives after its loss is dropped, in each process at the time at which it
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.analysis.plan import Plan
-from flowrl.graph.analysis.standby import may_end
+from flowrl.graph.analysis.stand_ins import may_end
 from flowrl.runtime.driver.barrier import Locks
 from flowrl.runtime.driver.phases import Phases
 from flowrl.runtime.ledger.accounting import Accounting

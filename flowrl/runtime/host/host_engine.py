@@ -10,7 +10,6 @@ import asyncio
 import functools
 import os
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.endpoint_transport import EndpointTransport
 from flowrl.channel.stored import dump, dump_value, load_value
 from flowrl.channel.sweep import sweep
-from flowrl.errors import FlowrlError, LaneFailed, WireError
+from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
 from flowrl.graph.node import Node
@@ -33,6 +32,7 @@ from flowrl.runtime.checkpoints.checkpoint import SavedMessage, beside, pages, u
 from flowrl.runtime.host.context import DRIVER, ReplicaPlace
 from flowrl.runtime.host.failures import NodeError, attributed, failure_of, leaves_of, report_of
 from flowrl.runtime.host.meeting import meeting_place
+from flowrl.runtime.host.pausing import Pausing
 from flowrl.runtime.host.processes import pid_space
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.host.reports import reports
@@ -40,8 +40,6 @@ from flowrl.runtime.host.wiring import join
 from flowrl.runtime.telemetry.trace import TraceBuffer
 
 REPORT_EVERY_S = 1.0
-TOLD_EVERY_S = 60.0
-"""Interval between warnings that name the invocations a checkpoint waits for."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class HostEngine:
         self.trace = TraceBuffer()
         self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
         self.replicas: dict[str, Replica] = {}
+        self._pausing = Pausing(self.replicas, self.endpoint)
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._kept: Iterator[list[Any]] = iter(())
@@ -247,37 +246,10 @@ class HostEngine:
     # Requests of the driver over the control link
 
     async def _pause(self, host: str, body: Any) -> None:
-        """Stop taking items; when every invocation has ended or waits, stop sending too."""
-        for replica in self.replicas.values():
-            replica.gate("checkpoint", open_=False)
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle(), TOLD_EVERY_S)
-                break
-            for replica in self.replicas.values():
-                self._warn_of_invocations(replica)
-        for replica in self.replicas.values():
-            replica.pause_sending(True)
-
-    def _warn_of_invocations(self, replica: Replica) -> None:
-        if replica.activity.working:
-            text = (
-                "a checkpoint waits for its invocations to end. If they wait for another item of this node, which "
-                "comes only after the checkpoint, put the wait inside `with self.context.waiting('what for'):`"
-            )
-            self.endpoint.notify(DRIVER, "warning", {"node": replica.place.replica_id, "text": text})
+        await self._pausing.pause()
 
     async def _resume(self, host: str, body: Any) -> None:
-        for replica in self.replicas.values():
-            replica.context.ledger.pause(False)
-            replica.pause_sending(False)
-            replica.gate("checkpoint", open_=True)
-
-    async def _idle(self) -> None:
-        """Wait until no invocation of any node here is inside user code."""
-        while any(replica.activity.working for replica in self.replicas.values()):
-            for replica in self.replicas.values():
-                await replica.activity.idle()
+        self._pausing.resume()
 
     async def _gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
         """Open or close a node's gate; begun invocations continue. Returns how many items each port has taken."""
@@ -292,6 +264,11 @@ class HostEngine:
 
     def _peer_lost(self, host: str, body: dict[str, Any]) -> None:
         """Handle the driver's report that the run goes on without another host, whose process has died."""
+        # Not now: this note may be one of several frames that arrived together, and those behind it come before any
+        # that the loss of a peer takes from the sockets. Requests that came with it begin after it.
+        asyncio.get_running_loop().call_soon(self._lose, body)
+
+    def _lose(self, body: dict[str, Any]) -> None:
         self.endpoint.peer_left(body["host"], body["reason"])
         for replica in self.replicas.values():
             replica.context.ledger.server_lost(body["replica_ids"])
@@ -303,8 +280,8 @@ class HostEngine:
 
     async def _quiesce(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
         """Wait until everything in transit from here has arrived. Returns total counts of moves: (messages, waits)."""
-        await self._idle()
-        await self._flush(host, body)
+        await self._pausing.idle()
+        await self.endpoint.arrived(body["peers"])
         return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
 
     async def _ping(self, host: str, body: Any) -> None:
@@ -312,15 +289,7 @@ class HostEngine:
 
     async def _flush(self, host: str, body: dict[str, Any]) -> None:
         """Wait until everything in transit from here has arrived."""
-        await asyncio.gather(*(self._reached(peer) for peer in body["peers"]))
-
-    async def _reached(self, peer: str) -> None:
-        """Everything sent to `peer` has arrived, or never will."""
-        try:
-            await self.endpoint.request(peer, "ping")
-        except LaneFailed:
-            if not self.endpoint.has_left(peer):
-                raise
+        await self.endpoint.arrived(body["peers"])
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
         """This host's part of a snapshot, without messages and records, which "kept" returns when the run goes on.

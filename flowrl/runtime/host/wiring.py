@@ -10,11 +10,13 @@ from flowrl.channel.control import Answer
 from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lane import LaneSpec
+from flowrl.episode import Turn
 from flowrl.graph.analysis.branches import PortPlan, by_name
 from flowrl.graph.analysis.plan import LanePlan, Plan
 from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.message_base import type_name
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
@@ -100,7 +102,9 @@ def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveC
     calls = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
     if not calls:
         return None
-    live = LiveCall(label, calls, endpoint, replica.activity, replica.context.metric)
+    ledger = replica.context.ledger
+    answered = (ledger.answered,) if calls[0].types[0] == type_name(Turn) else ()
+    live = LiveCall(label, calls, endpoint, replica.activity, replica.context.metric, *answered)
     replica.calls.append(live)
     return live
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request
 
 SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0
-"""By then a replica that answers requests has booked a request, or does so no more."""
+"""A server that answers now has sent its reports of what it answered so long ago: its loop runs, and so do timers."""
 DRIVER = "driver"
 AGAIN = "request again"
 """The report of a request by whoever asked."""
@@ -101,10 +101,10 @@ class LedgerClient:
         self.replica = replica
         self._link = link
         self._stand_ins = frozenset(stand_ins)
-        self._answered: deque[tuple[float, str, tuple[Any, ...]]] = deque()
-        """(time.monotonic, generator, its report of the request) of each request that was answered lately."""
+        self._answered: defaultdict[str, deque[tuple[float, tuple[Any, ...]]]] = defaultdict(deque)
+        """Server -> (time.monotonic, its report) of each request that it has answered lately."""
         self._lost: set[str] = set()
-        """Replicas that have died."""
+        """Servers that have died."""
         self._events: list[tuple[Any, ...]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
@@ -142,28 +142,28 @@ class LedgerClient:
         """
         self._request("request", turn, reply)
 
-    def answered(self, turn: Turn, reply: Reply) -> None:
-        """Note that a turn was answered; whoever has asked it does. Its generator may die before it sends its report.
+    def answered(self, server: str, turn: Turn, reply: Reply) -> None:
+        """Note that a replica has answered a turn here. It may die before it sends its report of the request.
 
-        The report is then made here (`server_lost`), of what the generator has sent with its answer.
+        The report is then made here (`server_lost`), of what has come with the answer.
         """
-        if reply.generator.partition("/")[0] not in self._stand_ins or not _is_booked(turn):
+        if server.partition("/")[0] not in self._stand_ins or not _is_booked(turn):
             return
-        row, now = _request_row(turn, reply), time.monotonic()
-        if reply.generator in self._lost:  # its answer was on the way
+        row = _request_row(turn, reply)
+        if server in self._lost:  # the answer was on the way
             self._add(AGAIN, *row)
             return
-        while self._answered and self._answered[0][0] < now - BOOKED_WITHIN_S:
-            self._answered.popleft()
-        self._answered.append((now, reply.generator, row))
+        lately, now = self._answered[server], time.monotonic()
+        while lately and lately[0][0] < now - BOOKED_WITHIN_S:
+            lately.popleft()
+        lately.append((now, row))
 
     def server_lost(self, replica_ids: Collection[str]) -> None:
         """The processes of these replicas have died: report the requests that they have answered here lately."""
         self._lost.update(replica_ids)
-        for _, generator, row in self._answered:
-            if generator in self._lost:
+        for server in replica_ids:
+            for _, row in self._answered.pop(server, ()):
                 self._add(AGAIN, *row)
-        self._answered = deque(one for one in self._answered if one[1] not in self._lost)
         self.flush()
 
     def request_lost(self, turn: Turn, reply: Reply, reason: str) -> None:

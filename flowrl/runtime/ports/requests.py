@@ -38,16 +38,24 @@ class LiveCall:
     """One Call port of one replica; `calls`, at least one, lead to the replicas that serve it.
 
     `count` adds to the counter `requests_moved`: requests whose session was on another replica before.
+    `answered(server, request, reply)` is told of each reply.
     """
 
     def __init__(
-        self, port: str, calls: Sequence[CallPlan], endpoint: Endpoint, activity: Activity, count: Meter
+        self,
+        port: str,
+        calls: Sequence[CallPlan],
+        endpoint: Endpoint,
+        activity: Activity,
+        count: Meter,
+        answered: Callable[[str, Any, Any], None] = lambda *answer: None,
     ) -> None:
         self.port = port
         self._calls = tuple(calls)
         self._endpoint = endpoint
         self._activity = activity
         self._count = count
+        self._answered = answered
         self._slots = [PrioritySlots(call.capacity) for call in calls]
         self._router = SessionRouter(len(calls), margin=calls[0].affinity_margin, caller=calls[0].caller)
 
@@ -75,6 +83,8 @@ class LiveCall:
             self._router.end(choice.replica, others)
         if "out_of_service" in reply:
             self._router.leave(choice.replica)
+        elif "reply" in reply:
+            self._answered(self._calls[choice.replica].server, request, reply["reply"])
         return reply
 
     async def _ask(self, call: CallPlan, request: Message, priority: int) -> Any:

@@ -101,7 +101,7 @@ class Statistics:
                 self._observed[name] = (before[0] + count, before[1] + total, max(before[2], largest))
         blocked: dict[str, float] = {}
         for lane, report in body.get("lanes", {}).items():
-            if report["sent"]:
+            if report["sent"] and consumer_of(lane) not in self._lost:
                 end = producer_end(lane)
                 self._depth[lane] = report["depth"]
                 blocked[end] = max(blocked.get(end, 0.0), report["blocked_s"])
@@ -111,6 +111,8 @@ class Statistics:
     def lost(self, replica_id: str, counter: str, now_s: float) -> None:
         """The process of this replica is lost. That is counted by `counter`, unless the replica has counted it."""
         self._lost.add(replica_id)
+        for lane in [lane for lane in self._depth if consumer_of(lane) in self._lost]:
+            del self._depth[lane]
         counted = self._counters[replica_id, counter]
         counted.read(max(counted.total, 1.0), now_s)
 
@@ -134,12 +136,13 @@ class Statistics:
         for lane, depth in self._depth.items():
             lines.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
         for end, meter in self._blocked.items():
-            lines[edge_of(end)]["blocked_s"] += meter.take()
+            lines.setdefault(edge_of(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take()
         return lines
 
     def counter_rate(self, name: str) -> float:
         """Growth per second of a counter, over all replicas."""
-        return sum(meter.rate for (_, key), meter in self._counters.items() if key == name)
+        meters = {one: meter for (one, key), meter in self._counters.items() if key == name}
+        return sum(meter.rate for replica_id, meter in meters.items() if replica_id not in self._lost)
 
     def total(self, name: str) -> float:
         """A counter over all replicas as last reported."""
@@ -181,6 +184,11 @@ def node_of(replica_id: str) -> str:
 def edge_of(lane: str) -> str:
     """The edge of a lane: "generator.rollouts -> reward.rollouts"."""
     return REPLICA.sub("", lane)
+
+
+def consumer_of(lane: str) -> str:
+    """The replica at the consumer's end of a lane: "reward/1" of "generator/0.rollouts -> reward/1.rollouts"."""
+    return lane.partition(" -> ")[2].partition(".")[0]
 
 
 def producer_end(lane: str) -> str:
