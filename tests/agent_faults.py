@@ -193,6 +193,8 @@ def _with_processes(cell: Cell, fault: Fault, directory: Path, *, real: bool) ->
     status = run.wait()
     if left := run.left_after(ENDED_WITHIN_S):
         yield f"left running: {left}"
+    if "(raylet)" in run.stdout:
+        yield f"Ray speaks beside flowrl: {run.stdout}"
     if killed:
         lines = run.stderr.splitlines()
         if status != 2 or len(lines) != 1 or "generator" not in lines[0]:

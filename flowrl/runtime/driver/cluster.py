@@ -28,6 +28,7 @@ from flowrl.runtime.driver import slow_start
 from flowrl.runtime.driver.guard import Guard
 from flowrl.runtime.driver.lean_head import lean_head
 from flowrl.runtime.driver.own_groups import own_groups
+from flowrl.runtime.driver.quiet_ray import keep_quiet
 from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
 from flowrl.runtime.host.processes import children, descendants, end_descendants
 
@@ -126,6 +127,8 @@ class RayCluster:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no prestarted worker has a host's environment
         self.started = True
         quiet = {"log_to_driver": _prints_logs(), "logging_level": logging.ERROR}
+        if not _prints_logs():
+            keep_quiet()
         if not address:
             self.owned = True
             adopt_orphans()
