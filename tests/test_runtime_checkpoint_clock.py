@@ -63,14 +63,14 @@ def test_a_run_makes_checkpoints_by_time(tmp_path: Path) -> None:
 
 def test_a_terminated_run_has_a_checkpoint_of_the_batch_at_hand(tmp_path: Path) -> None:
     def terminate_at_two(driver: Driver) -> None:
-        on_step = driver.on_step
+        on_step = driver.records.on_step
 
         def stepped(record: dict[str, object]) -> None:
             on_step(record)
             if record["step"] == 2:
                 driver.terminate()
 
-        driver.on_step = stepped  # type: ignore[method-assign]
+        driver.records.on_step = stepped  # type: ignore[method-assign]
 
     with seeing_the_driver(terminate_at_two):
         ran = run_graph(WAYS, tmp_path / "run", {"kind": "plain"}, keep=0)

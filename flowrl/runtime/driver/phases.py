@@ -8,39 +8,43 @@ rewards continue as far as the tickets allow.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
 from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.orders import Orders
-from flowrl.runtime.ledger.accounting import Accounting
-from flowrl.runtime.telemetry.metrics import Metrics
+from flowrl.runtime.driver.run_checkpoints import RunCheckpoints
+from flowrl.runtime.driver.run_records import RunRecords
+from flowrl.runtime.driver.run_state import RunState
 from flowrl.runtime.telemetry.view import View
 
 
-class Run(Protocol):
-    """The changing state of a run, and the methods that write checkpoints: implemented by the driver."""
-
-    version: int
-    best: Best | None
-    accounting: Accounting
-    metrics: Metrics
-
-    @property
-    def interrupted(self) -> bool: ...
-    def unless_cancelled(self, task: asyncio.Task[Any]) -> None: ...
-    async def keep(self, best: Best) -> None: ...
-    async def write_checkpoint(self, version: int, *, best: Best | None = None) -> None: ...
-
-
 class Phases:
-    """Runs the phases of one run, from wired hosts to the last checkpoint."""
+    """Runs the phases of one run, from wired hosts to the last checkpoint.
 
-    def __init__(self, run: Run, graph: Graph, plan: Plan, options: RunOptions, orders: Orders, view: View) -> None:
-        self._run = run
+    `unless_cancelled(task)` ends the run for the failure of a task that nobody waits for.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        options: RunOptions,
+        orders: Orders,
+        view: View,
+        *,
+        records: RunRecords,
+        checkpoints: RunCheckpoints,
+        state: RunState,
+        unless_cancelled: Callable[[asyncio.Task[Any]], None],
+    ) -> None:
+        self._records = records
+        self._checkpoints = checkpoints
+        self._state = state
+        self._unless_cancelled = unless_cancelled
         self._graph = graph
         self._publish_every = plan.numbers.publish_every
         self._options = options
@@ -58,34 +62,29 @@ class Phases:
             if of == plan.trainers[0] and (every := nodes[replica_id.split("/")[0]].facts().takes_every)
         }
         """Replica that misses none of the main trainer's versions whose number is a multiple -> of what."""
-        own = plan.own_clock
-        self.own_clocks = [name for name in own if graph.nodes[name].gang]
-        """The trainers that a checkpoint halts."""
-        self.at_checkpoint = [*(name for name in plan.trainers if name not in own), *self.own_clocks]
-        """The trainers that stand still from a checkpoint's beginning to its end."""
-        self._gated = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in own]
+        self._gated = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in plan.own_clock]
         """The trainers that wait at the end of a batch after which an evaluation is due."""
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
         """Run all phases. Returns the results by phase when every host has ended."""
-        run, results = self._run, {}
-        if self._evaluations and run.version == 0:
+        accounting, state, results = self._records.accounting, self._state, {}
+        if self._evaluations and state.version == 0:
             results["before"] = await self._evaluate("before", self._evaluations)
         if self.trainers or not self._evaluations:
             self._view.progress("driver", "training" if self.trainers else "running")
-        run.accounting.resume_admission("start")
+        accounting.resume_admission("start")
         await self._end_of_training()
-        await run.accounting.booked()
+        await accounting.booked()
         if self._during is not None:
             await self._during
-        run.accounting.end_admission()
-        if self._evaluations and self.trainers and not run.interrupted:  # else nothing has changed since `before`
-            await run.accounting.until_held(run.version)
+        accounting.end_admission()
+        if self._evaluations and self.trainers and not state.interrupted:  # else nothing has changed since `before`
+            await accounting.until_held(state.version)
             results["after"] = await self._evaluate("after", self._evaluations)
         for name in self._evaluations:
             await self._orders.on_node(f"{name}/0", "finish")
         await asyncio.gather(*running.values())
-        await run.write_checkpoint(run.version, best=self._better(results.get("after")))
+        await self._checkpoints.write(state.version, best=self._better(results.get("after")))
         return results
 
     def due(self, version: int) -> bool:
@@ -93,7 +92,7 @@ class Phases:
         return self._evaluates_at(version) or bool(self._takers(version))
 
     def _evaluates_at(self, version: int) -> bool:
-        return bool(self._due(version)) and version != self._options.steps and not self._run.interrupted
+        return bool(self._due(version)) and version != self._options.steps and not self._state.interrupted
 
     def _takers(self, version: int) -> list[str]:
         """The readers that must not miss `version`."""
@@ -102,7 +101,7 @@ class Phases:
     async def taken(self, version: int) -> None:
         """Returns when the readers that must not miss `version` hold it."""
         if takers := self._takers(version):
-            await self._run.accounting.until_held(version, takers)
+            await self._records.accounting.until_held(version, takers)
 
     async def hold(self, version: int) -> None:
         """Start an evaluation, if one is due, at the end of the batch that made `version`; the trainers take no batch
@@ -111,7 +110,7 @@ class Phases:
             return
         await self._gate(open_=False)
         self._during = asyncio.create_task(self._evaluate_held(version))
-        self._during.add_done_callback(self._run.unless_cancelled)
+        self._during.add_done_callback(self._unless_cancelled)
 
     def _due(self, version: int) -> list[str]:
         """The evaluations due at `version`: at the first published version from each multiple of their `every` on."""
@@ -122,11 +121,11 @@ class Phases:
         return [name for name, n in every.items() if n and version // n > (version - published) // n]
 
     async def _evaluate_held(self, version: int) -> None:
-        await self._run.accounting.until_held(version)
+        await self._records.accounting.until_held(version)
         figures = await self._evaluate("during", self._due(version))
         best = self._better(figures) if self._evaluations[0] in self._due(version) else None
         if best is not None:
-            await self._run.keep(best)
+            await self._checkpoints.keep(best)
         await self._gate(open_=True)
 
     async def _gate(self, *, open_: bool) -> None:
@@ -138,8 +137,8 @@ class Phases:
         """The current version, if it is the best so far by the first evaluation, and --keep-best is on; else None."""
         if figures is None or not self._options.keep_best:
             return None
-        found = Best.of(self._run.version, figures)
-        return found if found.beats(self._run.best) else None
+        found = Best.of(self._state.version, figures)
+        return found if found.beats(self._checkpoints.best) else None
 
     def node_ended(self, host: str, body: Mapping[str, str]) -> None:
         """Handle a host's report that the body of a node replica has returned."""
@@ -156,7 +155,7 @@ class Phases:
         await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
 
     async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
-        version = self._run.version
+        version = self._state.version
         text = f"evaluation {phase} training, at version {version}" if self.trainers else "evaluation"
         self._view.progress("driver", text)
         answers = await asyncio.gather(
@@ -170,7 +169,7 @@ class Phases:
                 )
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
-        self._run.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
+        self._records.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
         if phase == "during":
             self._view.progress("driver", "training")
         return figures

@@ -1,0 +1,172 @@
+"""The records of one run besides its checkpoints: ledger, metrics, kept samples and episodes, and the trace.
+
+Ledger, metrics and samples are opened when all hosts are set up, so that the run can begin; trace and episodes before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.tickets import Tickets
+from flowrl.runtime.checkpoints.rundir import writing
+from flowrl.runtime.driver.early_stop import EarlyStop
+from flowrl.runtime.driver.job import Job
+from flowrl.runtime.driver.run_state import RunState
+from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.samples.kept_samples import KeptSamples
+from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
+from flowrl.runtime.telemetry.metrics import Metrics, roles
+from flowrl.runtime.telemetry.sinks import open_sinks
+from flowrl.runtime.telemetry.statistics import Statistics
+from flowrl.runtime.telemetry.trace_file import open_trace
+from flowrl.runtime.telemetry.tracking import SampleTables
+from flowrl.runtime.telemetry.view import View
+
+
+class RunRecords:
+    """`config` is the graph's, for sinks that show it; `send_trace_level(level)` tells the hosts what to trace."""
+
+    accounting: Accounting
+    metrics: Metrics
+
+    def __init__(
+        self,
+        job: Job,
+        tickets: Tickets,
+        state: RunState,
+        view: View,
+        config: Mapping[str, Any],
+        send_trace_level: Callable[[int], None],
+    ) -> None:
+        self.statistics = Statistics()
+        self.is_open = False
+        self._job = job
+        self._tickets = tickets
+        self._state = state
+        self._view = view
+        self._config = config
+        self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
+        self._tables = SampleTables(job.options.tracking)
+        self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", send_trace_level)
+        self._lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        """The records of steps whose lines are not written yet; None ends `write_lines`."""
+
+    def open(self, endpoint: Endpoint, stop_early: Callable[[str], None]) -> None:
+        """Open all, as a fresh run has them or as the checkpoint left them, and answer the hosts at `endpoint`.
+
+        `stop_early(reason)` is called when the metrics say that the run should end.
+        """
+        job = self._job
+        self.accounting = Accounting(
+            job.run_dir,
+            self._tickets,
+            on_step=self.on_step,
+            on_closed=lambda *sample: samples.closed(*sample),
+            bound=job.plan.numbers.max_staleness,
+            own_clock=job.plan.own_clock,
+            resume=job.resume_from is not None,
+        )
+        in_flight = job.plan.numbers.samples_in_flight
+        self._samples = samples = KeptSamples(
+            job.run_dir, self.accounting, in_flight=in_flight, warn=self._view.warning, shown=self._show_sample
+        )
+        self._early_stop = EarlyStop(job.options.stop, stop_early)
+        if job.resume_from is not None:
+            self._early_stop.recall(job.run_dir)
+        self.metrics = Metrics(
+            job.run_dir,
+            self.statistics,
+            roles=roles(job.graph),
+            sinks=open_sinks(job.options.track, job.run_dir, self._config, job.options.tracking),
+            tables=self._tables,
+            watch=self._early_stop.look,
+            watch_evaluation=self._early_stop.evaluated,
+            limits=job.options.alarms,
+            record_line=self.accounting.line,
+        )
+        self.accounting.serve(endpoint)
+        self.is_open = True
+
+    def close(self, *, orderly: bool) -> None:
+        """Close every record, whatever happens to the others; raises what happened last."""
+        with writing(self._job.run_dir), ExitStack() as records:
+            records.callback(self._trace.close)
+            records.callback(self._episodes.close)
+            if not self.is_open:
+                return
+            records.callback(self.metrics.close)
+            records.callback(self._samples.close)
+            records.callback(self.accounting.close, orderly=orderly)
+            records.callback(self._write_last_lines)
+            records.callback(self.accounting.commit)
+
+    @property
+    def unseen_metric(self) -> str:
+        """The metric of --stop.metric, if it had no value in this run; "" otherwise."""
+        return self._early_stop.unseen
+
+    @property
+    def trace_level(self) -> int:
+        """What the hosts trace now."""
+        return self._trace.level
+
+    # Reports of hosts
+
+    def absorb(self, host: str, body: dict[str, Any]) -> None:
+        """Take a host's statistics and trace."""
+        self.statistics.absorb(body, time.monotonic())
+        self._view.statistics(self.statistics, self._tickets.why_waiting)
+        with writing(self._job.run_dir):
+            self._trace.write(body["trace"])
+
+    def add_episode(self, host: str, body: dict[str, Any]) -> None:
+        """Take an attempt at an episode."""
+        self._episodes.add(**body)
+
+    def add_samples(self, host: str, body: Any) -> None:
+        """Take samples that the run keeps."""
+        self._samples.add(body)
+
+    def _show_sample(self, row: dict[str, Any]) -> None:
+        self._tables.add(row)
+        self._view.sample(row)
+
+    # Lines of metrics
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """A batch is finished and booked: whatever follows from its number, and its line."""
+        self._state.version = int(record["step"])
+        self._lines.put_nowait(record | {"ledger_head": self.accounting.ledger.head})
+
+    async def write_lines(self, ask_for_reports: Callable[[], Awaitable[Any]]) -> None:
+        """Write one line a batch, in order, each with what every host has counted until now. Ended by `end_lines`."""
+        while (record := await self._lines.get()) is not None:
+            try:
+                await ask_for_reports()
+            finally:  # of a step that is booked there is a line, whatever ends the run
+                self._write_line(record)
+            self._lines.task_done()
+
+    def end_lines(self) -> None:
+        """No further step follows."""
+        self._lines.put_nowait(None)
+
+    async def settled(self) -> None:
+        """Returns when the lines of all steps are written, and the kept samples."""
+        await self.accounting.booked()
+        await self._lines.join()
+        await self._samples.flush()
+
+    def _write_last_lines(self) -> None:
+        while not self._lines.empty() and (record := self._lines.get_nowait()) is not None:
+            self._write_line(record)
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        with writing(self._job.run_dir):
+            line = self.metrics.line(record)
+        self._view.step(line)
