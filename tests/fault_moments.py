@@ -24,14 +24,18 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "probe", "arguments
 
 
 class Moments:
-    """The moments of a fault, in the process of a generator. Making one says that the run has begun."""
+    """The moments of a fault, in the process of a generator. Making one says that the run has begun.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `named`: whether this is the generator that the fault happens to, if it does to one.
+    """
+
+    def __init__(self, tokenizer: Any, *, named: bool = True) -> None:
         self.tokenizer = tokenizer
         self.fault = Fault.of_variable()
         self.asking: dict[str, int] = {}
         """Request -> the process that waits for it."""
-        (Path(self.fault.directory) / GENERATOR).write_text(str(os.getpid()))
+        if named:
+            (Path(self.fault.directory) / GENERATOR).write_text(str(os.getpid()))
 
     @asynccontextmanager
     async def generating(self, turn: Turn) -> AsyncIterator[None]:

@@ -14,11 +14,13 @@ import pytest
 
 from benchmarks.learning_apart import learned
 from benchmarks.machines import OTHERS, are_possible, machines
-from tests.run_process import ROOT, Run, audit
+from tests.fault_parts import Fault
+from tests.run_process import ROOT, Run, audit, states
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 GRAPH = ROOT / "tests" / "graphs_cluster" / "apart.py"
+FAULTY = ROOT / "tests" / "graphs_episodes" / "faulty.py"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,20 @@ def test_messages_and_weights_go_between_machines(
     strangers = re.findall(r"strangers admitted: (.*)", run.stdout)
     assert strangers == ["none"] * len(places), "at the trainer and every generator"
     assert "weights without keys: refused" in run.stdout
+
+
+def test_a_generator_on_another_machine_may_die(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """Only Ray tells the driver of it, and messages go over tcp."""
+    fault = Fault("replica", "kill", "generating", str(tmp_path), 1)
+    apart = ("--generators", "2", "--generator-cpus", "2", "--reset-s", "60")
+    options = ("--steps", "6", "--save-every", "1", "--fault", fault.told, *apart)
+    run = Run(FAULTY, tmp_path / "run", *options, env=cluster, timeout_s=150)
+    assert run.wait() == 0, run.stdout + run.stderr
+    hosts = json.loads((tmp_path / "run" / "graph.json").read_text())["hosts"]
+    assert {host["name"]: host["machine"] for host in hosts}["generator/1"] > 0, "it is on another machine"
+    assert "warning: generator/1: out of service, its requests go to the other replicas" in run.stdout
+    assert (tmp_path / "fault-0").exists() and "audit: ok" in audit(tmp_path / "run")
+    assert states(tmp_path / "run") == {("trained", None): 36}
 
 
 @pytest.mark.timeout(400)

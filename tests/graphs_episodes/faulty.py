@@ -32,7 +32,7 @@ class Meddling(Speaker):
 
     async def setup(self) -> None:
         self.tokenizer = tool_tokenizer()
-        self.moments = Moments(self.tokenizer)
+        self.moments = Moments(self.tokenizer, named=self.context.replica + 1 == self.context.num_replicas)
 
     async def answer(self, turn: Turn) -> Reply:
         async with self.moments.generating(turn):
@@ -52,6 +52,8 @@ class Meddling(Speaker):
 class Config:
     agents: bool = False
     generators: int = 1
+    generator_cpus: float = 0.0
+    """Cores of each; 0: all together have one."""
     group_size: int = 3
     groups_per_step: int = 2
     retries: int = 1
@@ -78,7 +80,7 @@ def graph(cfg: Config) -> Graph:
         player = Environment(name, policy, limits=replace(limits, step_s=cfg.step_s))
     prompts = g.add("prompts", source)
     episodes = g.add("player", player)
-    speaker = g.add("generator", Meddling(), replicas=cfg.generators, cpus=1 / cfg.generators)
+    speaker = g.add("generator", Meddling(), replicas=cfg.generators, cpus=cfg.generator_cpus or 1 / cfg.generators)
     advantage = g.add("advantage", GroupAdvantage(size=cfg.group_size))
     batcher = g.add("batcher", TokenBatch(cfg.groups_per_step, token_budget=4096))
     trainer = g.add("trainer", Training(0.05))

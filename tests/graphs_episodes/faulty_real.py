@@ -24,7 +24,8 @@ class MeddlingGenerator(Generator):
 
     async def setup(self) -> None:
         await super().setup()
-        self.moments = Moments(self._sampler.tokenizer)
+        named = self.context.replica + 1 == self.context.num_replicas
+        self.moments = Moments(self._sampler.tokenizer, named=named)
 
     async def _reply(self, turn: Turn) -> Reply:
         async with self.moments.generating(turn):
