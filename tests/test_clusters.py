@@ -59,7 +59,7 @@ def test_messages_and_weights_go_between_machines(
 
 
 def test_a_generator_on_another_machine_may_die(tmp_path: Path, cluster: dict[str, str]) -> None:
-    """Only Ray tells the driver of it, and messages go over tcp."""
+    """Its messages go over tcp; another host name and another /dev/shm, but the kernel that tells of its end is one."""
     fault = Fault("replica", "kill", "generating", str(tmp_path), 1)
     apart = ("--generators", "2", "--generator-cpus", "2", "--reset-s", "60")
     options = ("--steps", "6", "--save-every", "1", "--fault", fault.told, *apart)
