@@ -94,6 +94,7 @@ class Endpoint:
         self._attached = Attached(prefix, self._unseen)
         self._decoder = MessageDecoder(self._attached.array)
         self._left: set[str] = set()
+        """Hosts of `peer_left`."""
 
     # Opening, peers, closing
 

@@ -66,8 +66,8 @@ class Hosts:
         self.pids: dict[str, int] = {}
         self.death: FlowrlError | None = None
         """The first death of a process that ends the run; later failures are its consequences."""
-        self.lost: dict[str, str] = {}
-        """Host without which the run goes on -> how its process ended."""
+        self.lost: set[str] = set()
+        """Hosts whose processes have died, and without which the run goes on."""
 
     def __iter__(self) -> Iterator[str]:
         """Those that are not lost."""
@@ -132,7 +132,7 @@ class Hosts:
         place = self._specs[host].places[0]
         reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
         if self.death is None and self.losses is not None and self.losses.may_end(host):
-            self.lost[host] = reason + why
+            self.lost.add(host)
             self._endpoint.peer_left(host, reason)
             self._cluster.kill(host)  # Ray may say so of one that it cannot reach
             self.losses.has_ended(host, reason + why)
@@ -207,7 +207,7 @@ class Hosts:
 
     async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
         """Stop the hosts in order, and kill them after `within_s` seconds. Returns the failures to close."""
-        self.losses = None
+        self.losses = None  # nothing has to go on any more
         self._processes.expect_ends()
         self._rays.expect_ends()
         for _, answer in self._late.values():

@@ -28,7 +28,7 @@ GENERATORS_LOST = "generators_lost"
 class HostsLeft(Protocol):
     """The hosts of a run that are not lost, by name."""
 
-    lost: dict[str, str]
+    lost: set[str]
 
     def __iter__(self) -> Iterator[str]: ...
 

@@ -53,10 +53,6 @@ class Orders:
         asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.hosts}
         return _given(await self._lookout.answers(kind, asked))
 
-    async def ask_each(self, kind: str) -> list[Any]:
-        """As `ask_all`, of something that may take long: nothing is told of late answers."""
-        return _given(await asyncio.gather(*(self._unless_lost(h, self.ask(h, kind)) for h in self.hosts)))
-
     async def page(self, host: str, kind: str) -> list[Any]:
         """The page that the host answers with; an empty one if it is lost."""
         page = await self._unless_lost(host, self.ask(host, kind))

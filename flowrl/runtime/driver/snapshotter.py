@@ -113,7 +113,7 @@ class Snapshotter:
             snapshot.prefixes.update(prefixes)
         await orders.ask_all("pause")
         await self._until_still()
-        for part in await orders.ask_each("snapshot"):
+        for part in await orders.ask_all("snapshot"):
             snapshot.add(part)
         await self._files(directory, halted=False)
         return snapshot
