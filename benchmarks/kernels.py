@@ -1,7 +1,7 @@
 """Where the time of a trainer's update goes, and what share of the machine's matmul rate it reaches.
 
     python -m benchmarks.kernels [--policy smollm2] [--dtype bfloat16] [--case 8x40x24] [--groups 8]
-        [--threads 1] [--repetitions 3] [--json FILE] [--top 0]
+        [--threads 1] [--plain-malloc] [--repetitions 3] [--json FILE] [--top 0]
 
 A case is K samples of a prompt of P tokens with responses of R/2 to R tokens, laid out as trees. `--repetitions`
 updates are timed without a profiler; one more runs under torch's profiler and gives the shares: parts of the update
@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.layouts import Bench, Shape, load, make_batch
+from benchmarks.layouts import Bench, Shape, keep_memory, load, make_batch
 from flowrl.training.settings import Dtype
 
 PARTS = ("layers", "attention", "logits", "gradients", "optimizer")
@@ -99,6 +99,7 @@ def labelled() -> Iterator[None]:
     """Within this context the parts of an update carry their names in a profile."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from flowrl.training.engine import gradient_sums
     from flowrl.training.model.attention.cascade import _CascadeAttention
     from flowrl.training.model.cached_logprobs import _CachedLogprobs
     from flowrl.training.model.logprobs import _ChunkedLogprobs
@@ -112,6 +113,7 @@ def labelled() -> Iterator[None]:
         (_CachedLogprobs, "backward", "logits"),
         (DeepSpeedZeroOptimizer, "step", "optimizer"),
         (DeepSpeedZeroOptimizer, "process_gradients", "gradients"),
+        (gradient_sums, "_take", "gradients"),
         (DeepSpeedZeroOptimizer, "reduce_gradients", "gradients"),
         (DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "gradients"),
     ]
@@ -246,8 +248,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--top", type=int, default=0, help="also the operations that take longest")
+    parser.add_argument("--plain-malloc", action="store_true", help="do not keep memory as a trainer of a run does")
     parser.add_argument("--json", type=Path, help="append a line with everything that was measured")
     args = parser.parse_args()
+    keep_memory(plain=args.plain_malloc)
     engine = load(args.policy, args.dtype, args.threads)
     bench = Bench(engine, args.token_budget)
     batch = make_batch(args.case, args.groups, engine.vocab_size, args.token_budget)

@@ -4,7 +4,7 @@ Trees are those of the layout "auto", which keeps rows where nothing is shared.
 
     python -m benchmarks.layouts [--policy smollm2] [--dtype bfloat16] [--case 8x40x24 16x1000x16 1x40x24]
         [--samples 4 8 16 --prompt 40 200 1000 --response 16 200] [--groups 8] [--repetitions 5] [--threads 1]
-        [--json FILE]
+        [--plain-malloc] [--json FILE]
 
 A case is K samples of a prompt of P tokens, with responses of R/2 to R tokens; all combinations of --samples, --prompt
 and --response if no --case is given. Prompts and responses are random tokens. One update is one forward and backward
@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -31,6 +32,7 @@ import numpy as np
 
 from flowrl.messages import Batch, Trainable
 from flowrl.models import Policy, resolve
+from flowrl.runtime.driver.allocator import keeping
 from flowrl.training.settings import Dtype, ZeroSettings
 
 if TYPE_CHECKING:
@@ -160,6 +162,12 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
 
 
+def keep_memory(*, plain: bool) -> None:
+    """Begin again with the allocator's settings of a run's trainer, which a process takes when it starts."""
+    if not plain and (wanted := keeping(os.environ)):
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})
+
+
 def load(policy: str, dtype: Dtype, threads: int) -> ZeroEngine:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
@@ -187,8 +195,10 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--plain-malloc", action="store_true", help="do not keep memory as a trainer of a run does")
     parser.add_argument("--json", type=Path, help="append a line for each case and layout")
     args = parser.parse_args()
+    keep_memory(plain=args.plain_malloc)
     shapes = args.case or [Shape(*shape) for shape in product(args.samples, args.prompt, args.response)]
     bench = Bench(load(args.policy, args.dtype, args.threads), args.token_budget)
     print(f"{args.policy} {args.dtype}, {args.groups} groups, {args.threads} threads, {args.repetitions} repetitions")

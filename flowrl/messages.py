@@ -287,7 +287,7 @@ class Batch(Message):
 
         Raises ConfigError if one sequence alone, or one pair, exceeds the token budget.
         """
-        units, way = packed(self.samples), self._packing()
+        units, way = packed(self.samples), self.how_packed()
         owners = [number for number, sample in enumerate(self.samples) for _ in sample.sequences]
         names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
         packing.require_budget(units, self.token_budget, names, way)
@@ -300,7 +300,7 @@ class Batch(Message):
             for mine, found, ends in (part.by_sample(owners) for part in parts)
         )
 
-    def _packing(self) -> packing.Packing:
+    def how_packed(self) -> packing.Packing:
         """The way to pack its samples: as trees if these are asked for, or if they save more than rows lose."""
         twice = any(sample.mismatched is not None for sample in self.samples)
         passes = [found for sample in self.samples for found in _passes(sample, twice)]

@@ -114,6 +114,9 @@ class Packing(Protocol):
     def size(self, unit: PackedUnit) -> int:
         """Tokens of a micro-batch of this unit alone."""
 
+    def num_places(self, units: Sequence[PackedUnit]) -> int:
+        """Tokens of a micro-batch of these units, padding included."""
+
 
 @dataclass(frozen=True)
 class ByRows:
@@ -129,6 +132,9 @@ class ByRows:
 
     def size(self, unit: PackedUnit) -> int:
         return unit.padded
+
+    def num_places(self, units: Sequence[PackedUnit]) -> int:
+        return sum(len(unit.indices) for unit in units) * max((unit.longest for unit in units), default=0)
 
 
 def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, packing: Packing) -> list[RankPart]:

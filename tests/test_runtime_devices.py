@@ -13,6 +13,7 @@ from flowrl import Cluster, Machine
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
+from flowrl.runtime.driver import allocator
 from flowrl.runtime.driver.claims import Claim, claims, visible_devices
 from flowrl.runtime.driver.cluster import HostSlot, environment
 from tests.graph_nodes import Grpo, grpo
@@ -128,3 +129,22 @@ def test_settings_of_libraries_reach_every_process_on_other_machines_too(monkeyp
         assert found["NCCL_SOCKET_IFNAME"] == "eth7"
         assert found.get("VLLM_HOST_IP") == ("127.0.0.1" if alone else None)
         assert "CUDA_VISIBLE_DEVICES" not in found, "the plan decides"
+
+
+def test_processes_that_compute_on_cores_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New pages in every pass cost a fifth of an update (`python -m benchmarks.kernels`)."""
+    for name in (allocator.VARIABLE, "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+
+    def found(cpus: float, gpus: int) -> str | None:
+        return environment(HostSlot("trainer/0", cpus, gpus, ())).get(allocator.VARIABLE)
+
+    assert "glibc.malloc.arena_max=1:" in str(found(1, 0)) and found(0.5, 0) == found(2, 0)
+    assert found(0, 0) is None, "a host of cheap nodes"
+    assert found(1, 1) is None
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc.so.4")
+    assert found(1, 0) is None
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1")
+    assert found(1, 0)
+    monkeypatch.setenv(allocator.VARIABLE, "glibc.malloc.hugetlb=1")
+    assert found(1, 0) is None, "the user's own settings stay: processes inherit them"

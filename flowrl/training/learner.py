@@ -32,6 +32,7 @@ from flowrl.training.batch.masks import loss_masks
 from flowrl.training.batch.micro_batch import MicroBatch, make_micro_batch
 from flowrl.training.batch.referenced import with_reference
 from flowrl.training.batch.sequence_rows import RowShare, in_rows
+from flowrl.training.batch.step_passes import StepPasses, step_passes
 from flowrl.training.batch.update import Accumulated, Sums, Update
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.layouts import Placing
@@ -72,10 +73,8 @@ class Learner:
         `version` is the one being updated. Raises FlowrlError if a token is older than the bound.
         """
         self.engine.set_lr(lr)
-        micro_batches = self._laid_out(part, masks, version)
-        starts = (0, *part.step_ends[:-1])
-        steps = [micro_batches[start:end] for start, end in zip(starts, part.step_ends, strict=True)]
-        totals = self._totals(steps)
+        steps, totals = self._laid_out(part, masks, version)
+        micro_batches = [one for step in steps for one in step]
         several = self._epochs * len(steps) > 1
         old = self._proximal(micro_batches) if several and self.objective.needs_proximal else {}
         update = self._run(steps, totals, old)
@@ -89,16 +88,15 @@ class Learner:
         """
         over = self._divisor()
         so_far = self._so_far
-        micro_batches = self._laid_out(piece, masks, version)
+        (micro_batches,), (total,) = self._laid_out(piece, masks, version)
         so_far.computed += sum(self.engine.num_computed(one.rows) for one in micro_batches)
-        (total,) = self._totals([micro_batches])
         so_far.totals += total
         stepping = piece.last and self.objective.enough(so_far.totals)
         if stepping or self.objective.enough(total):
             for position, micro_batch in enumerate(micro_batches):
-                inputs = self._loss_inputs(micro_batch, Totals.sums(over), None, 0.0)
-                loss, stats = self.objective.loss(inputs)
-                self.engine.backward(loss, last=stepping and position == len(micro_batches) - 1)
+                inputs, loss, stats = self._loss(micro_batch, Totals.sums(over), None, 0.0)
+                if micro_batch.backward:
+                    self.engine.backward(loss, last=stepping and position == len(micro_batches) - 1)
                 so_far.add(over, self._reported(loss.detach(), stats), self._others(inputs, over))
                 self._add_gaps(so_far.sums, micro_batch, inputs)
         if not piece.last:
@@ -147,8 +145,13 @@ class Learner:
         self._assert_bounds(part, masks, version)
         return Update.of(Sums(), self._names, [], 0, 0)
 
-    def _laid_out(self, part: Batch, masks: Sequence[Bool], version: int) -> list[MicroBatch]:
-        """The micro-batches of this rank's part; collective where logprobs of the reference are computed here."""
+    def _laid_out(
+        self, part: Batch, masks: Sequence[Bool], version: int
+    ) -> tuple[list[list[MicroBatch]], list[Totals]]:
+        """The micro-batches of each optimizer step of this rank's part, and the step's totals; collective.
+
+        Those without a backward pass come first, and all ranks have the same number of either kind.
+        """
         part, masks, shares = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
         if self.objective.needs_reference and self.engine.lora.rank:
@@ -156,7 +159,32 @@ class Learner:
             part = with_reference(
                 self.engine, part, self._placing(part), mismatched=mismatched, temperature=self._temperature
             )
-        return [self._micro_batch(part, masks, shares, indices, version) for indices in part.micro_batches]
+        starts = (0, *part.step_ends[:-1])
+        planned = [
+            self._passes(part, masks, part.micro_batches[start:end])
+            for start, end in zip(starts, part.step_ends, strict=True)
+        ]
+        steps = [
+            [
+                replace(self._micro_batch(part, masks, shares, indices, version), backward=backward)
+                for passes, backward in ((step.forward, False), (step.both, True))
+                for indices in passes
+            ]
+            for step in planned
+        ]
+        return steps, self._totals(steps)
+
+    def _passes(self, part: Batch, masks: Sequence[Bool], micro_batches: Sequence[Sequence[int]]) -> StepPasses:
+        """The passes of one optimizer step, as many of either kind as on the rank with most; collective."""
+        # Every token has a part in the load-balancing loss. A step has a backward pass even if its gradient is 0.
+        found = (
+            StepPasses((), tuple(map(tuple, micro_batches)))
+            if self._balance_coef
+            else step_passes(part, masks, micro_batches, self.objective)
+        )
+        numbers = self.engine.gang.parts((len(found.forward), len(found.both)))
+        most_forward, most_both = (max(of_ranks) for of_ranks in zip(*numbers, strict=True))
+        return found.padded(most_forward, max(most_both, int(part.last)))
 
     def judge(self, part: Batch) -> dict[str, float | None]:
         """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
@@ -222,15 +250,15 @@ class Learner:
         """Run one optimizer step; return its gradient norm, None if the step was not applied."""
         mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
         for position, micro_batch in enumerate(micro_batches):
-            inputs = self._loss_inputs(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
-            loss, stats = self.objective.loss(inputs)
+            inputs, loss, stats = self._loss(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
             sums.add(self._reported(loss.detach(), stats), share)
             if inputs.balance is not None:
                 # A mean over the micro-batches of all ranks, by the tokens that each routes.
                 balance = inputs.balance * (micro_batch.num_places / total.num_places)
                 sums.add({BALANCE: balance.detach()}, share)
                 loss = loss + self._balance_coef * balance
-            self.engine.backward(loss, last=position == len(micro_batches) - 1)
+            if micro_batch.backward:
+                self.engine.backward(loss, last=position == len(micro_batches) - 1)
             if first_epoch:
                 self._add_gaps(sums, micro_batch, inputs)
         step = self.engine.step()
@@ -253,6 +281,15 @@ class Learner:
                 "not name; add them there, so that every metrics line contains them"
             )
         return {"loss": loss, **stats}
+
+    def _loss(
+        self, micro_batch: MicroBatch, total: Totals, old_BT: Tensor | None, mismatched_kl: float
+    ) -> tuple[LossInputs, Tensor, Mapping[str, Tensor]]:
+        """Inputs, loss and stats of a micro-batch, with an autograd graph if it has a backward pass."""
+        with torch.set_grad_enabled(micro_batch.backward):
+            inputs = self._loss_inputs(micro_batch, total, old_BT, mismatched_kl)
+            loss, stats = self.objective.loss(inputs)
+        return inputs, loss, stats
 
     def _loss_inputs(
         self, micro_batch: MicroBatch, total: Totals, old_BT: Tensor | None, mismatched_kl: float

@@ -25,6 +25,7 @@ from flowrl.graph.machine import Cluster, Machine, gpu_names
 from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver import slow_start
+from flowrl.runtime.driver.allocator import keeping
 from flowrl.runtime.driver.guard import Guard
 from flowrl.runtime.driver.lean_head import lean_head
 from flowrl.runtime.driver.own_groups import own_groups
@@ -63,7 +64,8 @@ class HostSlot:
 def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
     """Variables that set every library's thread count to the host's number of cores before anything is imported.
 
-    `alone`: all hosts are on one machine, so no library has to accept connections from another machine.
+    Hosts that have cores and no GPU compute models on them, and keep the memory that they had. `alone`: all hosts are
+    on one machine, so no library has to accept connections from another machine.
     """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -74,6 +76,7 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
         "PYTHONUNBUFFERED": "1",
         **(LOOPBACK if alone else {}),
+        **(keeping(os.environ) if slot.cpus and not slot.gpus else {}),
         **forwarded(os.environ),
     }
 

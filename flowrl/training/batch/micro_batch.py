@@ -52,6 +52,8 @@ class MicroBatch:
     num_places: int
     """Tokens that a pass computes, padding excluded; 0 if there is nothing else."""
     mismatched: MismatchedRows | None = None
+    backward: bool = True
+    """False: it cannot change the gradient, and has only a forward pass."""
 
     @property
     def counts(self) -> tuple[int, int, int, int]:

@@ -28,6 +28,7 @@ from flowrl.training.engine.division import divided
 from flowrl.training.engine.ds_config import deepspeed_config, engine_layout, sharded_loading
 from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.gradient_sums import sum_at_once
 from flowrl.training.engine.mixtures import gather_at_once
 from flowrl.training.engine.optimizers import make_optimizer, rates
 from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, part_path, resume_problems
@@ -137,6 +138,8 @@ class ZeroEngine:
         if gang.tensor_size > 1:
             # It would compare the arguments of the first pass on all ranks, and fails at objects that hold tensors.
             self._engine.first_dataloader_check.remove()
+        if gang.size == 1:
+            sum_at_once(self._engine.optimizer)
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None
         model_facts: dict[str, Any] = {
             "name": type(self.model.network).__name__,

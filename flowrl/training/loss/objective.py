@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from flowrl.messages import Float32, Trainable
+from flowrl.messages import Bool, Float32, Trainable
 from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
@@ -163,6 +163,14 @@ class Objective(ABC):
     def enough(self, totals: Totals) -> bool:
         """Whether an optimizer step has something to average over; otherwise the step is skipped."""
         return totals.num_tokens > 0
+
+    def has_gradient(self, sample: Trainable, mask: Bool) -> bool:
+        """Whether the sample can change the gradient. `mask` marks its tokens that enter the loss.
+
+        A trainer makes no backward pass over groups of samples for which this is False. True, the default, is always
+        right; False means that the sample's loss is a constant.
+        """
+        return True
 
     def columns(self, sample: Trainable) -> Column:
         """Arrays over all tokens of the sample, by name."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.messages import Trainable
+from flowrl.messages import Bool, Trainable
 from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class PolicyObjective(Objective):
         if self.aggregation == "constant" and self.length is None:
             return ["aggregation='constant' needs length, the constant L of Σ/(sequences × L)"]
         return []
+
+    def has_gradient(self, sample: Trainable, mask: Bool) -> bool:
+        return bool(self.kl_coef or self.entropy_coef or sample.advantages[mask].any())
 
     def columns(self, sample: Trainable) -> Column:
         if self.kl_coef and sample.ref_logprobs is None:

@@ -1,0 +1,133 @@
+"""The gradient sums of a trainer with one rank.
+
+DeepSpeed's optimizer of ZeRO 1 and 2 copies each gradient into a bucket, divides and flattens the bucket, converts it
+for its reduction and back, and adds the result to fp32 sums. With one rank nothing has to be reduced. Here a gradient
+is written into the sums, or added to them, as soon as a backward pass has made it.
+
+The sums are the object from which DeepSpeed's `step` takes its flat gradient, so clipping, division, optimizer and
+checkpoints are unchanged. The norm is computed here too: DeepSpeed copies each gradient to fp64 as a whole, and looks
+for infinities in two passes before, though they make the norm infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sum_at_once(optimizer: Any) -> None:
+    """Let a DeepSpeed optimizer of ZeRO 1 or 2 with one rank sum gradients without its buckets.
+
+    Other optimizers stay as they are: stages 0 and 3, optimizer states in host memory, and Muon, which needs
+    DeepSpeed's own sums.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
+        return
+    if isinstance(optimizer.optimizer, MuonWithAuxAdam) or optimizer.overlap_comm or not optimizer.partition_gradients:
+        return
+    sums = _GradientSums(optimizer)
+    optimizer.process_gradients = sums.add
+    optimizer._use_compact_grad_partition_buffer = lambda group: True
+    optimizer._build_compact_grad_partition_buffer = sums.begin
+    optimizer.reduce_ipg_grads = lambda comm_dtype=None: None  # nothing is ever in a bucket
+    optimizer.independent_gradient_partition_epilogue = sums.ending(optimizer.independent_gradient_partition_epilogue)
+    if optimizer.compute_grad_norm:
+        optimizer.scaled_global_norm = sums.norm
+        optimizer.check_overflow = lambda partition_gradients=True: None
+
+
+NORM_CHUNK = 1 << 18
+"""Elements of a gradient that are squared in fp64 at a time: 2 MiB, which a cache holds."""
+
+
+class _GradientSums:
+    """The gradient sums of one optimizer step, one flat fp32 tensor for each parameter group."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._missing: dict[int, dict[int, Tensor]] = {}
+        """Group -> id of a parameter without a gradient so far -> its part of the sums, not yet written."""
+        self._parts: dict[int, Tensor] = {}
+        """id of a parameter -> its part of the sums."""
+        self._kept: dict[int, Tensor] = {}
+        """Group -> memory of its sums, on a CPU: new pages would cost as much as what is written into them."""
+
+    def begin(self, group: int) -> Any:
+        """New sums for a group, which DeepSpeed keeps until its step."""
+        from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+
+        optimizer = self._optimizer
+        parameters: Sequence[Tensor] = optimizer.params_in_partition[group]
+        offsets = optimizer.grad_partition_insertion_offset[group][0]
+        flat = self._kept.pop(group, None)
+        if flat is None:
+            flat = torch.empty(int(optimizer.partition_size[group]), dtype=torch.float32, device=parameters[0].device)
+        if flat.device.type == "cpu":
+            self._kept[group] = flat  # a GPU's memory is free between steps, for whoever has it in turns
+        parts, end = [], 0
+        for parameter in parameters:
+            start = int(offsets[optimizer.get_param_id(parameter)])
+            flat[end:start].zero_()  # where DeepSpeed aligns parameters
+            end = start + parameter.numel()
+            parts.append(flat[start:end].view(parameter.shape))
+        flat[end:].zero_()
+        self._missing[group] = {id(parameter): part for parameter, part in zip(parameters, parts, strict=True)}
+        self._parts |= self._missing[group]
+        return GradPartitionBufferGroup(parts, flat)
+
+    def add(self, parameter: Tensor, group: int) -> None:
+        """Take the gradient that a backward pass has just made."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        self._optimizer._get_compact_grad_partition_buffer(group)
+        missing = self._missing[group].pop(id(parameter), None)
+        _take(gradient, self._parts[id(parameter)], first=missing is not None)
+
+    def ending(self, epilogue: Callable[[], None]) -> Callable[[], None]:
+        """DeepSpeed's end of a backward pass; at that of the last one, sums without any gradient become 0."""
+
+        def end() -> None:
+            epilogue()  # begins the sums of groups of which no parameter had a gradient
+            if self._optimizer.is_gradient_accumulation_boundary():
+                self._complete()
+
+        return end
+
+    def _complete(self) -> None:
+        for missing in self._missing.values():
+            for part in missing.values():
+                part.zero_()
+            missing.clear()
+        self._parts.clear()
+
+    def norm(self, norm_type: int = 2) -> Tensor:
+        """The L2 norm of all sums; infinite if one of them is not finite."""
+        groups = self._optimizer.averaged_gradients.values()
+        total = torch.stack([_square(group.flat_partition) for group in groups]).sum()
+        return total.where(total.isfinite(), torch.inf).sqrt().float()
+
+
+def _take(gradient: Tensor, part: Tensor, *, first: bool) -> None:
+    if first:
+        part.copy_(gradient)
+    else:
+        part.add_(gradient)
+
+
+def _square(flat: Tensor) -> Tensor:
+    """The sum of squares, in fp64."""
+    if flat.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
+        return norm.square()
+    wide, total = torch.empty(min(NORM_CHUNK, len(flat)), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for chunk in torch.split(flat, NORM_CHUNK):
+        part = wide[: len(chunk)].copy_(chunk)
+        total += torch.dot(part, part)
+    return total
