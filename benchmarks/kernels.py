@@ -1,7 +1,8 @@
 """Where the time of a trainer's update goes, and what share of the machine's matmul rate it reaches.
 
     python -m benchmarks.kernels [--policy smollm2] [--dtype bfloat16] [--case 8x40x24] [--groups 8]
-        [--threads 1] [--plain-malloc] [--repetitions 3] [--json FILE] [--top 0]
+        [--threads 1] [--plain-malloc] [--plain-products]
+        [--repetitions 3] [--json FILE] [--top 0]
 
 A case is K samples of a prompt of P tokens with responses of R/2 to R tokens, laid out as trees. `--repetitions`
 updates are timed without a profiler; one more runs under torch's profiler and gives the shares: parts of the update
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +33,14 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.layouts import Bench, Shape, keep_memory, load, make_batch
+from flowrl.training.model.products import PLAIN, matmul
 from flowrl.training.settings import Dtype
 
 PARTS = ("layers", "attention", "logits", "gradients", "optimizer")
 KINDS = ("matmul", "copy", "elementwise", "optimizer")
-FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1}
+ONEDNN = "mkldnn::_linear_pointwise"
+"""A product that `flowrl.training.model.products` gives to oneDNN; its second factor is transposed."""
+FACTORS = {ONEDNN: 0, "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1}
 """Matrix products: where their two factors begin among the arguments."""
 COPIES = (
     "aten::copy_",
@@ -155,7 +161,7 @@ def _summed(events: Sequence[Any], seconds: float) -> Profile:
     by_name: dict[str, float] = defaultdict(float)
     products: Counter[Product] = Counter()
     for event in events:
-        if not event.name.startswith("aten::"):
+        if not event.name.startswith("aten::") and event.name != ONEDNN:
             continue
         alone_s = event.self_cpu_time_total / 1e6
         by_part[_part_of(event), kind_of(event.name)] += alone_s
@@ -168,6 +174,9 @@ def _summed(events: Sequence[Any], seconds: float) -> Profile:
 def _factors(name: str, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """The two factors among an operation's arguments; none if one of them is empty."""
     found = tuple(tuple(shape) for shape in shapes[FACTORS[name] : FACTORS[name] + 2])
+    if name == ONEDNN:
+        (*rows, width), (_, _) = found
+        found = ((math.prod(rows), width), found[1][::-1])
     return found if all(0 not in shape for shape in found) else ()
 
 
@@ -183,11 +192,12 @@ def _part_of(event: Any) -> str:
 def alone_s(product: Product, dtype: torch.dtype) -> float:
     """Seconds of one product of these shapes on warm memory, least of its repetitions."""
     first, second = (torch.randn(shape, dtype=dtype) for shape in product.shapes)
-    torch.matmul(first, second)
+    multiply = matmul if product.name == ONEDNN else torch.matmul
+    multiply(first, second)
     seconds: list[float] = []
     while sum(seconds) < LEAST_SECONDS or len(seconds) < 3:
         start = perf_counter()
-        torch.matmul(first, second)
+        multiply(first, second)
         seconds.append(perf_counter() - start)
     return min(seconds)
 
@@ -249,9 +259,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--top", type=int, default=0, help="also the operations that take longest")
     parser.add_argument("--plain-malloc", action="store_true", help="do not keep memory as a trainer of a run does")
+    parser.add_argument("--plain-products", action="store_true", help="leave the kernels of products to torch")
     parser.add_argument("--json", type=Path, help="append a line with everything that was measured")
     args = parser.parse_args()
     keep_memory(plain=args.plain_malloc)
+    if args.plain_products:
+        os.environ[PLAIN] = "1"
     engine = load(args.policy, args.dtype, args.threads)
     bench = Bench(engine, args.token_budget)
     batch = make_batch(args.case, args.groups, engine.vocab_size, args.token_budget)

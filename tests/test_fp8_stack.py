@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.graph.cpu_flags import cpu_flags
+from flowrl.cpu_flags import cpu_flags
 from flowrl.nodes.engine import CacheDtype, Engine
 from flowrl.nodes.quantization import CACHE_FLAGS
 from flowrl.weights.probe import FP8_TOLERANCE, probe_sequences

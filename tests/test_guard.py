@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,8 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
         import ctypes, signal, subprocess, sys, time
         from flowrl.runtime.driver.guard import Guard
         guard = Guard("a fifth mark")
+        with guard.speaking():
+            pass
         print(guard._process.pid, flush=True)
         with_the_driver = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         subprocess.Popen([sys.executable, "-c", {hides!r}], preexec_fn=with_the_driver)
@@ -136,3 +139,69 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
     finally:
         os.close(handle)
         driver.communicate()
+
+
+MUTE = """
+    import ctypes, os, subprocess, sys, time
+    from flowrl.runtime.driver.guard import Guard
+    guard = Guard("a sixth mark")
+    with guard.speaking():
+        raylet = subprocess.Popen([{raylet!r}, "100"])
+        print(guard._process.pid, raylet.pid, flush=True)
+        if {mute}:
+            ctypes.PyDLL(None).sleep(60)  # with Python's lock
+        raylet.wait()
+    print("flowrl: the raylet has ended", file=sys.stderr, flush=True)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mute", [True, False])
+def test_the_guard_speaks_for_a_driver_that_cannot_while_ray_starts(mute: bool, tmp_path: Path) -> None:
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to(shutil.which("sleep") or "")
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(MUTE).format(raylet=str(raylet), mute=mute)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert driver.stdout is not None
+    guard, pid = map(int, driver.stdout.readline().split())
+    while not watched(guard, pid):
+        time.sleep(0.05)  # between looks at what the guard has open
+    os.kill(pid, signal.SIGKILL)
+    _, said = driver.communicate(timeout=30)
+    if mute:
+        assert driver.returncode == -signal.SIGKILL and said == guard_module.MUTE.format("raylet") + "\n"
+    else:
+        assert driver.returncode == 2 and said == "flowrl: the raylet has ended\n"
+
+
+@pytest.mark.timeout(60)
+def test_the_guard_holds_no_copy_of_the_drivers_errors_once_ray_has_started() -> None:
+    """A pipe that reads them ends with the driver, and not seconds later with its guard."""
+    script = """
+        import signal
+        from flowrl.runtime.driver.guard import Guard
+        guard = Guard("a seventh mark")
+        with guard.speaking():
+            pass
+        print(guard._process.pid, flush=True)
+        signal.pause()
+    """
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert driver.stdout is not None
+    errors = Path(f"/proc/{int(driver.stdout.readline())}/fd/2")
+    while str(errors.readlink()) != "/dev/null":
+        time.sleep(0.05)  # between looks at what the guard has open
+    driver.kill()
+    driver.communicate()

@@ -23,6 +23,7 @@ BASE = {
     "errors",
     "message_base",
     "messages",
+    "cpu_flags",
     "episode",
     "orphans",
     "packing",
@@ -36,6 +37,7 @@ LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "cache": set(),
+    "cpu_flags": set(),
     "disk_room": {"errors", "hub"},
     "errors": set(),
     "hub": {"errors"},
@@ -137,8 +139,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "facts": set(),
         "footprint": {"routes"},
         "gpu_links": set(),
-        "cpu_flags": set(),
-        "machine": {"cpu_flags", "gpu_links", "open_files"},
+        "machine": {"gpu_links", "open_files"},
         "open_files": set(),
         "ports": set(),
         "routes": set(),

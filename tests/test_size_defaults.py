@@ -15,7 +15,7 @@ from flowrl.blocks import OnlineOptions
 from flowrl.cli import CheckOptions
 from flowrl.commands import prepare as preparing
 from flowrl.commands.prepare import Prepared, prepare
-from flowrl.graph.cpu_flags import is_slow_in_bfloat16
+from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.graph.shipped import shipped_names
 from flowrl.models import Policy
 from flowrl.models.model_size import ModelSize, model_size

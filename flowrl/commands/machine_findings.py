@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from flowrl.channel.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
+from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.errors import ConfigError
-from flowrl.graph.cpu_flags import is_slow_in_bfloat16
 from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster, gpu_names
 from flowrl.graph.open_files import ENOUGH, most_files

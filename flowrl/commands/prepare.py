@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.commands.origins import origins, values_given
+from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
-from flowrl.graph.cpu_flags import is_slow_in_bfloat16
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, dump, load_file
 from flowrl.graph.machine import gpu_names

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError
-from flowrl.graph.cpu_flags import cpu_flags
 from flowrl.graph.gpu_links import GpuLinks, links_here
 from flowrl.graph.open_files import most_files
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.channel.address import socket_root
+from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.graph.cpu_flags import cpu_flags
 from flowrl.graph.machine import Cluster, Machine, gpu_names
 from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
@@ -170,7 +170,7 @@ class RayCluster:
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
-                with own_groups(), lean_head(logs=_prints_logs()):
+                with own_groups(), lean_head(logs=_prints_logs()), self._guard.speaking():
                     unless_ended(init, self.processes)
                 return
             except ProcessEnded as ended:

@@ -4,6 +4,9 @@ Ray's processes notice the end of a driver, and of each other, but not all of th
 two agents look for Ray's head for a minute, and a worker that is just starting looks for its raylet. All processes of
 the run inherit an environment variable, by which the guard finds them and what they have started.
 
+While Ray starts, the guard can also speak for the driver: a library of Ray's then waits with Python's lock for a raylet
+that has ended, for ten seconds, and ends the driver itself. The driver says when that is over.
+
 This file is run as a script, with the standard library alone, so that the guard is small and starts fast.
 """
 
@@ -15,7 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VARIABLE = "FLOWRL_RAY"
@@ -27,6 +31,14 @@ LOOK_EVERY_S = 0.2
 WATCH_EVERY_S = 0.5
 WATCH_SHARE = 0.01
 """While the driver runs, looking takes at most this share of one core, also on a machine with many processes."""
+ESSENTIAL = ("gcs_server", "raylet")
+"""Processes of Ray's without which it does not start, as the kernel calls them."""
+SPEAKS_WITHIN_S = 3.0
+"""A driver that can speak notices within a tenth of this that one of them has ended."""
+MUTE = (
+    "flowrl: Ray's {} has ended (killed, out of memory, or crashed) while Ray started, and Ray's library has stopped "
+    "this process with it; the run has not begun, start it again"
+)
 GIVE_UP_S = 30.0
 """A process that SIGKILL does not end hangs in the kernel."""
 
@@ -39,15 +51,28 @@ class Guard:
         nothing = subprocess.DEVNULL
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark],
-            stdin=nothing,
+            stdin=subprocess.PIPE,
             stdout=nothing,
-            stderr=nothing,
+            stderr=None,  # until Ray has started, see `speaking`
             start_new_session=True,  # a Ctrl-C in the terminal is for the driver
         )
+
+    @contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Until this context ends, the guard speaks for this process if it has to."""
+        try:
+            yield
+        finally:
+            self._settled()
+
+    def _settled(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def dismiss(self) -> None:
         """Ray was stopped, and this process goes on."""
         os.environ.pop(VARIABLE, None)
+        self._settled()
         self._process.terminate()
         self._process.wait()
 
@@ -69,6 +94,35 @@ def guard(driver: int, mark: str) -> None:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
+
+
+def speak_until_settled(driver: int, mark: str) -> None:
+    """Until standard input is closed: speak for process `driver`, and end it, if Ray ends and it does not notice."""
+    handle, found = os.pidfd_open(driver), dict[int, int]()
+    names: dict[int, str] = {}
+    while not _is_closed(sys.stdin.fileno(), LOOK_EVERY_S):
+        for pid in of_run(mark) - names.keys():
+            names[pid] = _name(pid)
+            _open({pid} if names[pid] in ESSENTIAL else set(), found)
+        ended = [names[pid] for pid, process in found.items() if _has_ended(process)]
+        if ended and not _is_closed(sys.stdin.fileno(), SPEAKS_WITHIN_S) and not _has_ended(handle):
+            print(MUTE.format(ended[0]), file=sys.stderr, flush=True)
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            break
+    with open(os.devnull, "w") as nothing:  # whoever reads the driver's errors reads to the end of all copies
+        os.dup2(nothing.fileno(), sys.stderr.fileno())
+
+
+def _is_closed(pipe: int, within_s: float) -> bool:
+    watch = select.poll()
+    watch.register(pipe, 0)
+    return bool(watch.poll(1000 * within_s))
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def watch(driver: int, mark: str) -> dict[int, int]:
@@ -129,4 +183,5 @@ def _has(mark: str, pid: int) -> bool:
 
 if __name__ == "__main__":
     with suppress(ProcessLookupError):
+        speak_until_settled(int(sys.argv[1]), sys.argv[2])
         guard(int(sys.argv[1]), sys.argv[2])

@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from flowrl.training.model.products import linear, matmul
 
 CACHE_BYTES = 1 << 20
 """Size of the two buffers for the places in cache, in fp32."""
@@ -61,7 +63,7 @@ class _CachedLogprobs(torch.autograd.Function):
         kept_KV = weight_VH.new_empty(min(num, most_kept) if any(ctx.needs_input_grad[:3]) else 0, vocabulary)
         rows = _CachedRows(targets_N, vocabulary, _wide(weight_VH.dtype), temperature)
         for start in range(0, num, places_a_product):
-            logits_CV = nn.functional.linear(hidden_NH[start : start + places_a_product], weight_VH, bias_V)
+            logits_CV = linear(hidden_NH[start : start + places_a_product], weight_VH, bias_V)
             rows.read(logits_CV, start, kept_KV)
         ctx.temperature, ctx.places_a_product = temperature, places_a_product
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, rows.log_sums_N, kept_KV)
@@ -83,10 +85,10 @@ class _CachedLogprobs(torch.autograd.Function):
             if stop <= len(kept_KV):
                 slopes_CV = kept_KV[start:stop]
             else:
-                slopes_CV = nn.functional.linear(hidden_NH[start:stop], weight_VH, bias_V)
+                slopes_CV = linear(hidden_NH[start:stop], weight_VH, bias_V)
                 rows.slopes_(slopes_CV, start, log_sums_N)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[start:stop] = (slopes_CV @ weight_VH) * grad_N1[start:stop]
+                grad_hidden_NH[start:stop] = matmul(slopes_CV, weight_VH) * grad_N1[start:stop]
             if ctx.needs_input_grad[1]:
                 weight_sum.add(slopes_CV.T, scaled_NH[start:stop], wide=log_sums_N.dtype)
             if bias_V is not None and ctx.needs_input_grad[2]:
@@ -163,7 +165,7 @@ class _Sum:
         self._total: Tensor | None = None
 
     def add(self, first: Tensor, second: Tensor, *, wide: torch.dtype) -> None:
-        product = first @ second
+        product = matmul(first, second)
         self._total = product if self._total is None else self._total.to(wide).add_(product)
 
     def of(self, like: Tensor) -> Tensor | None:

@@ -20,6 +20,7 @@ from flowrl.training.model.cached_logprobs import cached_logprobs
 from flowrl.training.model.divergence import divergence, slope
 from flowrl.training.model.logit_scaling import UNSCALED, LogitScaling
 from flowrl.training.model.model_shape import LOGITS_BYTES, logits_bytes
+from flowrl.training.model.products import linear
 
 CACHED_ON: tuple[str, ...] = ("cpu",)
 """Types of devices where logprobs go by `cached_logprobs`. The formulas of `train_memory` bound its memory too."""
@@ -92,7 +93,7 @@ def chunked_logprobs(
 def _logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float, scaling: LogitScaling
 ) -> Tensor:
-    logits_CV = nn.functional.linear(hidden_CH, weight_VH, bias_V)
+    logits_CV = linear(hidden_CH, weight_VH, bias_V)
     if logits_CV.dtype in (torch.bfloat16, torch.float16):
         logits_CV = logits_CV.float()
     logits_CV = scaling.apply_(logits_CV)

@@ -16,12 +16,21 @@ FAST_ARM = frozenset({"bf16"})
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """The names of its features ("avx2", "bf16"); empty where the kernel does not tell."""
+    return frozenset(_field(cpuinfo, "flags", "Features").split())
+
+
+def cpu_maker(cpuinfo: Path = CPUINFO) -> str:
+    """ "GenuineIntel", "AuthenticAMD"; "" where the kernel does not tell, as on Arm."""
+    return _field(cpuinfo, "vendor_id")
+
+
+def _field(cpuinfo: Path, *names: str) -> str:
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return frozenset()
-    told = next((line for line in lines if line.partition(":")[0].strip() in ("flags", "Features")), "")
-    return frozenset(told.partition(":")[2].split())
+        return ""
+    found = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in found if name.strip() in names), "")
 
 
 def is_slow_in_bfloat16(cpuinfo: Path = CPUINFO) -> bool:

@@ -1,0 +1,92 @@
+"""Matrix products in float32 on a CPU.
+
+torch gives these to MKL, which leaves AVX512 to processors of its maker: 112 GFLOP/s on one core of an AMD EPYC, where
+oneDNN, to which torch gives products in bfloat16, reaches 240 in float32 too (`python -m benchmarks.kernels --dtype
+float32`, with and without --plain-products). oneDNN prepares each new shape for 0.15 ms, so small products stay with
+MKL. Both round in float32; sums are taken in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.cpu_flags import cpu_flags, cpu_maker
+
+LEAST = 1 << 26
+"""Multiplications of a product for oneDNN: above a millisecond with MKL."""
+PLAIN = "FLOWRL_PLAIN_PRODUCTS"
+"""An environment variable: set, torch's choice stays."""
+
+
+@functools.cache
+def prefers_onednn() -> bool:
+    """Whether models are computed on this CPU, and oneDNN has instructions for it that MKL leaves out."""
+    if os.environ.get(PLAIN) or torch.cuda.is_available() or not torch._C._has_mkldnn:
+        return False
+    return "avx512f" in cpu_flags() and cpu_maker() not in ("", "GenuineIntel")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`nn.functional.linear`, [..., K] and [O, K] to [..., O], differentiable."""
+    if not _is_for_onednn(x, weight):
+        return nn.functional.linear(x, weight, bias)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):
+        found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return found
+    return _onednn(x, weight, bias)
+
+
+def matmul(first: Tensor, second: Tensor) -> Tensor:
+    """`first @ second` of matrices, without an autograd graph."""
+    return _onednn(first, second.T, None) if _is_for_onednn(first, second.T) else first @ second
+
+
+def multiply_fast(network: nn.Module) -> None:
+    """Let the linear layers of `network` multiply by `linear`, where that changes anything."""
+    if not prefers_onednn():
+        return
+    for module in network.modules():
+        if type(module) is nn.Linear:
+            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias)
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and weight.dim() == 2
+        and x.numel() * weight.shape[0] >= LEAST
+        and prefers_onednn()
+    )
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        return (
+            matmul(flat, weight).view(x.shape) if wants_x else None,
+            matmul(flat.T, x.reshape(-1, x.shape[-1])) if wants_weight else None,
+            flat.sum(dim=0) if wants_bias else None,
+        )
