@@ -54,7 +54,7 @@ class Waited(NamedTuple):
     sample: Sample
 
 
-TRIES = range(10_000, 60_000, 10_000)
+TRIES = range(10_000, 210_000, 10_000)
 """Numbers of the first prompts: what has to come in the middle of a response is tried until it did, since a test that
 gets no processor for a while reads whole responses at once."""
 

@@ -65,6 +65,8 @@ def test_matrices_of_any_strides(everything: None) -> None:
 def test_a_model_and_its_logprobs_are_torchs(everything: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, tied=True)
     model = load_policy_model(tmp_path, layout="rows")
+    products.multiply_fast(model.network)
+    assert type(model.network.base_model.layers[0].mlp.up_proj) is products.FastLinear
     inputs = torch.arange(12).view(2, 6)
 
     def found() -> tuple[torch.Tensor, list[torch.Tensor]]:

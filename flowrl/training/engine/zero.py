@@ -44,6 +44,7 @@ from flowrl.training.model.policy_model import (
     load_policy_model,
     read_config,
 )
+from flowrl.training.model.products import multiply_fast
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.row_slices import compute, num_sliced
 from flowrl.training.model.tensor_parts import partition_config, whole, whole_norm
@@ -138,6 +139,7 @@ class ZeroEngine:
         if gang.tensor_size > 1:
             # It would compare the arguments of the first pass on all ranks, and fails at objects that hold tensors.
             self._engine.first_dataloader_check.remove()
+        multiply_fast(self.model.network)
         if gang.size == 1:
             sum_at_once(self._engine.optimizer)
         self._ema = Ema(self._engine, settings.ema_decay) if settings.ema_decay else None

@@ -30,6 +30,7 @@ class ModelLoad:
     def model(self, *, tries: bool = True) -> PolicyModel | ScalarModel:
         """The model in host memory, under ZeRO-3 its part. `tries`: a tree is tried, if it takes any."""
         from flowrl.training.model.policy_model import load_policy_model
+        from flowrl.training.model.products import multiply_fast
         from flowrl.training.model.value_model import load_scalar_model
 
         options = {
@@ -39,7 +40,11 @@ class ModelLoad:
             "layout": self.layout,
             "tries": tries,
         }
+        found: PolicyModel | ScalarModel
         if self.head == "lm":
-            return load_policy_model(self.path, **options).eval()  # type: ignore[arg-type]
-        every = self.start == "reward_model"
-        return load_scalar_model(self.path, start=self.start, every_label=every, **options).eval()  # type: ignore[arg-type]
+            found = load_policy_model(self.path, **options)  # type: ignore[arg-type]
+        else:
+            every = self.start == "reward_model"
+            found = load_scalar_model(self.path, start=self.start, every_label=every, **options)  # type: ignore[arg-type]
+        multiply_fast(found.network)
+        return found.eval()

@@ -20,7 +20,6 @@ from flowrl.training.model.attention.tree_attention import register
 from flowrl.training.model.balance import Balance
 from flowrl.training.model.logit_scaling import found_scaling
 from flowrl.training.model.logprobs import LogprobHead
-from flowrl.training.model.products import multiply_fast
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
@@ -153,7 +152,6 @@ def load_policy_model(
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         causal_lm.train()
-    multiply_fast(causal_lm)
     model = PolicyModel(causal_lm)
     if decision.trees and tries:
         require_trees(lambda rows: model(rows)[0], name=str(path), dtype=dtype, **sizes(causal_lm))

@@ -46,17 +46,21 @@ def matmul(first: Tensor, second: Tensor) -> Tensor:
     return _onednn(first, second.T, None) if _is_for_onednn(first, second.T) else first @ second
 
 
+class FastLinear(nn.Linear):
+    """A linear layer that multiplies by `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
 def multiply_fast(network: nn.Module) -> None:
-    """Let the linear layers of `network` multiply by `linear`, where that changes anything."""
-    if not prefers_onednn():
-        return
-    for module in network.modules():
+    """Let the linear layers of `network` multiply by `linear`, where that changes anything.
+
+    For a model as it is computed: what takes layers apart by their class, as AutoTP does, comes before.
+    """
+    for module in network.modules() if prefers_onednn() else ():
         if type(module) is nn.Linear:
-            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
-
-
-def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    return linear(input, layer.weight, layer.bias)
+            module.__class__ = FastLinear
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:

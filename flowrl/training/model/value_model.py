@@ -28,7 +28,6 @@ from flowrl.training.model.policy_model import (
     read_config,
     sizes,
 )
-from flowrl.training.model.products import multiply_fast
 from flowrl.training.model.row_layout import RowLayout
 from flowrl.training.model.scalar_head import head_labels, renamed_head, require_one_label, require_scalar_head
 from flowrl.training.model.tree_trial import require_trees
@@ -132,7 +131,6 @@ def load_scalar_model(
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         classifier.train()
-    multiply_fast(classifier)
     model = ScalarModel(classifier, tokenizer)
     if start == "policy":
         draw_head(classifier.score.weight, seed)
