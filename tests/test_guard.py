@@ -89,7 +89,7 @@ def test_a_guard_whose_looks_are_slow_still_ends_what_is_left(monkeypatch: pytes
     driver = subprocess.Popen(["true"])
     left = subprocess.Popen(SLEEPER, env={**os.environ, VARIABLE: "a fourth mark"})
     try:
-        guard_module.guard(driver.pid, "a fourth mark")
+        guard_module.guard(driver.pid, "a fourth mark", hidden={})
         assert left.poll() == -signal.SIGKILL
     finally:
         left.kill()
@@ -106,7 +106,8 @@ def watched(guard: int, pid: int) -> bool:
     return False
 
 
-def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_first() -> None:
+@pytest.mark.parametrize("starting", [True, False])
+def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_first(starting: bool) -> None:
     """The title of Ray's agents overwrites their environment, and the raylet ends in the moment of the driver's end."""
     hides = (
         f"import subprocess as s; child = s.Popen({SLEEPER!r}, env={{}}); print(child.pid, flush=True); child.wait()"
@@ -114,9 +115,10 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
     script = f"""
         import ctypes, signal, subprocess, sys, time
         from flowrl.runtime.driver.guard import Guard
-        guard = Guard("a fifth mark")
-        with guard.speaking():
-            pass
+        guard = Guard("a fifth mark, {starting}")
+        if not {starting}:
+            with guard.speaking():
+                pass
         print(guard._process.pid, flush=True)
         with_the_driver = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         subprocess.Popen([sys.executable, "-c", {hides!r}], preexec_fn=with_the_driver)

@@ -16,6 +16,7 @@ from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.runtime.driver import allocator
 from flowrl.runtime.driver.claims import Claim, claims, visible_devices
 from flowrl.runtime.driver.cluster import HostSlot, environment
+from flowrl.training.model import products
 from tests.graph_nodes import Grpo, grpo
 from tests.run_process import ROOT, Run
 
@@ -119,6 +120,7 @@ def test_hosts_of_a_real_ray_see_the_gpus_of_their_plan(tmp_path: Path) -> None:
 
 def test_settings_of_libraries_reach_every_process_on_other_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"NCCL_DEBUG": "INFO", "VLLM_USE_V1": "1", "HF_HOME": "/models", "CUDA_LAUNCH_BLOCKING": "1"}
+    given[products.PLAIN] = "1"
     for name, text in given.items():
         monkeypatch.setenv(name, text)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +86,19 @@ def test_a_model_and_its_logprobs_are_torchs(everything: None, tmp_path: Path, m
     assert len(gradients) == len(theirs) > 10
     for ours, their in zip(gradients, theirs, strict=True):
         torch.testing.assert_close(ours, their, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_is_freed_as_soon_as_nobody_holds_it(everything: None) -> None:
+    """Without waiting for the collector of cycles: a second model would need the memory meanwhile."""
+    network = nn.Sequential(nn.Linear(4, 4))
+    products.multiply_fast(network)
+    seen = weakref.ref(network[0])
+    gc.disable()
+    try:
+        del network
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_what_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

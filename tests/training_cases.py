@@ -38,6 +38,8 @@ class Case:
     """Of trainer and batch. In a tree the samples of a group share their prompt, or the beginning of it."""
     dense_places: int | None = None
     """The most places for which the rule chooses a dense mask; None: its own."""
+    onednn: bool = False
+    """All products of linear layers go to oneDNN, however small, and on every processor."""
     sequence: int = 1
     """Ranks that share a part of a batch, by positions."""
     kind: SequenceKind = "ulysses"
@@ -103,6 +105,9 @@ CASES = (
         dense_places=0,
         settings={"gradient_checkpointing": True},
     ),
+    Case("onednn", {"kl_coef": 0.3}, optimizer_steps=2, onednn=True, settings={"gradient_checkpointing": True}),
+    Case("onednn_tree", tied=False, layout="tree", onednn=True),
+    Case("onednn_stage_2", stage=2, onednn=True, clip=0.05),
     Case("tree_bfloat16", layout="tree", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_3", settings={"dtype": "bfloat16"}),
     Case("bfloat16_stage_2", stage=2, settings={"dtype": "bfloat16"}),

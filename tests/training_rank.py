@@ -21,6 +21,7 @@ from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.model import products
 from flowrl.training.model.attention import rule
 from flowrl.training.model.attention.sequence_group import sequence_group
 from flowrl.training.model.tensor_parts import whole
@@ -31,6 +32,7 @@ from tests.run_process import listening
 from tests.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch
 
 DENSE_PLACES = rule.DENSE_PLACES
+PRODUCTS = products.LEAST, products.prefers_onednn
 RESUMED = ("ppo_tis", "stage_2", "sequence_rows", "tensor_stage_0", "tensor_stage_1")
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
@@ -77,6 +79,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
     )
     gang = replace(sharing(gang, case.sequence, case.kind), tensor_size=case.tensor)
     rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
+    products.LEAST, products.prefers_onednn = (0, lambda: True) if case.onednn else PRODUCTS
     engine = Recording(
         directory / case.model, settings, gang, trust_remote_code=case.experts, balanced=case.balance > 0
     )

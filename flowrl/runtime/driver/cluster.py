@@ -40,7 +40,7 @@ ANSWER_WITHIN_S = 5.0
 HEAD_AWAY_S = 6.0
 """How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
 ends the process after 60 s."""
-FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_")
+FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
 """Beginnings of the names of environment variables that every process gets. CUDA_VISIBLE_DEVICES is the plan's."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]

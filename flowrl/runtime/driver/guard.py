@@ -33,8 +33,8 @@ WATCH_SHARE = 0.01
 """While the driver runs, looking takes at most this share of one core, also on a machine with many processes."""
 ESSENTIAL = ("gcs_server", "raylet")
 """Processes of Ray's without which it does not start, as the kernel calls them."""
-SPEAKS_WITHIN_S = 3.0
-"""A driver that can speak notices within a tenth of this that one of them has ended."""
+SPEAKS_WITHIN_S = 5.0
+"""A driver that can speak looks every tenth of a second whether one of them has ended."""
 MUTE = (
     "flowrl: Ray's {} has ended (killed, out of memory, or crashed) while Ray started, and Ray's library has stopped "
     "this process with it; the run has not begun, start it again"
@@ -77,9 +77,9 @@ class Guard:
         self._process.wait()
 
 
-def guard(driver: int, mark: str) -> None:
-    """Wait for the end of process `driver`, this one's parent; then end the processes with this mark."""
-    found = watch(driver, mark)
+def guard(driver: int, mark: str, *, hidden: dict[int, int]) -> None:
+    """Wait for the end of process `driver`, this one's parent; then end the processes with this mark, and `hidden`."""
+    found = watch(driver, mark, hidden)
     ended_s = quiet_s = time.monotonic()
     while time.monotonic() - ended_s < GIVE_UP_S:
         look_s = time.monotonic()
@@ -96,21 +96,27 @@ def guard(driver: int, mark: str) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def speak_until_settled(driver: int, mark: str) -> None:
-    """Until standard input is closed: speak for process `driver`, and end it, if Ray ends and it does not notice."""
-    handle, found = os.pidfd_open(driver), dict[int, int]()
+def speak_until_settled(driver: int, mark: str) -> dict[int, int]:
+    """Until standard input is closed: speak for process `driver`, and end it, if Ray ends and it does not notice.
+
+    Returns the processes that cannot be found afterwards, as `watch` does.
+    """
+    handle = os.pidfd_open(driver)
+    hidden, essential = dict[int, int](), dict[int, int]()
     names: dict[int, str] = {}
     while not _is_closed(sys.stdin.fileno(), LOOK_EVERY_S):
-        for pid in of_run(mark) - names.keys():
-            names[pid] = _name(pid)
-            _open({pid} if names[pid] in ESSENTIAL else set(), found)
-        ended = [names[pid] for pid, process in found.items() if _has_ended(process)]
+        pids = of_run(mark)
+        _open(_without_mark(pids, mark), hidden)
+        names |= {pid: name for pid in pids if (name := _name(pid)) in ESSENTIAL}
+        _open({*names}, essential)
+        ended = [names[pid] for pid, process in essential.items() if _has_ended(process)]
         if ended and not _is_closed(sys.stdin.fileno(), SPEAKS_WITHIN_S) and not _has_ended(handle):
             print(MUTE.format(ended[0]), file=sys.stderr, flush=True)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             break
     with open(os.devnull, "w") as nothing:  # whoever reads the driver's errors reads to the end of all copies
         os.dup2(nothing.fileno(), sys.stderr.fileno())
+    return hidden
 
 
 def _is_closed(pipe: int, within_s: float) -> bool:
@@ -125,22 +131,27 @@ def _name(pid: int) -> str:
     return ""
 
 
-def watch(driver: int, mark: str) -> dict[int, int]:
+def watch(driver: int, mark: str, found: dict[int, int]) -> dict[int, int]:
     """Wait for the end of process `driver`: pid -> pidfd of those of the run that cannot be found afterwards.
+
+    `found` are those that are known already.
 
     A process that shows a title of its own (`setproctitle`) may have overwritten its environment, as Ray's agents do.
     Only its parent tells whose it is, and Ray's raylet ends in the same moment as the driver.
     """
     handle = os.pidfd_open(driver)
-    found: dict[int, int] = {}
     pause_s = 0.0
     while os.getppid() == driver and not _has_ended(handle, pause_s):
         start_s = time.monotonic()
         for pid in [pid for pid, process in found.items() if _has_ended(process)]:
             os.close(found.pop(pid))
-        _open({pid for pid in of_run(mark) if not _has(mark, pid)}, found)
+        _open(_without_mark(of_run(mark), mark), found)
         pause_s = max(WATCH_EVERY_S, (time.monotonic() - start_s) / WATCH_SHARE)
     return found
+
+
+def _without_mark(pids: set[int], mark: str) -> set[int]:
+    return {pid for pid in pids if not _has(mark, pid)}
 
 
 def _open(pids: set[int], found: dict[int, int]) -> None:
@@ -183,5 +194,4 @@ def _has(mark: str, pid: int) -> bool:
 
 if __name__ == "__main__":
     with suppress(ProcessLookupError):
-        speak_until_settled(int(sys.argv[1]), sys.argv[2])
-        guard(int(sys.argv[1]), sys.argv[2])
+        guard(int(sys.argv[1]), sys.argv[2], hidden=speak_until_settled(int(sys.argv[1]), sys.argv[2]))

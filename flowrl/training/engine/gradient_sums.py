@@ -1,6 +1,6 @@
 """The gradient sums of a trainer with one rank.
 
-DeepSpeed's optimizer of ZeRO 1 and 2 copies each gradient into a bucket, divides and flattens the bucket, converts it
+DeepSpeed's optimizer of ZeRO 2 copies each gradient into a bucket, divides and flattens the bucket, converts it
 for its reduction and back, and adds the result to fp32 sums. With one rank nothing has to be reduced. Here a gradient
 is written into the sums, or added to them, as soon as a backward pass has made it.
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 def sum_at_once(optimizer: Any) -> None:
-    """Let a DeepSpeed optimizer of ZeRO 1 or 2 with one rank sum gradients without its buckets.
+    """Let a DeepSpeed optimizer of ZeRO 2 with one rank sum gradients without its buckets.
 
-    Other optimizers stay as they are: stages 0 and 3, optimizer states in host memory, and Muon, which needs
-    DeepSpeed's own sums.
+    Stage 2 is what a single rank has unless it asks for less, or offloads parameters. Others stay as they are: stages
+    0, 1 and 3, optimizer states in host memory, and Muon, which needs DeepSpeed's own sums.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
