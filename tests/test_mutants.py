@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.mutants.run import ROOT, Mutant, mutants
@@ -28,3 +31,13 @@ def test_a_mutant_is_one_line_of_flowrl_and_names_a_test(mutant: Mutant) -> None
     assert not problem, f"{mutant.patch} has to be made again for the code as it is now: {problem}"
     path, _, name = mutant.test.partition("::")
     assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text()
+
+
+def test_cases_that_mutants_name_exist() -> None:
+    """A name in brackets is one of a parametrized test's cases."""
+    named = {mutant.test for mutant in ALL if "[" in mutant.test}
+    files = sorted({test.partition("::")[0] for test in named})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert not named - set(done.stdout.splitlines())
