@@ -130,7 +130,7 @@ OF_OTHERS = ("options.md", "names.md", "from-openrlhf.md", "from-trl.md", "from-
 """Pages that name options of other programs, or of former versions, too."""
 ELSEWHERE = {
     "agents.md": {"real", "results", "case"},
-    "benchmarks.md": {"case", "real"},
+    "benchmarks.md": {"case", "real", "plain-malloc", "plain-products"},
     "losses.md": {"objective.coef"},
     "start.md": {"no-deps"},
 }
