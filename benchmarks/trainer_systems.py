@@ -71,14 +71,20 @@ class Setting:
     steps: int
     """Measured steps of a run."""
     skip: int
+    staleness: int
+    """Of asynchronous runs of flowrl."""
     trl_micro_batch: int
     flowrl_options: tuple[str, ...]
 
     @property
     def described(self) -> dict[str, Any]:
         """What results have to share to be compared."""
-        return {"steps": self.steps, "skip": self.skip, "flowrl_options": list(self.flowrl_options)} | {
-            "trl_micro_batch": self.trl_micro_batch
+        return {
+            "steps": self.steps,
+            "skip": self.skip,
+            "staleness": self.staleness,
+            "flowrl_options": list(self.flowrl_options),
+            "trl_micro_batch": self.trl_micro_batch,
         }
 
 
@@ -111,9 +117,10 @@ def run(cell: TrainerRun, setting: Setting, data: Path) -> Found:
 
 
 def run_flowrl(cell: TrainerRun, setting: Setting, place: Path, data: Path) -> Found:
-    staleness = 0 if cell.system == "flowrl-sync" else 1
+    staleness = 0 if cell.system == "flowrl-sync" else setting.staleness
     steps = setting.skip + setting.steps + staleness
-    command = [sys.executable, "-m", "flowrl.cli", "run", "grpo", *flowrl_options(cell, data), *setting.flowrl_options]
+    command = [sys.executable, "-m", "flowrl.cli", "run", "grpo", *flowrl_options(cell, data, setting.staleness)]
+    command += setting.flowrl_options
     command += ["--steps", str(steps), "--run-dir", str(place), "--seed", str(cell.repetition), "--plain"]
     watched = watch(command, log=place.with_suffix(".log"), env=os.environ, cwd=ROOT, limit_s=LIMIT_S)
     lines = read(place / "metrics.jsonl")
@@ -123,7 +130,7 @@ def run_flowrl(cell: TrainerRun, setting: Setting, place: Path, data: Path) -> F
     return Found(here.step_s, here.samples_per_s, tokens, watched.peak_rss_bytes)
 
 
-def flowrl_options(cell: TrainerRun, data: Path) -> Sequence[str]:
+def flowrl_options(cell: TrainerRun, data: Path, staleness: int) -> Sequence[str]:
     """Options of `flowrl run grpo` for a cell."""
     job = cell.job
     options = [
@@ -136,7 +143,7 @@ def flowrl_options(cell: TrainerRun, data: Path) -> Sequence[str]:
     ]
     options += ["--groups-per-step", str(job.prompts), "--group-size", str(job.samples)]
     options += ["--max-tokens", str(job.max_tokens), "--dtype", cell.dtype, "--lr", str(LR), "--evaluate", "0"]
-    return [*options, *time_shared()] if cell.system == "flowrl-sync" else [*options, "--staleness", "1"]
+    return [*options, *time_shared()] if cell.system == "flowrl-sync" else [*options, "--staleness", str(staleness)]
 
 
 def time_shared() -> Sequence[str]:

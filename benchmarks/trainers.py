@@ -1,18 +1,19 @@
 """flowrl beside TRL on one job: the same model, prompts, reward, group size and dtype, in turns with each other.
 
     python -m benchmarks.trainers [--job 8x8x24 8x4x24 8x16x24] [--dtype bfloat16 float32]
-        [--systems trl flowrl flowrl-sync] [--repetitions N] [--steps 6] [--skip 2] [--trl-micro-batch 8]
-        [--cache DIR] [--dir DIR] [--docs] [options of flowrl run grpo]
+        [--systems trl flowrl flowrl-sync] [--repetitions N] [--steps 6] [--skip 3] [--staleness 2]
+        [--trl-micro-batch 8] [--cache DIR] [--dir DIR] [--docs] [options of flowrl run grpo]
 
 A job is PROMPTSxSAMPLESxTOKENS: prompts of a step, samples of a prompt, most tokens of a sample. The model is
-SmolLM2-135M, the prompts are sums of one-digit numbers. `flowrl` has staleness 1 and a core each for generator and
+SmolLM2-135M, the prompts are sums of one-digit numbers. `flowrl` has --staleness and a core each for generator and
 trainer, or what its options say; `flowrl-sync` has staleness 0, and generator and trainer have all cores in turns. TRL
 samples by transformers and trains in one process on all cores, with --trl-micro-batch samples a pass, in an
 environment that the first run makes in --cache. Without --repetitions the headline job 8x8x24 has 5, others 3.
 
 Every run is a process of its own; a repetition runs all systems, each time another one first. Measured are --steps
-steps after the first --skip. Results are in DIR/results.jsonl; a command that is repeated with the same DIR runs what
-is missing there. --docs puts the table into docs/benchmarks.md, and below it the trainer alone, if
+steps after the first --skip. `flowrl` goes on for --staleness more, so that as many batches are ahead of the last
+measured step as of the first. Results are in DIR/results.jsonl; a command that is repeated with the same DIR runs
+what is missing there. --docs puts the table into docs/benchmarks.md, and below it the trainer alone, if
 `python -m benchmarks.layouts --json DIR/layouts.jsonl` has measured that.
 """
 
@@ -51,7 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trainers: {problem}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way ends too
-    setting = Setting(options.dir, options.cache, options.steps, options.skip, options.trl_micro_batch, tuple(further))
+    setting = Setting(
+        options.dir,
+        options.cache,
+        steps=options.steps,
+        skip=options.skip,
+        staleness=options.staleness,
+        trl_micro_batch=options.trl_micro_batch,
+        flowrl_options=tuple(further),
+    )
     results = options.dir / "results.jsonl"
     status = 0
     try:
@@ -75,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", nargs="+", choices=get_args(System), default=list(get_args(System)))
     parser.add_argument("--repetitions", type=int, help="default: 5 for 8x8x24, 3 for others")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
-    parser.add_argument("--skip", type=int, default=2, help="first steps, which are not measured")
+    parser.add_argument("--skip", type=int, default=3, help="first steps, which are not measured")
+    parser.add_argument("--staleness", type=int, default=2, help="of flowrl's asynchronous runs")
     parser.add_argument("--trl-micro-batch", type=int, default=8, help="samples of a pass of TRL's")
     parser.add_argument("--cache", type=Path, default=cache_dir() / "benchmarks", help="for the environment of TRL")
     parser.add_argument("--dir", type=Path, default=Path("runs/trainers"), help="for results, logs and runs")
@@ -92,12 +102,14 @@ def _job(text: str) -> StepJob:
 
 def problem_of(options: argparse.Namespace) -> str | None:
     """What is wrong with the options, as a sentence."""
-    least = {"steps": 1, "skip": 1, "trl_micro_batch": 1}
+    least = {"steps": 1, "skip": 1, "staleness": 1, "trl_micro_batch": 1}
     if options.repetitions is not None:
         least["repetitions"] = 1
     for name, low in least.items():
         if getattr(options, name) < low:
             return f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be {low} or more"
+    if options.skip <= options.staleness:
+        return f"--skip is {options.skip}; it has to be above --staleness {options.staleness}, as first batches fill up"
     for job in options.job:
         if (
             job.prompts * job.samples

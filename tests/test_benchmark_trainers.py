@@ -19,7 +19,7 @@ from benchmarks.trainer_tables import BEGIN, END, TrainerResult, alone_table, ta
 from flowrl.graph.load import load_file
 from flowrl.recipes import grpo
 
-SETTING = Setting(Path("runs"), Path("cache"), steps=2, skip=1, trl_micro_batch=8, flowrl_options=())
+SETTING = Setting(Path("runs"), Path("cache"), steps=2, skip=1, staleness=1, trl_micro_batch=8, flowrl_options=())
 JOB = StepJob(8, 8, 24)
 LASTING = "import time; time.sleep(60)"  # longer than its limit
 
@@ -78,6 +78,8 @@ def test_a_repeated_command_runs_what_is_missing(ran: list[TrainerRun], tmp_path
     [
         (["--steps", "0"], "--steps is 0; it has to be 1 or more"),
         (["--repetitions", "0"], "--repetitions is 0; it has to be 1 or more"),
+        (["--staleness", "0"], "--staleness is 0; it has to be 1 or more"),
+        (["--skip", "2"], "--skip is 2; it has to be above --staleness 2, as first batches fill up"),
         (["--trl-micro-batch", "7"], "--trl-micro-batch 7 does not divide the samples of a step of 8x8x24"),
     ],
 )
@@ -100,9 +102,9 @@ def test_steps_of_trl_are_counted_from_the_end_of_the_last_skipped_one() -> None
 @pytest.mark.parametrize("system", ["flowrl", "flowrl-sync"])
 def test_flowrl_takes_the_options_of_a_job(system: trainer_systems.System, tmp_path: Path) -> None:
     file = load_file(Path(grpo.__file__))
-    cfg = file.parse(flowrl_options(TrainerRun(JOB, "bfloat16", system, 0), tmp_path / "p.jsonl"), prog="test")
+    cfg = file.parse(flowrl_options(TrainerRun(JOB, "bfloat16", system, 0), tmp_path / "p.jsonl", 2), prog="test")
     assert (cfg.groups_per_step, cfg.group_size, cfg.max_tokens, cfg.dtype) == (8, 8, 24, "bfloat16")
-    assert cfg.staleness == (0 if system == "flowrl-sync" else 1)
+    assert cfg.staleness == (0 if system == "flowrl-sync" else 2)
 
 
 def test_the_table_compares_runs_of_one_repetition() -> None:

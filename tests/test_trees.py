@@ -95,7 +95,16 @@ def test_kernels_agree_on_random_forests(kernel: Kernel, sequences: Tokens) -> N
     assert_exact(make_forest(sequences), kernel)
 
 
-@pytest.mark.parametrize("scores", [64, 700, 1 << 20])
+@pytest.mark.parametrize("keys", [0, 1, 1 << 30], ids=["none", "few", "all"])
+@settings(max_examples=15, deadline=None)
+@given(sequences=FORESTS)
+def test_a_cascade_is_the_same_with_prefixes_repeated_or_met_by_all_behind_them(keys: int, sequences: Tokens) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowrl.training.model.attention.cascade.REPEATED_A_QUERY", keys)
+        assert_exact(make_forest(sequences), "cascade")
+
+
+@pytest.mark.parametrize("scores", [64, 700, 1 << 18])
 def test_a_cascade_is_the_same_in_chunks_of_any_size(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrl.training.model.attention.cascade.SCORES_A_CHUNK", scores)
     assert_exact(make_forest(grouped()[0]), "cascade")
@@ -110,17 +119,17 @@ def test_kernels_differ_by_rounding_in_bfloat16() -> None:
             torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
 
 
-@given(sequences=FORESTS)
-def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens) -> None:
+@given(sequences=FORESTS, keys=st.sampled_from([0, 1, 4, 1 << 30]))
+def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: int) -> None:
     forest = make_forest(sequences)
     met = np.zeros((len(forest), len(forest)), int)
-    for batch in Cascade.of(forest, CPU).batches:
-        hidden = batch.hidden_BQK()
-        for row, (queries, keys) in enumerate(zip(batch.q_BQ.tolist(), batch.k_BK.tolist(), strict=True)):
-            for i, query in enumerate(queries):
-                for j, key in enumerate(keys):
-                    seen = hidden is None or not hidden[row % len(hidden), i % hidden.shape[1], j]
-                    met[query, key] += bool(seen and batch.real_BQ[row, i])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowrl.training.model.attention.cascade.REPEATED_A_QUERY", keys)
+        cascade = Cascade(forest, CPU)
+    for batch in (*cascade.own, *cascade.behind):
+        for queries, places, seen in zip(batch.q_BQ, batch.k_BK, batch.seen_BQ, strict=True):
+            for query, number in zip(queries, seen, strict=True):
+                np.add.at(met[query], places[:number], 1)
     place = np.arange(len(forest))
     assert (met == ((place[None] <= place[:, None]) & (place[:, None] < forest.ends[None]))).all()
 

@@ -1,145 +1,216 @@
-"""Attention over a forest in blocks: each stem on itself, and all places behind a stem on that stem.
+"""Attention over a forest in blocks: stems on themselves and short ones before them, and what follows a long one on it.
 
-The places that continue a stem are one range, so its keys are multiplied once with all of their queries. Partial
-results are merged relative to their largest scores, as in flash attention; the backward pass computes the scores
-again. Blocks of similar size are padded to one batch, and a batch is cut so that its scores
-stay in the cache. Everything is computed in fp32, whatever the dtype of the model.
+The places that continue a stem are one range, so the keys of a long stem are multiplied once with all of their queries.
+Such partial results are merged by the logarithms of the sums of their weights, as in flash attention. A short prefix is
+repeated among the keys of each stem behind it, which costs less than to merge. The backward pass computes the scores
+again. Blocks of similar size are padded to one batch, and a batch is cut so that its scores stay in the cache.
+
+Scores, weights, their gradients and all sums are in fp32, whatever the dtype of the model. Of a model in bfloat16, on
+a CPU that multiplies fast in it, the factors of the products that do not give scores are rounded to bfloat16.
 
 Axes: L places; of a block, B blocks of one batch, Q queries and K keys; h heads of keys, g queries' heads of each,
-D channels.
+D channels; N heads times blocks, X queries times their heads. A table has a row for each head of keys and place, hL.
 """
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.forest import Forest
 
-SCORES_A_CHUNK = 1 << 20
-"""Scores that are computed at a time, 4 MiB in fp32."""
-PADDED_SHARE = 0.5
-"""A batch of blocks takes a smaller block only if at least this share of its padded area is left in use."""
+SCORES_A_CHUNK = 1 << 18
+"""Scores that are computed at a time, 1 MiB in fp32."""
+PADDED_SHARE = 0.6
+"""A batch takes a smaller block only if at least this share of the scores are then those of queries and keys."""
+REPEATED_A_QUERY = 4
+"""Most keys of a prefix that are repeated, for each place behind it in the mean."""
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Queries `q_start` to `q_stop` on keys `k_start` to `k_stop`; the same places if it is causal."""
+    """Queries `q_start` to `q_stop` on the keys at some places."""
 
     q_start: int
     q_stop: int
-    k_start: int
-    k_stop: int
+    k_K: Places
+    causal: bool
+    """The last keys are the queries' own places, and a query sees none behind its own."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.q_stop - self.q_start, self.k_stop - self.k_start
+        return self.q_stop - self.q_start, len(self.k_K)
+
+    @property
+    def seen_Q(self) -> Places:
+        """How many of the keys each query sees, from the first on."""
+        queries, keys = self.shape
+        return np.arange(keys - queries, keys) + 1 if self.causal else np.full(queries, keys)
 
 
 @dataclass(frozen=True)
 class BlockBatch:
     """Blocks padded to one size. No place is the query of two blocks."""
 
-    q_BQ: Tensor
+    q_BQ: Places
     """Places of the queries; a padded one repeats place 0."""
-    k_BK: Tensor
-    real_BQ: Tensor
-    """False at padding."""
-    real_BK: Tensor
-    causal: bool
-    padded: bool
+    k_BK: Places
+    seen_BQ: Places
+    """How many of the keys each query sees, from the first on; 0 at padding."""
 
-    def chunks(self, num_heads: int) -> Iterator[BlockBatch]:
-        """Parts whose scores fit into a chunk: fewer blocks, or fewer queries of a single one."""
+    @classmethod
+    def of(cls, blocks: Sequence[KeyBlock]) -> BlockBatch:
+        queries, keys = np.array([block.shape for block in blocks]).max(axis=0)
+        places = [np.arange(block.q_start, block.q_stop) for block in blocks]
+        q_BQ, seen_BQ = _padded(places, queries), _padded([block.seen_Q for block in blocks], queries)
+        return cls(q_BQ, _padded([block.k_K for block in blocks], keys), seen_BQ)
+
+    def parts(self, num_heads: int) -> Iterator[BlockBatch]:
+        """Batches whose scores fit into a chunk: of fewer blocks, or fewer queries of a single one."""
         (blocks, queries), keys = self.q_BQ.shape, self.k_BK.shape[1]
         most = SCORES_A_CHUNK // num_heads
         if blocks > 1 and blocks * queries * keys > most:
             step = max(1, most // (queries * keys))
             for start in range(0, blocks, step):
-                yield from self._rows(slice(start, start + step)).chunks(num_heads)
+                some = slice(start, start + step)
+                yield from BlockBatch(self.q_BQ[some], self.k_BK[some], self.seen_BQ[some]).parts(num_heads)
         elif queries * keys > most and queries > 1:
             step = max(16, most // keys)
             for start in range(0, queries, step):
-                yield self._queries(start, min(queries, start + step))
+                seen_BQ = self.seen_BQ[:, start : start + step]
+                if seen_BQ.any():
+                    yield BlockBatch(self.q_BQ[:, start : start + step], self.k_BK[:, : seen_BQ.max()], seen_BQ)
         else:
             yield self
 
-    def _rows(self, rows: slice) -> BlockBatch:
-        return BlockBatch(
-            self.q_BQ[rows], self.k_BK[rows], self.real_BQ[rows], self.real_BK[rows], self.causal, self.padded
-        )
 
-    def _queries(self, start: int, stop: int) -> BlockBatch:
-        keys = slice(0, stop if self.causal else self.k_BK.shape[1])
-        of = slice(start, stop)
-        return BlockBatch(
-            self.q_BQ[:, of], self.k_BK[:, keys], self.real_BQ[:, of], self.real_BK[:, keys], self.causal, self.padded
-        )
+class Chunk:
+    """Blocks that are computed at once, as rows of tables of `num_heads` heads and `num_places` places."""
 
-    def hidden_BQK(self) -> Tensor | None:
-        """True where a query must not see a key; None if every query sees every key."""
-        (_, queries), (_, keys) = self.q_BQ.shape, self.k_BK.shape
-        hidden = None
-        if self.causal and queries > 1:
-            later = torch.ones(queries, keys, dtype=torch.bool, device=self.q_BQ.device)
-            hidden = later.triu_(keys - queries + 1)[None]
-        if self.padded:
-            unreal = ~self.real_BK[:, None]
-            hidden = unreal if hidden is None else hidden | unreal
-        return hidden
+    def __init__(
+        self, batch: BlockBatch, num_heads: int, num_places: int, device: torch.device, *, first: bool
+    ) -> None:
+        """`first`: the queries met no keys before."""
+        (blocks, queries), keys = batch.q_BQ.shape, batch.k_BK.shape[1]
+        self.first = first
+        self.q_shape, self.k_shape = (num_heads * blocks, queries), (num_heads * blocks, keys)
+        head_h11 = num_places * np.arange(num_heads)[:, None, None]
+        self.q_rows = torch.from_numpy((head_h11 + batch.q_BQ).reshape(-1)).to(device)
+        self.k_rows = torch.from_numpy((head_h11 + batch.k_BK).reshape(-1)).to(device)
+        real_BQ = batch.seen_BQ > 0
+        real_hBQ = torch.from_numpy(np.broadcast_to(real_BQ, (num_heads, blocks, queries)).reshape(-1)).to(device)
+        self.real, self.padding = real_hBQ.nonzero()[:, 0], (~real_hBQ).nonzero()[:, 0]
+        seen_BQ = np.where(real_BQ, batch.seen_BQ, keys)
+        self.hidden_BQ1K: Tensor | None = None
+        """−inf where a query does not see a key, 0 elsewhere; None if every query sees every key."""
+        if (seen_BQ < keys).any():
+            hidden_BQK = torch.from_numpy(np.arange(keys) >= seen_BQ[..., None]).to(device)
+            self.hidden_BQ1K = torch.zeros(hidden_BQK.shape, device=device).masked_fill_(hidden_BQK, -torch.inf)[
+                :, :, None
+            ]
+
+    @functools.cached_property
+    def real_rows(self) -> Tensor:
+        """The rows of queries that are not padding."""
+        return self.q_rows if not len(self.padding) else self.q_rows[self.real]
+
+    def without_padding(self, rows: Tensor) -> Tensor:
+        """Of one row for each query, those that are not padding."""
+        return rows if not len(self.padding) else rows[self.real]
+
+    def queries(self, table: Tensor) -> Tensor:
+        """[N, Q, ...]"""
+        return table.index_select(0, self.q_rows).view(*self.q_shape, *table.shape[1:])
+
+    def keys(self, table: Tensor) -> Tensor:
+        """[N, K, D]"""
+        return table.index_select(0, self.k_rows).view(*self.k_shape, -1)
+
+    def scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
+        """[N, X, K], −inf at keys that a query does not see."""
+        scores_NXK = torch.bmm(q_NXD, k_NKD.transpose(1, 2))
+        if self.hidden_BQ1K is not None:
+            blocks, queries, _, keys = self.hidden_BQ1K.shape
+            scores_NXK.view(-1, blocks, queries, q_NXD.shape[1] // queries, keys).add_(self.hidden_BQ1K)
+        return scores_NXK
 
 
-@dataclass(frozen=True)
 class Cascade:
-    """The batches of blocks of one forest: together, every query meets every key that it sees exactly once."""
+    """The blocks of one forest: together, every query meets every key that it sees exactly once."""
 
-    batches: tuple[BlockBatch, ...]
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self._num_places, self._device = len(forest), device
+        own, behind = _blocks(forest)
+        self.own = tuple(BlockBatch.of(part) for part in alike(own))
+        """Each place is a query in exactly one of these."""
+        self.behind = tuple(BlockBatch.of(part) for blocks in behind for part in alike(blocks))
+        self._chunks: dict[tuple[int, int], tuple[Chunk, ...]] = {}
 
-    @classmethod
-    def of(cls, forest: Forest, device: torch.device) -> Cascade:
-        stems = forest.stems()
-        own = [KeyBlock(s.start, s.stop, s.start, s.stop) for s in stems]
-        batches = [batch_of(part, device, causal=True) for part in alike(own)]
-        for depth in range(1 + max((s.depth for s in stems), default=0)):
-            behind = [KeyBlock(s.stop, s.end, s.start, s.stop) for s in stems if s.depth == depth and s.end > s.stop]
-            batches += [batch_of(part, device, causal=False) for part in alike(behind)]
-        return cls(tuple(batches))
+    def chunks(self, q_heads: int, k_heads: int) -> tuple[Chunk, ...]:
+        """What is computed after each other, for a model with so many heads."""
+        if (q_heads, k_heads) not in self._chunks:
+            self._chunks[q_heads, k_heads] = tuple(
+                Chunk(part, k_heads, self._num_places, self._device, first=first)
+                for batches, first in ((self.own, True), (self.behind, False))
+                for batch in batches
+                for part in batch.parts(q_heads)
+            )
+        return self._chunks[q_heads, k_heads]
+
+
+def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
+    """(a block for each stem, blocks of what is behind long stems in lists without a place that is a query twice)."""
+    stems = forest.stems()
+    starts = [stem.start for stem in stems]
+    own: list[KeyBlock] = []
+    behind: defaultdict[int, list[KeyBlock]] = defaultdict(list)
+    repeated: list[tuple[int, Places]] = []  # of the short stems before this one on the way from the root: (end, keys)
+    for index, stem in enumerate(stems):
+        while repeated and repeated[-1][0] <= stem.start:
+            repeated.pop()
+        keys = np.arange(stem.start, stem.stop)
+        before = [keys_above for _, keys_above in repeated]
+        own.append(KeyBlock(stem.start, stem.stop, np.concatenate([*before, keys]), causal=True))
+        num_stems_behind = bisect_left(starts, stem.end) - index - 1
+        if len(keys) * num_stems_behind > REPEATED_A_QUERY * (stem.end - stem.stop):
+            behind[stem.depth].append(KeyBlock(stem.stop, stem.end, keys, causal=False))
+        elif num_stems_behind:
+            repeated.append((stem.end, keys))
+    return own, list(behind.values())
 
 
 def alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
     """Blocks in parts of similar sizes, the largest first."""
     part: list[KeyBlock] = []
+    used = widest = 0
     for block in sorted(blocks, key=lambda block: (-block.shape[1], -block.shape[0], block.q_start)):
-        widest = max([block.shape[0], *(one.shape[0] for one in part)])
-        used = block.shape[0] * block.shape[1]
-        if part and used < PADDED_SHARE * widest * part[0].shape[1]:
+        queries, keys = block.shape
+        padded = (len(part) + 1) * max(widest, queries) * (part or [block])[0].shape[1]
+        if used + queries * keys < PADDED_SHARE * padded:
             yield part
-            part = []
+            part, used, widest = [], 0, 0
         part.append(block)
+        used, widest = used + queries * keys, max(widest, queries)
     if part:
         yield part
 
 
-def batch_of(blocks: Sequence[KeyBlock], device: torch.device, *, causal: bool) -> BlockBatch:
-    most = np.array([block.shape for block in blocks]).max(axis=0)
-    queries, real_queries = _padded([(p.q_start, p.q_stop) for p in blocks], int(most[0]))
-    keys, real_keys = _padded([(p.k_start, p.k_stop) for p in blocks], int(most[1]))
-    q_BQ, k_BK, real_BQ, real_BK = (
-        torch.from_numpy(array).to(device) for array in (queries, keys, real_queries, real_keys)
-    )
-    return BlockBatch(q_BQ, k_BK, real_BQ, real_BK, causal, bool(not (real_queries.all() and real_keys.all())))
-
-
-def _padded(ranges: Sequence[tuple[int, int]], width: int) -> tuple[Any, Any]:
-    starts, stops = np.array(ranges).T
-    places = starts[:, None] + np.arange(width)
-    real = places < stops[:, None]
-    return np.where(real, places, 0), real
+def _padded(arrays: Sequence[Places], width: int) -> Places:
+    padded = np.zeros((len(arrays), width), np.int64)
+    for row, array in zip(padded, arrays, strict=True):
+        row[: len(array)] = array
+    return padded
 
 
 def cascade_attention(q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:
@@ -151,111 +222,93 @@ def cascade_attention(q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: 
 class _CascadeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:
-        q_LhgD, k_LhD, v_LhD = _by_place(q, k.shape[1]), _by_place(k), _by_place(v)
-        so_far = _SoFar.nothing(q_LhgD, v_LhD)
-        for batch in cascade.batches:
-            for chunk in batch.chunks(q.shape[1]):
-                weights_BhQgK, _, _ = _scores(q_LhgD, k_LhD, chunk, scale)
-                top_BhQg = weights_BhQgK.amax(dim=-1)
-                weights_BhQgK.sub_(top_BhQg[..., None]).exp_()
-                values_BhKD = _gathered(v_LhD, chunk.k_BK).transpose(1, 2)
-                out_BhQgD = torch.matmul(weights_BhQgK.flatten(2, 3), values_BhKD).view(*top_BhQg.shape, -1)
-                so_far.add(chunk, out_BhQgD, top_BhQg, weights_BhQgK.sum(dim=-1))
-        out_LhgD = so_far.out_LhgD.div_(so_far.sum_Lhg[..., None])
+        k_heads, rounded = k.shape[1], _factor_dtype(q)
+        q_hLgD, k_hLD, v_hLD = _table(q, k_heads).mul_(scale), _table(k, k_heads), _table(v, k_heads, rounded)
+        each, channels = q_hLgD.shape[1] // k.shape[-1], v.shape[-1]
+        out_table = q_hLgD.new_empty(len(q_hLgD), each * channels)
+        lse_table = q_hLgD.new_empty(len(q_hLgD), each)
+        for chunk in cascade.chunks(q.shape[1], k_heads):
+            q_NXD = chunk.queries(q_hLgD).view(chunk.q_shape[0], -1, k.shape[-1])
+            weights_NXK = chunk.scores(q_NXD, chunk.keys(k_hLD))
+            top_NX1 = weights_NXK.amax(dim=-1, keepdim=True)
+            weights_NXK.sub_(top_NX1).exp_()
+            sum_NX1 = weights_NXK.sum(dim=-1, keepdim=True)
+            out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.keys(v_hLD)).float().div_(sum_NX1)
+            lse_NX1 = sum_NX1.log_().add_(top_NX1)
+            out = chunk.without_padding(out_NXD.view(-1, each * channels))
+            lse = chunk.without_padding(lse_NX1.view(-1, each))
+            if not chunk.first:
+                out, lse = _merged(chunk, out_table, lse_table, out, lse)
+            out_table.index_copy_(0, chunk.real_rows, out)
+            lse_table.index_copy_(0, chunk.real_rows, lse)
         ctx.cascade, ctx.scale = cascade, scale
-        ctx.save_for_backward(q, k, v, out_LhgD, so_far.top_Lhg, so_far.sum_Lhg)
-        return out_LhgD.flatten(1, 2)[None].to(q.dtype)
+        ctx.save_for_backward(q, k, v, out_table, lse_table)
+        return _by_place(out_table, q.shape[1], k_heads, q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out_LhgD, top_Lhg, sum_Lhg = ctx.saved_tensors
-        q_LhgD, k_LhD, v_LhD = _by_place(q, k.shape[1]), _by_place(k), _by_place(v)
-        heads, each = q_LhgD.shape[1:3]
-        # Divided by the sum here, the gradients need no normalised probabilities.
-        grad_LhgD = grad[0].float().view(-1, heads, each, grad.shape[-1]) / sum_Lhg[..., None]
-        mean_Lhg = torch.linalg.vecdot(grad_LhgD, out_LhgD)
-        dq, dk, dv = torch.zeros_like(q_LhgD), torch.zeros_like(k_LhD), torch.zeros_like(v_LhD)
-        for batch in ctx.cascade.batches:
-            for chunk in batch.chunks(heads * each):
-                weights_BhQgK, q_BhXD, k_BhKD = _scores(q_LhgD, k_LhD, chunk, ctx.scale)
-                weights_BhQgK.sub_(_per_query(top_Lhg, chunk)[..., None]).exp_()
-                weights_BhXK = weights_BhQgK.flatten(2, 3)
-                if chunk.padded:
-                    weights_BhQgK.masked_fill_(~chunk.real_BQ[:, None, :, None, None], 0.0)
-                grad_BhXD = _gathered(grad_LhgD, chunk.q_BQ).transpose(1, 2).flatten(2, 3)
-                v_BhKD = _gathered(v_LhD, chunk.k_BK).transpose(1, 2)
-                slopes_BhXK = torch.matmul(grad_BhXD, v_BhKD.transpose(2, 3))
-                slopes_BhXK.sub_(_per_query(mean_Lhg, chunk).flatten(2, 3)[..., None]).mul_(weights_BhXK)
-                _add(dv, chunk.k_BK, torch.matmul(weights_BhXK.transpose(2, 3), grad_BhXD).transpose(1, 2))
-                _add(dk, chunk.k_BK, torch.matmul(slopes_BhXK.transpose(2, 3), q_BhXD).transpose(1, 2))
-                dq_BhXD = torch.matmul(slopes_BhXK, k_BhKD)
-                dq_BhQgD = dq_BhXD.view(*dq_BhXD.shape[:2], -1, each, dq_BhXD.shape[-1])
-                _add(dq, chunk.q_BQ, dq_BhQgD.transpose(1, 2))
-        grads = (dq.flatten(1, 2).mul_(ctx.scale), dk.mul_(ctx.scale), dv)
-        return *(one.transpose(0, 1)[None].to(q.dtype) for one in grads), None, None
-
-
-@dataclass(frozen=True)
-class _SoFar:
-    """The attention of each query to the keys that it has met: weights relative to the largest score."""
-
-    out_LhgD: Tensor
-    """Weighted sum of the values."""
-    top_Lhg: Tensor
-    """Largest score."""
-    sum_Lhg: Tensor
-    """Sum of the weights."""
-
-    @classmethod
-    def nothing(cls, q_LhgD: Tensor, v_LhD: Tensor) -> _SoFar:
-        shape = q_LhgD.shape[:-1]
-        return cls(
-            q_LhgD.new_zeros(*shape, v_LhD.shape[-1]), q_LhgD.new_full(shape, -torch.inf), q_LhgD.new_zeros(shape)
+        q, k, v, out_table, lse_table = ctx.saved_tensors
+        (_, q_heads, _, channels), k_heads, rounded = q.shape, k.shape[1], _factor_dtype(q)
+        q_table, k_table, v_table = _table(q, k_heads).mul_(ctx.scale), _table(k, k_heads), _table(v, k_heads)
+        grad_table = _table(grad.transpose(1, 2), k_heads)
+        each = lse_table.shape[1]
+        mean_table = torch.linalg.vecdot(*(table.view(len(table), each, -1) for table in (grad_table, out_table)))
+        dq, dk, dv = torch.empty_like(q_table), torch.zeros_like(k_table), torch.zeros_like(v_table)
+        for chunk in ctx.cascade.chunks(q_heads, k_heads):
+            num = chunk.q_shape[0]
+            q_NXD, k_NKD = chunk.queries(q_table).view(num, -1, channels), chunk.keys(k_table)
+            weights_NXK = chunk.scores(q_NXD, k_NKD).sub_(chunk.queries(lse_table).view(num, -1, 1)).exp_()
+            if len(chunk.padding):
+                weights_NXK.view(num * chunk.q_shape[1], -1).index_fill_(0, chunk.padding, 0.0)
+            grad_NXD, v_NKD = chunk.queries(grad_table).view(num, q_NXD.shape[1], -1), chunk.keys(v_table)
+            slopes_NXK = torch.bmm(grad_NXD, v_NKD.transpose(1, 2))
+            slopes_NXK.sub_(chunk.queries(mean_table).view(num, -1, 1)).mul_(weights_NXK)
+            weights_NXK, slopes_NXK = weights_NXK.to(rounded), slopes_NXK.to(rounded)
+            dv_NKD = torch.bmm(weights_NXK.transpose(1, 2), grad_NXD.to(rounded))
+            dk_NKD = torch.bmm(slopes_NXK.transpose(1, 2), q_NXD.to(rounded))
+            dv.index_add_(0, chunk.k_rows, dv_NKD.flatten(0, 1).float())
+            dk.index_add_(0, chunk.k_rows, dk_NKD.flatten(0, 1).float())
+            dq_rows = torch.bmm(slopes_NXK, k_NKD.to(rounded)).view(num * chunk.q_shape[1], -1)
+            put = dq.index_copy_ if chunk.first else dq.index_add_
+            put(0, chunk.real_rows, chunk.without_padding(dq_rows).float())
+        found = (
+            _by_place(table, heads, k_heads, q.dtype)
+            for table, heads in ((dq.mul_(ctx.scale), q_heads), (dk, k_heads), (dv, k_heads))
         )
-
-    def add(self, chunk: BlockBatch, out_BhQgD: Tensor, top_BhQg: Tensor, sum_BhQg: Tensor) -> None:
-        """Merge a chunk's partial attention into the sums of its queries."""
-        rows_X = chunk.q_BQ.flatten()
-        parts = [part.transpose(1, 2).flatten(0, 1) for part in (out_BhQgD, top_BhQg, sum_BhQg)]
-        if chunk.padded:
-            real_X = chunk.real_BQ.flatten()
-            rows_X, parts = rows_X[real_X], [part[real_X] for part in parts]
-        out_XhgD, top_Xhg, sum_Xhg = parts
-        before_Xhg = self.top_Lhg.index_select(0, rows_X)
-        after_Xhg = torch.maximum(before_Xhg, top_Xhg)
-        old_Xhg, new_Xhg = (before_Xhg - after_Xhg).exp_(), (top_Xhg - after_Xhg).exp_()
-        kept_XhgD = self.out_LhgD.index_select(0, rows_X).mul_(old_Xhg[..., None])
-        self.out_LhgD.index_copy_(0, rows_X, kept_XhgD.addcmul_(out_XhgD, new_Xhg[..., None]))
-        kept_Xhg = self.sum_Lhg.index_select(0, rows_X).mul_(old_Xhg)
-        self.sum_Lhg.index_copy_(0, rows_X, kept_Xhg.addcmul_(sum_Xhg, new_Xhg))
-        self.top_Lhg.index_copy_(0, rows_X, after_Xhg)
+        return *(gradient.transpose(1, 2) for gradient in found), None, None
 
 
-def _by_place(tensor: Tensor, heads: int | None = None) -> Tensor:
-    """[1, heads, L, D] as [L, heads, D], or [L, h, g, D] with `heads` of keys, contiguous in fp32."""
-    found = tensor[0].transpose(0, 1).float().contiguous()
-    return found if heads is None else found.view(len(found), heads, -1, found.shape[-1])
+def _merged(chunk: Chunk, out_table: Tensor, lse_table: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of a chunk's queries, with those that they have in the tables."""
+    before = lse_table.index_select(0, chunk.real_rows)
+    after = torch.logaddexp(before, lse)
+    kept = out_table.index_select(0, chunk.real_rows).view(*lse.shape, -1)
+    kept.mul_((before - after).exp_()[..., None])
+    kept.addcmul_(out.view_as(kept), (lse - after).exp_()[..., None])
+    return kept.flatten(1), after
 
 
-def _gathered(tensor: Tensor, places: Tensor) -> Tensor:
-    return tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
+@functools.cache
+def _is_fast_in_bfloat16() -> bool:
+    return not is_slow_in_bfloat16()
 
 
-def _per_query(tensor_Lhg: Tensor, chunk: BlockBatch) -> Tensor:
-    """[B, h, Q, g]"""
-    return _gathered(tensor_Lhg, chunk.q_BQ).transpose(1, 2)
+def _factor_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of factors of products, other than those that give scores and their gradients."""
+    fast = q.dtype == torch.bfloat16 and q.device.type == "cpu" and _is_fast_in_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
 
 
-def _scores(q_LhgD: Tensor, k_LhD: Tensor, chunk: BlockBatch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores [B, h, Q, g, K], with the queries [B, h, Q·g, D] and keys [B, h, K, D] that they are made of."""
-    q_BhXD = _gathered(q_LhgD, chunk.q_BQ).transpose(1, 2).flatten(2, 3)
-    k_BhKD = _gathered(k_LhD, chunk.k_BK).transpose(1, 2)
-    scores = torch.matmul(q_BhXD, k_BhKD.transpose(2, 3)).mul_(scale)
-    scores = scores.view(*scores.shape[:2], chunk.q_BQ.shape[1], -1, scores.shape[-1])
-    if (hidden_BQK := chunk.hidden_BQK()) is not None:
-        scores.masked_fill_(hidden_BQK[:, None, :, None], -torch.inf)
-    return scores, q_BhXD, k_BhKD
+def _table(tensor: Tensor, k_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[1, heads, L, D] as [hL, gD]."""
+    _, heads, places, channels = tensor.shape
+    table = torch.empty(k_heads, places, heads // k_heads, channels, dtype=dtype, device=tensor.device)
+    table.copy_(tensor[0].unflatten(0, (k_heads, -1)).transpose(1, 2))
+    return table.view(k_heads * places, -1)
 
 
-def _add(total: Tensor, places: Tensor, parts: Tensor) -> None:
-    total.index_add_(0, places.flatten(), parts.flatten(0, 1))
+def _by_place(table: Tensor, heads: int, k_heads: int, dtype: torch.dtype) -> Tensor:
+    """[hL, gD] as [1, L, heads, D]."""
+    table = table.view(k_heads, -1, heads // k_heads, table.shape[1] * k_heads // heads)
+    found = torch.empty(table.shape[1], k_heads, *table.shape[2:], dtype=dtype, device=table.device)
+    return found.copy_(table.transpose(0, 1)).flatten(1, 2)[None]

@@ -7,7 +7,7 @@ from typing import Literal
 from flowrl.forest import Forest
 
 Kernel = Literal["dense", "cascade", "flex"]
-DENSE_PLACES = 160
+DENSE_PLACES = 96
 """Most places of a forest on a CPU for which one mask over all of them is faster than its blocks."""
 RULE = (
     f"on a CPU one mask up to {DENSE_PLACES} tokens, above that a cascade of shared prefixes; on a GPU flex attention"

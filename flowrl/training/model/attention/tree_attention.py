@@ -52,7 +52,7 @@ class TreeAttention:
 
     @cached_property
     def cascade(self) -> Cascade:
-        return Cascade.of(self.forest, self.device)
+        return Cascade(self.forest, self.device)
 
     @cached_property
     def block_mask(self) -> Any:
