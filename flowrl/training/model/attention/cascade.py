@@ -303,7 +303,7 @@ def _table(tensor: Tensor, k_heads: int, dtype: torch.dtype = torch.float32) -> 
     """[1, heads, L, D] as [hL, gD]."""
     _, heads, places, channels = tensor.shape
     table = torch.empty(k_heads, places, heads // k_heads, channels, dtype=dtype, device=tensor.device)
-    table.copy_(tensor[0].unflatten(0, (k_heads, -1)).transpose(1, 2))
+    table.copy_(tensor[0].view(k_heads, -1, places, channels).transpose(1, 2))
     return table.view(k_heads * places, -1)
 
 
