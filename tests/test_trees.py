@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flowrl.forest import Forest, make_forest
+from flowrl.training.model.attention import cascade
 from flowrl.training.model.attention.cascade import Cascade
 from flowrl.training.model.attention.rule import DENSE_PLACES, Kernel, choose_kernel
 from flowrl.training.model.attention.tree_attention import TreeAttention
@@ -96,17 +97,37 @@ def test_kernels_agree_on_random_forests(kernel: Kernel, sequences: Tokens) -> N
 
 
 @pytest.mark.parametrize("keys", [0, 1, 1 << 30], ids=["none", "few", "all"])
+@pytest.mark.parametrize("long", [1, 1024], ids=["apart", "with their own"])
 @settings(max_examples=15, deadline=None)
-@given(sequences=FORESTS)
-def test_a_cascade_is_the_same_with_prefixes_repeated_or_met_by_all_behind_them(keys: int, sequences: Tokens) -> None:
+@given(sequences=FORESTS, scores=st.sampled_from([64, 1 << 18]))
+def test_a_cascade_is_the_same_with_prefixes_repeated_or_met_by_all_behind_them(
+    keys: int, long: int, sequences: Tokens, scores: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flowrl.training.model.attention.cascade.REPEATED_A_QUERY", keys)
+        patch.setattr(cascade, "REPEATED_A_QUERY", keys)
+        patch.setattr(cascade, "LONG", long)
+        patch.setattr(cascade, "SCORES_A_CHUNK", scores)
         assert_exact(make_forest(sequences), "cascade")
+
+
+@pytest.mark.parametrize("prefix", [0, 3000])
+def test_what_a_cascade_holds_grows_with_the_tokens_alone(prefix: int) -> None:
+    """Neither masks nor places for every chunk of a long stem: those would grow with its square."""
+
+    def held(size: int) -> float:
+        sequences = [np.arange(size, dtype=np.int32), np.arange(size, dtype=np.int32)]
+        sequences[1][prefix:] += size
+        forest = make_forest(sequences)
+        chunks = Cascade(forest, CPU).chunks(9, 3)
+        tensors = {id(one): one for chunk in chunks for one in vars(chunk).values() if isinstance(one, Tensor)}
+        return sum(one.numel() * one.element_size() for one in tensors.values()) / len(forest)
+
+    assert held(16000) < 1.1 * held(8000) < 200
 
 
 @pytest.mark.parametrize("scores", [64, 700, 1 << 18])
 def test_a_cascade_is_the_same_in_chunks_of_any_size(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.training.model.attention.cascade.SCORES_A_CHUNK", scores)
+    monkeypatch.setattr(cascade, "SCORES_A_CHUNK", scores)
     assert_exact(make_forest(grouped()[0]), "cascade")
 
 
@@ -119,14 +140,15 @@ def test_kernels_differ_by_rounding_in_bfloat16() -> None:
             torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
 
 
-@given(sequences=FORESTS, keys=st.sampled_from([0, 1, 4, 1 << 30]))
-def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: int) -> None:
+@given(sequences=FORESTS, keys=st.sampled_from([0, 1, 4, 1 << 30]), long=st.sampled_from([1, 1024]))
+def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: int, long: int) -> None:
     forest = make_forest(sequences)
     met = np.zeros((len(forest), len(forest)), int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flowrl.training.model.attention.cascade.REPEATED_A_QUERY", keys)
-        cascade = Cascade(forest, CPU)
-    for batch in (*cascade.own, *cascade.behind):
+        patch.setattr(cascade, "REPEATED_A_QUERY", keys)
+        patch.setattr(cascade, "LONG", long)
+        blocks = Cascade(forest, CPU)
+    for batch in (*blocks.own, *blocks.behind):
         for queries, places, seen in zip(batch.q_BQ, batch.k_BK, batch.seen_BQ, strict=True):
             for query, number in zip(queries, seen, strict=True):
                 np.add.at(met[query], places[:number], 1)

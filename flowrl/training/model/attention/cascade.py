@@ -35,6 +35,8 @@ PADDED_SHARE = 0.6
 """A batch takes a smaller block only if at least this share of the scores are then those of queries and keys."""
 REPEATED_A_QUERY = 4
 """Most keys of a prefix that are repeated, for each place behind it in the mean."""
+LONG = 1024
+"""Most places of a stem that has the prefixes which are repeated for it in one block with its own places."""
 Places = npt.NDArray[np.int64]
 
 
@@ -80,70 +82,119 @@ class BlockBatch:
         """Batches whose scores fit into a chunk: of fewer blocks, or fewer queries of a single one."""
         (blocks, queries), keys = self.q_BQ.shape, self.k_BK.shape[1]
         most = SCORES_A_CHUNK // num_heads
-        if blocks > 1 and blocks * queries * keys > most:
+        if blocks * queries * keys <= most:
+            yield self
+        elif blocks > 1:
             step = max(1, most // (queries * keys))
             for start in range(0, blocks, step):
-                some = slice(start, start + step)
-                yield from BlockBatch(self.q_BQ[some], self.k_BK[some], self.seen_BQ[some]).parts(num_heads)
-        elif queries * keys > most and queries > 1:
+                yield from self._trimmed(slice(start, start + step)).parts(num_heads)
+        else:
             step = max(16, most // keys)
             for start in range(0, queries, step):
-                seen_BQ = self.seen_BQ[:, start : start + step]
-                if seen_BQ.any():
-                    yield BlockBatch(self.q_BQ[:, start : start + step], self.k_BK[:, : seen_BQ.max()], seen_BQ)
-        else:
-            yield self
+                some = slice(start, start + step)
+                yield BlockBatch(self.q_BQ[:, some], self.k_BK, self.seen_BQ[:, some])
+
+    def _trimmed(self, some: slice) -> BlockBatch:
+        """Some of the blocks, without padding that all of them have."""
+        seen_BQ = self.seen_BQ[some]
+        queries = (seen_BQ > 0).sum(axis=1).max()
+        return BlockBatch(self.q_BQ[some, :queries], self.k_BK[some, : seen_BQ.max()], seen_BQ[:, :queries])
 
 
 class Chunk:
-    """Blocks that are computed at once, as rows of tables of `num_heads` heads and `num_places` places."""
+    """Blocks that are computed at once, as rows of tables of `num_heads` heads and `num_places` places.
+
+    What it holds is small: a block's keys, and a mask of the keys that only some of its queries see.
+    """
 
     def __init__(
         self, batch: BlockBatch, num_heads: int, num_places: int, device: torch.device, *, first: bool
     ) -> None:
         """`first`: the queries met no keys before."""
-        (blocks, queries), keys = batch.q_BQ.shape, batch.k_BK.shape[1]
+        (blocks, queries), all_keys = batch.q_BQ.shape, batch.k_BK.shape[1]
         self.first = first
-        self.q_shape, self.k_shape = (num_heads * blocks, queries), (num_heads * blocks, keys)
-        head_h11 = num_places * np.arange(num_heads)[:, None, None]
-        self.q_rows = torch.from_numpy((head_h11 + batch.q_BQ).reshape(-1)).to(device)
-        self.k_rows = torch.from_numpy((head_h11 + batch.k_BK).reshape(-1)).to(device)
-        real_BQ = batch.seen_BQ > 0
-        real_hBQ = torch.from_numpy(np.broadcast_to(real_BQ, (num_heads, blocks, queries)).reshape(-1)).to(device)
-        self.real, self.padding = real_hBQ.nonzero()[:, 0], (~real_hBQ).nonzero()[:, 0]
-        seen_BQ = np.where(real_BQ, batch.seen_BQ, keys)
-        self.hidden_BQ1K: Tensor | None = None
-        """−inf where a query does not see a key, 0 elsewhere; None if every query sees every key."""
-        if (seen_BQ < keys).any():
-            hidden_BQK = torch.from_numpy(np.arange(keys) >= seen_BQ[..., None]).to(device)
-            self.hidden_BQ1K = torch.zeros(hidden_BQK.shape, device=device).masked_fill_(hidden_BQK, -torch.inf)[
-                :, :, None
-            ]
-
-    @functools.cached_property
-    def real_rows(self) -> Tensor:
-        """The rows of queries that are not padding."""
-        return self.q_rows if not len(self.padding) else self.q_rows[self.real]
-
-    def without_padding(self, rows: Tensor) -> Tensor:
-        """Of one row for each query, those that are not padding."""
-        return rows if not len(self.padding) else rows[self.real]
+        self._heads, self._places, self._device = num_heads, num_places, device
+        self._num = num_heads * blocks
+        self._all_keys, self._keys = all_keys, int(batch.seen_BQ.max())
+        self._q_range, self._k_range = _range_of(batch.q_BQ), _range_of(batch.k_BK)
+        self._q_rows = None if self._q_range else self._rows(batch.q_BQ)
+        self._k_rows = None if self._k_range else self._rows(batch.k_BK)
+        is_real_BQ = batch.seen_BQ > 0
+        self._real = self.padding = None
+        if not is_real_BQ.all():
+            is_real = torch.from_numpy(np.broadcast_to(is_real_BQ, (num_heads, blocks, queries)).reshape(-1)).to(device)
+            self._real, self.padding = is_real.nonzero()[:, 0], (~is_real).nonzero()[:, 0]
+        seen_BQ = np.where(is_real_BQ, batch.seen_BQ, self._keys)
+        self._seen_by_all = int(seen_BQ.min())
+        hidden_BQK = torch.from_numpy(np.arange(self._seen_by_all, self._keys) >= seen_BQ[..., None]).to(device)
+        hidden = torch.zeros(hidden_BQK.shape, device=device).masked_fill_(hidden_BQK, -torch.inf)
+        self._hidden_BQ1K = hidden[:, :, None]
+        """−inf where a query does not see a key, 0 elsewhere; of the keys that not all see."""
 
     def queries(self, table: Tensor) -> Tensor:
-        """[N, Q, ...]"""
-        return table.index_select(0, self.q_rows).view(*self.q_shape, *table.shape[1:])
+        """[N, Q, ...] of the queries; at padding, of some place."""
+        if self._q_range:
+            return self._by_head(table)[:, self._q_range]
+        assert self._q_rows is not None
+        return table.index_select(0, self._q_rows).view(self._num, -1, *table.shape[1:])
+
+    def put(self, table: Tensor, rows_NQ: Tensor) -> None:
+        """Write rows of the queries."""
+        if self._q_range:
+            self._by_head(table)[:, self._q_range] = rows_NQ
+        else:
+            rows, places = self._without_padding(rows_NQ)
+            table.index_copy_(0, places, rows)
+
+    def add_to_queries(self, table: Tensor, rows_NQ: Tensor) -> None:
+        if self._q_range:
+            self._by_head(table)[:, self._q_range] += rows_NQ
+        else:
+            rows, places = self._without_padding(rows_NQ)
+            table.index_add_(0, places, rows)
 
     def keys(self, table: Tensor) -> Tensor:
         """[N, K, D]"""
-        return table.index_select(0, self.k_rows).view(*self.k_shape, -1)
+        if self._k_range:
+            return self._by_head(table)[:, self._k_range][:, : self._keys]
+        assert self._k_rows is not None
+        return table.index_select(0, self._k_rows).view(self._num, self._all_keys, -1)[:, : self._keys]
+
+    def add_to_keys(self, table: Tensor, rows_NKD: Tensor) -> None:
+        if self._k_range:
+            self._by_head(table)[:, self._k_range][:, : self._keys] += rows_NKD
+        else:
+            assert self._k_rows is not None
+            rows = self._k_rows.view(self._num, -1)[:, : self._keys].reshape(-1)
+            table.index_add_(0, rows, rows_NKD.flatten(0, 1).to(table.dtype))
 
     def scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
         """[N, X, K], −inf at keys that a query does not see."""
         scores_NXK = torch.bmm(q_NXD, k_NKD.transpose(1, 2))
-        if self.hidden_BQ1K is not None:
-            blocks, queries, _, keys = self.hidden_BQ1K.shape
-            scores_NXK.view(-1, blocks, queries, q_NXD.shape[1] // queries, keys).add_(self.hidden_BQ1K)
+        if self._hidden_BQ1K.shape[-1]:
+            blocks, queries = self._hidden_BQ1K.shape[:2]
+            scores_hBQgK = scores_NXK.view(self._heads, blocks, queries, -1, self._keys)
+            scores_hBQgK[..., self._seen_by_all :] += self._hidden_BQ1K
         return scores_NXK
+
+    def _by_head(self, table: Tensor) -> Tensor:
+        return table.view(self._heads, self._places, *table.shape[1:])
+
+    def _rows(self, places: Places) -> Tensor:
+        rows = self._places * np.arange(self._heads)[:, None, None] + places
+        return torch.from_numpy(rows.reshape(-1)).to(self._device)
+
+    def _without_padding(self, rows_NQ: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows of queries, their places in a table)."""
+        assert self._q_rows is not None
+        rows = rows_NQ.flatten(0, 1)
+        return (rows, self._q_rows) if self._real is None else (rows[self._real], self._q_rows[self._real])
+
+
+def _range_of(places: Places) -> slice | None:
+    """The places of a single block, if they follow each other."""
+    start, stop = int(places[0, 0]), int(places[0, -1]) + 1
+    return slice(start, stop) if len(places) == 1 and stop - start == places.shape[1] else None
 
 
 class Cascade:
@@ -174,6 +225,7 @@ def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
     stems = forest.stems()
     starts = [stem.start for stem in stems]
     own: list[KeyBlock] = []
+    apart: list[KeyBlock] = []
     behind: defaultdict[int, list[KeyBlock]] = defaultdict(list)
     repeated: list[tuple[int, Places]] = []  # of the short stems before this one on the way from the root: (end, keys)
     for index, stem in enumerate(stems):
@@ -181,13 +233,16 @@ def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
             repeated.pop()
         keys = np.arange(stem.start, stem.stop)
         before = [keys_above for _, keys_above in repeated]
+        if before and len(keys) > LONG:
+            apart.append(KeyBlock(stem.start, stem.stop, np.concatenate(before), causal=False))
+            before = []
         own.append(KeyBlock(stem.start, stem.stop, np.concatenate([*before, keys]), causal=True))
         num_stems_behind = bisect_left(starts, stem.end) - index - 1
         if len(keys) * num_stems_behind > REPEATED_A_QUERY * (stem.end - stem.stop):
             behind[stem.depth].append(KeyBlock(stem.stop, stem.end, keys, causal=False))
         elif num_stems_behind:
             repeated.append((stem.end, keys))
-    return own, list(behind.values())
+    return own, [apart, *behind.values()]
 
 
 def alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
@@ -223,24 +278,23 @@ class _CascadeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:
         k_heads, rounded = k.shape[1], _factor_dtype(q)
-        q_hLgD, k_hLD, v_hLD = _table(q, k_heads).mul_(scale), _table(k, k_heads), _table(v, k_heads, rounded)
-        each, channels = q_hLgD.shape[1] // k.shape[-1], v.shape[-1]
-        out_table = q_hLgD.new_empty(len(q_hLgD), each * channels)
-        lse_table = q_hLgD.new_empty(len(q_hLgD), each)
+        q_table, k_table, v_table = _table(q, k_heads).mul_(scale), _table(k, k_heads), _table(v, k_heads, rounded)
+        each = q.shape[1] // k_heads
+        out_table = q_table.new_empty(len(q_table), each * v.shape[-1])
+        lse_table = q_table.new_empty(len(q_table), each)
         for chunk in cascade.chunks(q.shape[1], k_heads):
-            q_NXD = chunk.queries(q_hLgD).view(chunk.q_shape[0], -1, k.shape[-1])
-            weights_NXK = chunk.scores(q_NXD, chunk.keys(k_hLD))
+            q_NQgD = chunk.queries(q_table)
+            num, queries = q_NQgD.shape[:2]
+            weights_NXK = chunk.scores(q_NQgD.view(num, -1, k.shape[-1]), chunk.keys(k_table))
             top_NX1 = weights_NXK.amax(dim=-1, keepdim=True)
             weights_NXK.sub_(top_NX1).exp_()
             sum_NX1 = weights_NXK.sum(dim=-1, keepdim=True)
-            out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.keys(v_hLD)).float().div_(sum_NX1)
-            lse_NX1 = sum_NX1.log_().add_(top_NX1)
-            out = chunk.without_padding(out_NXD.view(-1, each * channels))
-            lse = chunk.without_padding(lse_NX1.view(-1, each))
+            out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.keys(v_table)).float().div_(sum_NX1)
+            out, lse = out_NXD.view(num, queries, -1), sum_NX1.log_().add_(top_NX1).view(num, queries, -1)
             if not chunk.first:
-                out, lse = _merged(chunk, out_table, lse_table, out, lse)
-            out_table.index_copy_(0, chunk.real_rows, out)
-            lse_table.index_copy_(0, chunk.real_rows, lse)
+                out, lse = _merged(chunk.queries(out_table), chunk.queries(lse_table), out, lse)
+            chunk.put(out_table, out)
+            chunk.put(lse_table, lse)
         ctx.cascade, ctx.scale = cascade, scale
         ctx.save_for_backward(q, k, v, out_table, lse_table)
         return _by_place(out_table, q.shape[1], k_heads, q.dtype)
@@ -255,22 +309,20 @@ class _CascadeAttention(torch.autograd.Function):
         mean_table = torch.linalg.vecdot(*(table.view(len(table), each, -1) for table in (grad_table, out_table)))
         dq, dk, dv = torch.empty_like(q_table), torch.zeros_like(k_table), torch.zeros_like(v_table)
         for chunk in ctx.cascade.chunks(q_heads, k_heads):
-            num = chunk.q_shape[0]
-            q_NXD, k_NKD = chunk.queries(q_table).view(num, -1, channels), chunk.keys(k_table)
-            weights_NXK = chunk.scores(q_NXD, k_NKD).sub_(chunk.queries(lse_table).view(num, -1, 1)).exp_()
-            if len(chunk.padding):
-                weights_NXK.view(num * chunk.q_shape[1], -1).index_fill_(0, chunk.padding, 0.0)
+            q_NQgD, k_NKD = chunk.queries(q_table), chunk.keys(k_table)
+            num, queries = q_NQgD.shape[:2]
+            q_NXD = q_NQgD.view(num, -1, channels)
+            weights_NXK = chunk.scores(q_NXD, k_NKD).sub_(chunk.queries(lse_table).reshape(num, -1, 1)).exp_()
+            if chunk.padding is not None:
+                weights_NXK.view(num * queries, -1).index_fill_(0, chunk.padding, 0.0)
             grad_NXD, v_NKD = chunk.queries(grad_table).view(num, q_NXD.shape[1], -1), chunk.keys(v_table)
             slopes_NXK = torch.bmm(grad_NXD, v_NKD.transpose(1, 2))
-            slopes_NXK.sub_(chunk.queries(mean_table).view(num, -1, 1)).mul_(weights_NXK)
+            slopes_NXK.sub_(chunk.queries(mean_table).reshape(num, -1, 1)).mul_(weights_NXK)
             weights_NXK, slopes_NXK = weights_NXK.to(rounded), slopes_NXK.to(rounded)
-            dv_NKD = torch.bmm(weights_NXK.transpose(1, 2), grad_NXD.to(rounded))
-            dk_NKD = torch.bmm(slopes_NXK.transpose(1, 2), q_NXD.to(rounded))
-            dv.index_add_(0, chunk.k_rows, dv_NKD.flatten(0, 1).float())
-            dk.index_add_(0, chunk.k_rows, dk_NKD.flatten(0, 1).float())
-            dq_rows = torch.bmm(slopes_NXK, k_NKD.to(rounded)).view(num * chunk.q_shape[1], -1)
-            put = dq.index_copy_ if chunk.first else dq.index_add_
-            put(0, chunk.real_rows, chunk.without_padding(dq_rows).float())
+            chunk.add_to_keys(dv, torch.bmm(weights_NXK.transpose(1, 2), grad_NXD.to(rounded)))
+            chunk.add_to_keys(dk, torch.bmm(slopes_NXK.transpose(1, 2), q_NXD.to(rounded)))
+            dq_NQgD = torch.bmm(slopes_NXK, k_NKD.to(rounded)).view(num, queries, -1).float()
+            (chunk.put if chunk.first else chunk.add_to_queries)(dq, dq_NQgD)
         found = (
             _by_place(table, heads, k_heads, q.dtype)
             for table, heads in ((dq.mul_(ctx.scale), q_heads), (dk, k_heads), (dv, k_heads))
@@ -278,14 +330,12 @@ class _CascadeAttention(torch.autograd.Function):
         return *(gradient.transpose(1, 2) for gradient in found), None, None
 
 
-def _merged(chunk: Chunk, out_table: Tensor, lse_table: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Results of a chunk's queries, with those that they have in the tables."""
-    before = lse_table.index_select(0, chunk.real_rows)
-    after = torch.logaddexp(before, lse)
-    kept = out_table.index_select(0, chunk.real_rows).view(*lse.shape, -1)
-    kept.mul_((before - after).exp_()[..., None])
-    kept.addcmul_(out.view_as(kept), (lse - after).exp_()[..., None])
-    return kept.flatten(1), after
+def _merged(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [N, Q, gD] with log-sum-exps [N, Q, g] to the keys of both."""
+    both = torch.logaddexp(lse, further_lse)
+    merged = out.view(*lse.shape, -1) * (lse - both).exp_()[..., None]
+    merged.addcmul_(further.view_as(merged), (further_lse - both).exp_()[..., None])
+    return merged.flatten(2), both
 
 
 @functools.cache
