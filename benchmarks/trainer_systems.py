@@ -72,7 +72,7 @@ class Setting:
     """Measured steps of a run."""
     skip: int
     staleness: int
-    """Of asynchronous runs of flowrl."""
+    """The bound of asynchronous runs of flowrl."""
     trl_micro_batch: int
     flowrl_options: tuple[str, ...]
 
