@@ -125,6 +125,17 @@ def test_what_a_cascade_holds_grows_with_the_tokens_alone(prefix: int) -> None:
     assert held(16000) < 1.1 * held(8000) < 200
 
 
+def test_what_a_cascade_holds_of_a_prefix_that_is_repeated_is_bounded() -> None:
+    """Of stems as long as may have it among their own keys: a place for each head and key of each chunk."""
+    prefix, own = 4 * cascade.LONG, cascade.LONG
+    sequences = [np.concatenate((np.arange(prefix), prefix + own * n + np.arange(own))) for n in range(8)]
+    forest = make_forest([sequence.astype(np.int32) for sequence in sequences])
+    chunks = Cascade(forest, CPU)
+    assert not chunks.behind
+    held = [one for chunk in chunks.chunks(9, 3) for one in vars(chunk).values() if isinstance(one, Tensor)]
+    assert sum(one.numel() * one.element_size() for one in held) / len(forest) < 2000
+
+
 @pytest.mark.parametrize("scores", [64, 700, 1 << 18])
 def test_a_cascade_is_the_same_in_chunks_of_any_size(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cascade, "SCORES_A_CHUNK", scores)

@@ -35,7 +35,7 @@ PADDED_SHARE = 0.6
 """A batch takes a smaller block only if at least this share of the scores are then those of queries and keys."""
 REPEATED_A_QUERY = 4
 """Most keys of a prefix that are repeated, for each place behind it in the mean."""
-LONG = 1024
+LONG = 256
 """Most places of a stem that has the prefixes which are repeated for it in one block with its own places."""
 Places = npt.NDArray[np.int64]
 

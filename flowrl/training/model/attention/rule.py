@@ -8,7 +8,7 @@ from flowrl.forest import Forest
 
 Kernel = Literal["dense", "cascade", "flex"]
 DENSE_PLACES = 96
-"""Most places of a forest on a CPU for which one mask over all of them is faster than its blocks."""
+"""Most places of a forest on a CPU for one mask over all: in float32 it is faster at 114, in bfloat16 slower at 38."""
 RULE = (
     f"on a CPU one mask up to {DENSE_PLACES} tokens, above that a cascade of shared prefixes; on a GPU flex attention"
 )
