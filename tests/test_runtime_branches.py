@@ -138,6 +138,15 @@ def test_members_that_a_group_is_made_from_and_does_not_hold_are_left_out(tmp_pa
     assert ran.audit().ok, str(ran.audit())
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_one_port_leaves_out_is_lost_behind_that_port_only(tmp_path: Path, swapped: bool) -> None:
+    ran = ways(tmp_path, "best_and_all", size=4, num_groups=6, swapped=swapped)
+    assert used_by(ran) == {"trainer": 12, "value_trainer": 24}
+    assert ran.rows("SELECT trainer, reason, COUNT(*) FROM losses GROUP BY 1, 2") == [("trainer", "left_out", 12)]
+    assert ran.states() == {"trained": 24}
+    assert ran.audit().ok, str(ran.audit())
+
+
 def test_a_take_with_a_time_limit_loses_nothing(tmp_path: Path) -> None:
     ran = ways(tmp_path, "impatient", num_groups=12)
     assert ran.states() == {"trained": 24}

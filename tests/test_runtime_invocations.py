@@ -38,7 +38,7 @@ class MemoryInbox:
 
 
 class Losses:
-    def flow(self, item: Any, *, begins: bool) -> None:
+    def trace_invocation(self, item: Any, *, begins: bool) -> None:
         pass
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import resource
 import shutil
@@ -423,17 +422,43 @@ def test_a_directory_without_samples_is_told(tmp_path: Path, capsys: pytest.Capt
     assert "has no samples" in capsys.readouterr().err
 
 
-def test_few_files_are_opened_to_find_the_best_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of the files whose columns are read from now on."""
     from flowrl.runtime.samples import sample_query
 
+    read: list[int] = []
+    places = sample_query._places
+
+    def noted(file: Any, query: SampleQuery) -> Any:
+        read.append(file.last)
+        return places(file, query)
+
+    monkeypatch.setattr(sample_query, "_places", noted)
+    return read
+
+
+def test_few_files_are_opened_to_find_the_best_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(1, 31):
         write_rollouts(tmp_path, [row(n, step=number, reward=number + n / 10) for n in range(5)], number)
-    read, places = itertools.count(), sample_query._places
-
-    def counted(*args: Any) -> Any:
-        next(read)
-        return places(*args)
-
-    monkeypatch.setattr(sample_query, "_places", counted)
+    read = opened(monkeypatch)
     assert [one["step"] for one in find(tmp_path, SampleQuery(order="best", limit=5))] == [30] * 5
-    assert next(read) <= 2
+    assert len(read) <= 2
+
+
+def test_of_equal_rewards_the_newer_come_first_though_an_older_file_has_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rollouts(tmp_path, [row(n, step=1, reward=1.0 + (n == 3)) for n in range(5)], 1)
+    for number in range(2, 11):
+        write_rollouts(tmp_path, [row(n, step=number, reward=float(n)) for n in range(2)], number)
+    read = opened(monkeypatch)
+    assert [one["step"] for one in find(tmp_path, SampleQuery(order="best", limit=3))] == [1, 10, 9]
+    assert read == [1, 10, 9]
+
+
+def test_a_file_without_any_reward_is_not_opened_for_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rollouts(tmp_path, [row(0, step=1, reward=1.0)], 1)
+    write_rollouts(tmp_path, [row(n, step=2, reward=None) for n in range(2)], 2)
+    read = opened(monkeypatch)
+    assert [one["step"] for one in find(tmp_path, SampleQuery(order="best", limit=3))] == [1]
+    assert read == [1]

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from flowrl.channel import cost
-from flowrl.channel.compiled import building, freezing, putting_together, taking_apart
+from flowrl.channel.compiled import make_build, make_freeze, make_put_together, make_take_apart
 from flowrl.channel.values import (
     ARRAY,
     DICT,
@@ -55,10 +55,10 @@ class Schema:
         """Whether a field is stored in a slot, of this class or of a base class."""
         self.cost = cost.of_tuple(len(fields) + 2)
         """What an Allowance counts for a body, without the contents of its fields."""
-        self.freeze = freezing(hints, self.arrays, check)
-        self.take_apart = taking_apart(hints, self.arrays, SCALARS)
-        self.put_together = putting_together(cls, self.names, self.arrays, slotted=self.slotted)
-        self.build = building(cls, self.names, self.arrays, slotted=self.slotted)
+        self.freeze = make_freeze(hints, self.arrays, check)
+        self.take_apart = make_take_apart(hints, self.arrays, SCALARS)
+        self.put_together = make_put_together(cls, self.names, self.arrays, slotted=self.slotted)
+        self.build = make_build(cls, self.names, self.arrays, slotted=self.slotted)
         getter = attrgetter(*self.names) if fields else lambda message: ()
         self.values: Callable[[Message], tuple[Any, ...]] = (
             getter if len(fields) != 1 else lambda message: (getter(message),)

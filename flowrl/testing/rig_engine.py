@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -100,9 +100,9 @@ class RecordedReplica(Replica):
         self.context.ledger = self._ledger
         self.context.meters = RecordedMeters(record=record)
 
-    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+    def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
         self._ledger.losing = items
-        super().book(items, marker)
+        super().book(items, marker, behind=behind)
         self._ledger.losing = ()
 
 

@@ -29,7 +29,7 @@ class Ways:
     """0: no end."""
     staleness: int = 1
     swapped: bool = False
-    """The second trainer has the branch that leaves nothing out."""
+    """The second trainer has the branch that leaves nothing out; of `best_and_all`, it is sent its groups first."""
     slow_s: float = 0.0
     on_limit: str = "wait"
     beside: bool = False
@@ -247,6 +247,20 @@ class GroupRouter(Node):
             await (self.odd if int(group.group_id.removeprefix("group")) % 2 else self.even).send(group)
 
 
+class BestAndAll(GroupRouter):
+    """One trainer gets the first two members of each group, the other all of them."""
+
+    def __init__(self, all_first: bool) -> None:
+        self.all_first = all_first
+
+    async def run(self) -> None:
+        async for group in self.groups:
+            best = replace(group, samples=group.samples[:2])
+            sends = [(self.even, best), (self.odd, group)]
+            for port, part in reversed(sends) if self.all_first else sends:
+                await port.send(part)
+
+
 class Both(Router):
     """Sends each sample on both ports."""
 
@@ -388,7 +402,7 @@ def graph(cfg: Ways) -> Graph:
     return g
 
 
-TWO = ("two", "routed_groups")
+TWO = ("two", "routed_groups", "best_and_all")
 GENERATORS: dict[str, type[Generator]] = {**dict.fromkeys(TWO, Judged), "gives_up": Slow}
 COLLECTS: dict[str, type[Collect]] = {"masked": KeepsMasks, "best_two": BestTwo}
 PASSES: dict[str, type[Pass]] = {
@@ -455,8 +469,8 @@ def groups(g: Graph, cfg: Ways, collect: Collect, generator: Generator) -> Out[G
     g.connect(other.batches, second.batches, dispatch="gang")
     assert isinstance(generator, Judged)
     g.latest(second.weights, generator.values)
-    if cfg.kind == "routed_groups":
-        router = g.add("router", GroupRouter())
+    if cfg.kind in ("routed_groups", "best_and_all"):
+        router = g.add("router", BestAndAll(cfg.swapped) if cfg.kind == "best_and_all" else GroupRouter())
         g.connect(collect.groups, router.groups)
         g.connect(router.odd, other.groups)
         return router.even

@@ -123,7 +123,7 @@ class Lease:
                 self._held = True
         finally:
             if not self._held:
-                self._report_over()  # also after a cancel: the driver may have granted the lock already
+                self._unlock()  # also after a cancel: the driver may have granted the lock already
 
     async def _granted(self) -> bool:
         """Request the lock from the driver; False if no invocation here needs it any more."""
@@ -141,9 +141,10 @@ class Lease:
                 await _hook(node, "on_release", node.on_release)
         finally:
             self._held = False
-            self._report_over()
+            self._unlock()
 
-    def _report_over(self) -> None:
+    def _unlock(self) -> None:
+        """Tell the driver, without waiting, that the claim of `_take` is over. It need not have been granted."""
         self._link.notify("driver", "unlock", dict(self._body))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from flowrl.channel.endpoint import Endpoint
@@ -49,7 +49,7 @@ class Replica:
         self._tasks = asyncio.TaskGroup()
         self._restored: list[tuple[Outbound, Kept]] = []
         self.ended = False
-        self._stopped_by: set[str] = set()
+        self._closed_by: set[str] = set()
         """Who currently stops in ports from taking, or out ports from sending."""
         node.context = self.context
 
@@ -87,8 +87,14 @@ class Replica:
             self.context.metric("failed_after_send", 1)  # all ports have sent already: nothing is lost
         self.forward(items, marker)
 
-    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
-        lost_at = self.trainers.difference(*(out.trainers for out in self._sent(items)))
+    def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
+        """Report `marker` to the ledger; see `inbound.Losses`. The items stay open, and nothing is forwarded.
+
+        It is lost for each trainer that this node leads to (of `behind`, if given), except those behind an out port
+        on which something made from `items` was sent already.
+        """
+        reached = self.trainers if behind is None else self.trainers.intersection(behind)
+        lost_at = reached.difference(*(out.trainers for out in self._sent(items)))
         if lost_at:
             self._note_samples(items, failed=marker.state == "failed")
             self.context.ledger.lost(marker, sorted(lost_at))
@@ -199,10 +205,10 @@ class Replica:
     async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
         return await self.context.ledger.admit(self.place.node, samples, trainers=trainers)
 
-    def sent(self, envelope: Envelope) -> None:
+    def trace_sent(self, envelope: Envelope) -> None:
         self._trace.sent(self.place.replica_id, envelope)
 
-    def waited(self, what: str, since_ns: int) -> None:
+    def trace_wait(self, what: str, since_ns: int) -> None:
         now = time.time_ns()
         if now - since_ns >= TRACED_WAIT_NS:
             self._trace.slice(self.place.replica_id, what, since_ns, now, kind="wait")
@@ -214,32 +220,33 @@ class Replica:
             out.leaving(+1)
         self._restored += [(out, kept) for out in ports]
 
-    def flow(self, item: Item, *, begins: bool) -> None:
+    def trace_invocation(self, item: Item, *, begins: bool) -> None:
         self._trace.item(self.place.replica_id, item.envelope, begins=begins)
 
     def gate(self, by: str, *, open_: bool) -> None:
         """Open or close the gates of the in ports for `by`."""
-        self._stopped(by, not open_)
+        self._note_closed(by, not open_)
         for port in self.inbound.values():
             port.gate(by, open_=open_)
 
     def pause_sending(self, paused: bool) -> None:
         """Pause or resume sending on the out ports, for a checkpoint's snapshot."""
-        self._stopped("pause", paused)
+        self._note_closed("pause", paused)
         for port in self.outbound.values():
             port.pause(paused)
 
-    def _stopped(self, by: str, stopped: bool) -> None:
-        if stopped:
-            self._stopped_by.add(by)
+    def _note_closed(self, by: str, closed: bool) -> None:
+        """Note for `report` that ports are closed for `by`, or no longer."""
+        if closed:
+            self._closed_by.add(by)
         else:
-            self._stopped_by.discard(by)
+            self._closed_by.discard(by)
 
     def report(self) -> dict[str, Any]:
         """The report for the stall watch; `alive` lists the reasons why the node will move by itself, if any."""
         now = time.monotonic()
         waits = [(wait.kind, wait.what, now - wait.since_s) for wait in self.activity.waits.values()]
-        if self._stopped_by and not self.ended:
+        if self._closed_by and not self.ended:
             waits.append(("barrier", "the driver, which keeps its ports closed", 0.0))
         return {
             "replica_id": self.place.replica_id,

@@ -193,7 +193,8 @@ def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
     """The error for a use of a sample whose last fate is known."""
     return FlowrlError(
         f"{trainer!r} used sample {sample_id!r} at step {step}, but the state of this sample is already final: two "
-        "branches bring the trainer the same sample, or a node forwards a sample that it dropped"
+        "branches bring the trainer the same sample, or a node forwards a sample that it dropped, or left out of an "
+        "earlier message made from the same items"
     )
 
 

@@ -45,7 +45,7 @@ class Losses(Protocol):
     def give_up(self, item: Item, state: str, reason: str) -> None:
         """The whole group of `item` is lost: end its other members in whichever node they are."""
 
-    def flow(self, item: Item, *, begins: bool) -> None:
+    def trace_invocation(self, item: Item, *, begins: bool) -> None:
         """Trace that an invocation of `item` began or ended."""
 
 

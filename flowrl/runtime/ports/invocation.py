@@ -23,7 +23,7 @@ from flowrl.runtime.ports.items import Item, at_hand, current
 class Trace(Protocol):
     """Records when invocations begin and end."""
 
-    def flow(self, item: Item, *, begins: bool) -> None: ...
+    def trace_invocation(self, item: Item, *, begins: bool) -> None: ...
 
 
 class Invocation:
@@ -63,7 +63,7 @@ class Invocation:
             self._leased = True
         if self._active is None:
             for item in self._items:
-                self._trace.flow(item, begins=True)
+                self._trace.trace_invocation(item, begins=True)
             self._active = self._activity.begin()
 
     def enter(self) -> None:
@@ -80,7 +80,7 @@ class Invocation:
         assert self._active is not None
         self._active.end()
         for item in self._items:
-            self._trace.flow(item, begins=False)
+            self._trace.trace_invocation(item, begins=False)
 
     async def finish(self) -> None:
         """End the items if the engine ends them, and release the devices."""

@@ -6,7 +6,7 @@ Waits: a send waits for credit on its lane, an admission waits for a ticket. Bot
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,17 +27,17 @@ class OutboundOwner(Protocol):
     async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
         """A committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
 
-    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
-        """Book `marker` for the trainers that get nothing made from `items`."""
+    def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
+        """Book `marker` for the trainers (of `behind`, if given) that get nothing made from `items`."""
 
     def use_up(self, items: Sequence[Item]) -> None:
         """End held `items`: the message made from them has been sent."""
 
-    def sent(self, envelope: Envelope) -> None:
+    def trace_sent(self, envelope: Envelope) -> None:
         """Trace that `envelope` was sent."""
 
-    def waited(self, what: str, since_ns: int) -> None:
-        """Trace a wait that ends now."""
+    def trace_wait(self, what: str, since_ns: int) -> None:
+        """Trace a wait for `what` ("ticket" or "credit EDGE") that ends now and began at `time.time_ns()` since_ns."""
 
 
 Kept = tuple[str, str, Envelope]
@@ -121,7 +121,7 @@ class Outbound:
         began = time.time_ns()
         with self._activity.waiting("ticket", self.port, inside=in_invocation.get()):
             ticket = await self._owner.admit(prompts, sorted(self.trainers))
-        self._owner.waited("ticket", began)
+        self._owner.trace_wait("ticket", began)
         if ticket is None:
             return False
         for prompt in prompts:
@@ -238,7 +238,8 @@ class Outbound:
             gone = [s.sample_id for s in samples_of(parent.body) if s.sample_id not in kept]
             if gone and parent.lost is None:
                 head, node = parent.envelope, self._open_items.node
-                self._owner.book([parent], Tombstone(head.group_id, -1, "filtered", "left_out", node, tuple(gone)))
+                marker = Tombstone(head.group_id, -1, "filtered", "left_out", node, tuple(gone))
+                self._owner.book([parent], marker, behind=self.trainers)
 
     def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
         """The items that the next message is made from, without repetition; with None, those of the invocation.
@@ -316,7 +317,7 @@ class Outbound:
                 await self._send_on(edge, envelope, parents)
         finally:
             self._waiting.pop(envelope.id, None)
-        self._owner.sent(envelope)
+        self._owner.trace_sent(envelope)
 
     async def _send_on(self, edge: OutEdge, envelope: Envelope, parents: Sequence[Item]) -> None:
         """Send on one edge. Until every consumer has taken the message, the parents are not acked."""
@@ -331,9 +332,9 @@ class Outbound:
             for key, num_lanes in arrivals:
                 self._open_items.arrived([key] * num_lanes)
             raise
-        self._owner.waited(f"credit {edge.name}", began)
+        self._owner.trace_wait(f"credit {edge.name}", began)
         for key in edge.ids(envelope) if edge.rule.to_each else ():
-            self._owner.sent(replace(envelope, id=key))
+            self._owner.trace_sent(replace(envelope, id=key))
 
 
 def _own_lineage(body: Message) -> tuple[str, int]:

@@ -52,7 +52,7 @@ def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
     if query.order in ("best", "worst"):
         return _read(_extreme(files, query))
     if query.order == "failed":
-        chosen = (place for file in reversed(files) for place in _places(file, query) if place is not None)
+        chosen = (place for file in reversed(files) for place in _places(file, query))
         return _read(list(itertools.islice(chosen, query.limit)))
     step = files[-1].last if query.step is None and files else query.step
     newest = SampleQuery(step, "last", query.held_out, query.limit)
@@ -127,10 +127,10 @@ def _nothing(run_dir: Path, *, held_out: bool) -> str:
 def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]:
     """The places of the rows with the highest, or lowest, rewards; newer ones first among equals."""
     sign = 1.0 if query.order == "best" else -1.0
-    bounded = sorted(((_bound(file, sign), file.number, file) for file in files), reverse=True)
+    bounded = sorted(((_highest(file, sign), file.number, file) for file in files), reverse=True)
     best: list[tuple[float, int, int, RowPlace]] = []
     for bound, _, file in bounded:
-        if len(best) == query.limit and bound <= best[-1][0]:
+        if bound == -math.inf or (len(best) == query.limit and (bound, file.last) <= best[-1][:2]):
             break
         scored = [
             (sign * place.reward, place.step, place.index, place)
@@ -141,8 +141,9 @@ def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]
     return [entry[3] for entry in best]
 
 
-def _bound(file: RolloutFile, sign: float) -> float:
-    """No row of the file has a higher `sign` * reward."""
+def _highest(file: RolloutFile, sign: float) -> float:
+    """No row of the file has a higher `sign` * reward, where `sign` is 1 or -1: inf if its statistics do not tell, -inf
+    if no row has a reward."""
     import pyarrow.parquet as pq
 
     with readable(file.path):
@@ -150,11 +151,13 @@ def _bound(file: RolloutFile, sign: float) -> float:
     column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "reward")
     bounds = []
     for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group).column(column).statistics
-        if found is None or not found.has_min_max:
-            bounds.append(-math.inf if found is not None and found.null_count == found.num_values == 0 else math.inf)
-        else:
+        rows = metadata.row_group(group)
+        found = rows.column(column).statistics
+        if found is not None and found.has_min_max:
             bounds.append(sign * (found.max if sign > 0 else found.min))
+        else:
+            none = found is not None and found.has_null_count and found.null_count == rows.num_rows
+            bounds.append(-math.inf if none else math.inf)
     return max(bounds, default=-math.inf)
 
 

@@ -71,7 +71,7 @@ def attempt_text(record: Mapping[str, Any]) -> Iterator[Text]:
     ):
         if len(record["sequences"]) > 1 or sequence["seat"] is not None:
             yield Text(f"sequence {number}{_seat(sequence, record)}", style="bold")
-        yield from _sequence(blocks, sequence["roles"], record, first=sequence["seat"] not in seats)
+        yield from _sequence_lines(blocks, sequence["roles"], record, first=sequence["seat"] not in seats)
         seats.add(sequence["seat"])
     if record["metrics"]:
         yield Text("metrics  " + "  ".join(f"{name} {value:g}" for name, value in record["metrics"].items()))
@@ -92,10 +92,14 @@ def _seat(sequence: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return f"  seat {seat}  reward {dict(record['seat_rewards'])[seat]:g}"
 
 
-def _sequence(
+def _sequence_lines(
     blocks: Sequence[Block], roles: Sequence[list[str]], record: Mapping[str, Any], *, first: bool
 ) -> Iterator[Text]:
-    """`roles` are those of the messages before each reply of the seat; `first`: this is its first sequence."""
+    """A heading and the text of each block, line by line.
+
+    `roles`: for each reply of the seat, in all its sequences, the roles of the messages before it; [] if not known.
+    `first`: this is the seat's first sequence; later ones begin with what earlier ones have, too.
+    """
     for number, block in enumerate(blocks):
         facts = _sampled(block, record) if block.sampled else _fed(block, roles, again=not number and not first)
         yield Text(facts, style="dim")

@@ -62,7 +62,7 @@ class TrainerModel:
     @property
     def own(self) -> int:
         """Parameters of which ZeRO gives this rank its shard: all, or without the other ranks' parts of matrices."""
-        return self.parameters - self.shape.parameters + self._divided.parameters
+        return self.parameters - self.shape.parameters + self._tensor_part.parameters
 
     @property
     def copies(self) -> int:
@@ -70,8 +70,12 @@ class TrainerModel:
         return max(1, self.ranks // self.tensor)
 
     @property
-    def _divided(self) -> ModelShape:
-        """The shape of what this rank computes."""
+    def _tensor_part(self) -> ModelShape:
+        """The shape of this rank's part of the matrices.
+
+        Heads and feed-forward are divided by `tensor` (`tensor_problems` checks that they can be); hidden size, layers
+        and vocabulary are whole, and ZeRO's shards do not matter.
+        """
         shape, size = self.shape, self.tensor
         if size == 1:
             return shape
@@ -152,7 +156,8 @@ class TrainerModel:
         """What a forward over a micro-batch keeps for its backward, and the most that computing adds to it."""
         tokens = -(-tokens // self.sliced)
         per_layer = tokens * (
-            layer_bytes(self._divided, self.element) + exchanged_bytes(self.shape, self.element, self.sliced, self.kind)
+            layer_bytes(self._tensor_part, self.element)
+            + exchanged_bytes(self.shape, self.element, self.sliced, self.kind)
         )
         feed_forward = self.element * (2 * self._wide + self.shape.hidden)
         ring = ring_bytes(self.shape, self.element) if self.sliced > 1 and self.kind == "ring" else 0
@@ -165,12 +170,12 @@ class TrainerModel:
 
     @property
     def _wide(self) -> int:
-        return self._divided.feed_forward * self.shape.active_experts
+        return self._tensor_part.feed_forward * self.shape.active_experts
 
     @property
     def _matrix_gradient(self) -> int:
         """Gradients of two of the largest matrices of a layer, before they are added to what was accumulated."""
-        return 2 * self.element * max(inputs * outputs for inputs, outputs in self._divided.linears)
+        return 2 * self.element * max(inputs * outputs for inputs, outputs in self._tensor_part.linears)
 
 
 def layer_bytes(shape: ModelShape, element: int) -> int:

@@ -206,7 +206,11 @@ class ZeroEngine:
             yield
 
     def step(self, *, divide_by: float = 1.0) -> ZeroStep:
-        """Divide the gradient, clip it and update the weights, after a backward with `last`."""
+        """Divide the gradient, clip it and update the weights, after a backward with `last`.
+
+        `divide_by` is the same on all ranks: 1, or the batch's count of tokens, sequences or pairs if losses were sums.
+        The norm is that of the divided gradient, before clipping. If it is not finite, weights and EMA stay.
+        """
         with divided(self._engine, divide_by):
             step = self._step()
         if self._ema is not None and step.applied:

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 def block_mask(ends_L: Tensor) -> Any:
-    """Which places see which, for `flex`."""
+    """torch's BlockMask for `flex`: place q sees key k if k <= q < ends_L[k]. Made once for a forest.
+
+    `ends_L` is `Forest.ends`: for each place, the first place behind those that continue it.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
