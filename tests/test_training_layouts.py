@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from flowrl import ConfigError, Graph, check
 from flowrl.graph.analysis.report import render
@@ -16,11 +19,12 @@ from flowrl.models import Policy
 from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import TokenBatch, Trainer
 from flowrl.training.layouts import decide, tree_obstacle
-from flowrl.training.model.attention.tree_attention import register
+from flowrl.training.model.attention.tree_attention import TreeAttention, register
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
+from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.settings import ZeroSettings
-from tests.training_cases import make_model
+from tests.training_cases import VOCABULARY, make_model
 
 ABLE: tuple[dict[str, Any], ...] = (
     {},
@@ -46,6 +50,9 @@ UNABLE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 12]], "layer_types": []}, "local"),
     ({"model_type": "gemma2", "layer_types": ["full_attention"], "attn_logit_softcapping": 50.0}, "soft cap"),
     ({"model_type": "chunked", "attention_chunk_size": 8192}, "chunked"),
+    ({"model_type": "stablelm"}, "no keyword"),
+    ({"model_type": "nemotron"}, "no keyword"),
+    ({"model_type": "gpt_oss", "layer_types": ["full_attention"], "sliding_window": None}, "sinks"),
 )
 
 
@@ -133,6 +140,71 @@ def test_a_trial_finds_a_model_whose_config_says_too_little(tmp_path: Path) -> N
         require_trees(
             lambda rows: model(rows)[0], name="codegen", vocab_size=40, dtype="float32", device=torch.device("cpu")
         )
+
+
+def test_a_trial_finds_a_model_whose_layers_keep_the_tree_to_themselves() -> None:
+    """With a mask over all places, as small trees have, its results are right; larger trees have none."""
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    config = StableLmConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=register(),
+    )
+    model = PolicyModel(StableLmForCausalLM(config))
+    with pytest.raises(ConfigError, match=r"stablelm cannot .* do not pass the keyword `tree` .* set layout to rows"):
+        require_trees(
+            lambda rows: model(rows)[0], name="stablelm", vocab_size=40, dtype="float32", device=torch.device("cpu")
+        )
+
+
+@pytest.mark.parametrize("layout", ["padded", "tree"])
+def test_attention_that_no_kernel_computes_is_refused_in_rows_and_trees(layout: Any) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        head_dim=4,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention"],
+        attn_implementation=register(),
+    )
+    model = PolicyModel(GptOssForCausalLM(config))
+    tokens = np.arange(9, dtype=np.int32)
+    with pytest.raises(ConfigError, match="its attention has s_aux"):
+        model(lay_out([tokens, tokens[:5]], [tokens > 3, tokens[:5] > 3], layout=layout))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trial_finds_siblings_that_see_each_other(tmp_path: Path, dtype: Any) -> None:
+    make_model(tmp_path, tied=False)
+    model = load_policy_model(tmp_path, dtype=dtype, layout="tree")
+    for weight in model.parameters():
+        weight.data.mul_(3.0)  # a trained model's logits differ, those of random weights hardly do
+
+    def score(rows: RowLayout) -> Tensor:
+        if leaks and rows.tree is not None:
+            forest = rows.tree.forest
+            seen = replace(forest, ends=np.full_like(forest.ends, len(forest)))
+            rows = replace(rows, tree=TreeAttention(seen, torch.device("cpu"), "dense"))
+        return model(rows)[0]
+
+    facts: dict[str, Any] = {"name": "leaky", "vocab_size": VOCABULARY, "device": torch.device("cpu")}
+    leaks = False
+    require_trees(score, dtype=dtype, **facts)
+    leaks = True
+    with pytest.raises(ConfigError, match="leaky gives other results"):
+        require_trees(score, dtype=dtype, **facts)
 
 
 def test_a_loaded_model_takes_what_was_decided(tmp_path: Path) -> None:

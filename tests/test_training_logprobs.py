@@ -134,6 +134,19 @@ def test_bfloat16_softmax_is_computed_wide(rows_a_chunk: int) -> None:
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("way", ["cached", "chunked"])
+def test_without_a_policy_token_the_output_layer_has_a_gradient_of_0(way: str) -> None:
+    """ZeRO reduces it from every rank: one without would leave the others waiting."""
+    hidden, weight, bias, targets = inputs()
+    if way == "cached":
+        logprobs, _ = cached.cached_logprobs(hidden[:0], weight, bias, targets[:0], kept_bytes=99, product_bytes=99)
+    else:
+        logprobs, _ = chunked_logprobs(hidden[:0], weight, bias, targets[:0], entropy_gradient=True)
+    logprobs.sum().backward()
+    for tensor in (hidden, weight, bias):
+        assert tensor.grad is not None and tensor.grad.shape == tensor.shape and not tensor.grad.any()
+
+
 def test_no_policy_token_at_all() -> None:
     hidden, weight, _, targets = inputs()
     logprobs, entropies = chunked_logprobs(hidden[:0], weight, None, targets[:0])

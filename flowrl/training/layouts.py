@@ -98,6 +98,12 @@ OWN_ATTENTION = frozenset(
     ]
 )
 """Types whose classes do not use transformers' attention interface, or positions of their own."""
+SILENT_LAYERS = {"nemotron", "stablelm"}
+"""Types whose layers take keywords and do not pass them on to their attention."""
+WITH_SINKS = frozenset(
+    ["deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "inkling", "inkling_text", "mimo_v2_flash"]
+)
+"""Types that add something to attention scores or to their softmax, a sink or a bias, beside mask and positions."""
 WITH_ALIBI = {"bloom", "mpt"}
 RECURRENT = frozenset(
     [
@@ -194,6 +200,10 @@ def tree_obstacle(config: Mapping[str, Any]) -> str:
         return f"{name} layers with other attention than over all tokens, unless its config.json says otherwise"
     if text.get("model_type") in OWN_ATTENTION or "auto_map" in config:
         return f"{name} attention that does not go through transformers' attention interface"
+    if text.get("model_type") in SILENT_LAYERS:
+        return f"{name} layers that pass no keyword on to their attention"
+    if text.get("model_type") in WITH_SINKS:
+        return f"{name} attention sinks or biases"
     if text.get("model_type") in WITH_ALIBI or text.get("alibi"):
         return f"{name} ALiBi, which takes distances from the order in a row"
     if text.get("sliding_window") and text.get("use_sliding_window", True):

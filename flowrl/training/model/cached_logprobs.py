@@ -93,8 +93,9 @@ class _CachedLogprobs(torch.autograd.Function):
                 weight_sum.add(slopes_CV.T, scaled_NH[start:stop], wide=log_sums_N.dtype)
             if bias_V is not None and ctx.needs_input_grad[2]:
                 bias_sum.add(slopes_CV.T, grad_N1[start:stop].to(slopes_CV.dtype), wide=log_sums_N.dtype)
-        grad_weight_VH, grad_bias_V1 = weight_sum.of(weight_VH), bias_sum.of(weight_VH)
-        return grad_hidden_NH, grad_weight_VH, None if grad_bias_V1 is None else grad_bias_V1[:, 0], *(None,) * 4
+        grad_weight_VH = weight_sum.of(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_bias_V = bias_sum.of(bias_V[:, None])[:, 0] if bias_V is not None and ctx.needs_input_grad[2] else None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, *(None,) * 4
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -168,6 +169,10 @@ class _Sum:
         product = matmul(first, second)
         self._total = product if self._total is None else self._total.to(wide).add_(product)
 
-    def of(self, like: Tensor) -> Tensor | None:
-        """The sum in the dtype of `like`; None if nothing was added."""
-        return None if self._total is None else self._total.to(like.dtype)
+    def of(self, like: Tensor) -> Tensor:
+        """The sum, with the shape and dtype of `like`.
+
+        0 without any product: ZeRO reduces a gradient of the output layer from every rank, also from one without a
+        policy token.
+        """
+        return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)

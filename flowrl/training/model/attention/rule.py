@@ -14,6 +14,11 @@ RULE = (
 )
 
 
+def possible_kernels(device: str) -> tuple[Kernel, ...]:
+    """What the rule chooses from on a device of this type."""
+    return ("flex",) if device == "cuda" else ("dense", "cascade")
+
+
 def choose_kernel(forest: Forest, device: str) -> Kernel:
     """The kernel for `forest` on a device of this type."""
     if device == "cuda":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.errors import ConfigError
 from flowrl.forest import Forest, extended
 from flowrl.training.model.attention.cascade import Cascade, cascade_attention
 from flowrl.training.model.attention.flex import block_mask, flex
@@ -22,6 +23,8 @@ from flowrl.training.model.attention.rule import Kernel, choose_kernel
 
 TREE = "flowrl_tree"
 """Name of the implementation in transformers' interface."""
+UNKNOWN = ("block_indices", "indices", "position_bias", "s_aux", "softcap")
+"""Keywords of layers whose attention is more than a mask, positions and a scale. Kernels would ignore them."""
 
 
 class TreeAttention:
@@ -81,6 +84,10 @@ def any_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
+class UnknownToTreesError(ConfigError):
+    """Attention of this model is not what mask, positions and the keyword `tree` say; the text is a part sentence."""
+
+
 def tree_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -92,10 +99,17 @@ def tree_attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The implementation `TREE`, with the signature of transformers' interface."""
+    """The implementation `TREE`, with the signature of transformers' interface.
+
+    Raises UnknownToTreesError if a layer does not pass `tree` on, or wants what neither a tree nor "sdpa" computes.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if unknown := sorted(name for name in UNKNOWN if kwargs.get(name) is not None):
+        raise UnknownToTreesError(f"its attention has {', '.join(unknown)}, which no kernel of trees computes")
     if tree is None:
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:  # that of `any_mask`
+            raise UnknownToTreesError("its layers do not pass the keyword `tree` on to their attention")
         rows: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
