@@ -12,7 +12,7 @@ import torch
 
 from flowrl.errors import ConfigError
 from flowrl.training.layouts import Placing
-from flowrl.training.model.policy_model import load_policy_model
+from flowrl.training.model.policy_model import load_policy_model, read_config
 from flowrl.training.model.row_layout import lay_out, lay_out_ends
 from flowrl.training.model.scalar_head import has_scalar_head
 from flowrl.training.model.value_model import (
@@ -105,6 +105,12 @@ def test_dropout_is_off(saved: tuple[ScalarModel, Path]) -> None:
     model = saved[0]
     model.train()
     assert scores_of(model, layout="padded") == scores_of(model, layout="padded")
+
+
+def test_dropout_of_a_part_of_the_configuration_is_off(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert read_config(tmp_path).text_config.attention_dropout == 0.0
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])

@@ -173,10 +173,17 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a Hugging Face model directory: {error}") from error
-    for name, value in config.to_dict().items():
+    _clear_dropout(config)
+    return config
+
+
+def _clear_dropout(config: Any) -> None:
+    """Set every dropout of a configuration, and of those within it, to 0."""
+    for name, value in list(vars(config).items()):
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-    return config
+        elif hasattr(value, "to_dict"):
+            _clear_dropout(value)
 
 
 @contextmanager
