@@ -83,7 +83,7 @@ def _rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
 
 
 def _behind() -> list[int]:
-    """Of the results for each token but a sequence's first: those that a seen sibling would change."""
+    """Which results, of each token but a sequence's first, a sibling would change if it were seen."""
     ends = accumulate(START + length - 1 for length in LENGTHS)
     return [n for end, length in zip(ends, LENGTHS, strict=True) for n in range(end - length + 1, end)]
 
