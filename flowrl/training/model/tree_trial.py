@@ -21,7 +21,7 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.03}
 """Largest mean difference that rounding explains, as a share of the mean size of the results. Of SmolLM2 it is 5e-7 and
 0.007; if each place sees all siblings before it, 0.07."""
 START, LENGTHS = 6, (9, 5, 7)
-"""Of the sequences: the length of their common start, and of what follows."""
+"""Lengths of the common start of the sequences, and of what follows it."""
 
 
 def require_trees(
