@@ -54,6 +54,7 @@ THOROUGH = frozenset(
         "environments_tools",
         "failing_by_length",
         "fit_shared",
+        "flex_mask",
         "fp8",
         "gpu_check",
         "graphs_online",
