@@ -150,10 +150,12 @@ class Chunk:
             self._real, self.padding = is_real.nonzero()[:, 0], (~is_real).nonzero()[:, 0]
         seen_BQ = np.where(is_real_BQ, batch.seen_BQ, self._keys)
         self._seen_by_all = int(seen_BQ.min())
-        hidden_BQK = torch.from_numpy(np.arange(self._seen_by_all, self._keys) >= seen_BQ[..., None]).to(k.device)
-        hidden = torch.zeros(hidden_BQK.shape, device=k.device).masked_fill_(hidden_BQK, -torch.inf)
-        self._hidden_BQ1K = hidden[:, :, None]
-        """−inf where a query does not see a key, 0 elsewhere; of the keys that not all see."""
+        self._hidden_BQ1K: Tensor | None = None
+        """−inf where a query does not see a key, 0 elsewhere; of the keys that not all see, if there are any."""
+        if self._seen_by_all < self._keys:
+            hidden_BQK = torch.from_numpy(np.arange(self._seen_by_all, self._keys) >= seen_BQ[..., None]).to(k.device)
+            hidden = torch.zeros(hidden_BQK.shape, device=k.device).masked_fill_(hidden_BQK, -torch.inf)
+            self._hidden_BQ1K = hidden[:, :, None]
 
     def queries(self, table: Tensor) -> Tensor:
         """[N, Q, ...] of the queries; at padding, of some place."""
@@ -187,7 +189,7 @@ class Chunk:
     def scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
         """[N, X, K], −inf at keys that a query does not see."""
         scores_NXK = torch.bmm(q_NXD, k_NKD.transpose(1, 2))
-        if self._hidden_BQ1K.shape[-1]:
+        if self._hidden_BQ1K is not None:
             blocks, queries = self._hidden_BQ1K.shape[:2]
             scores_hBQgK = scores_NXK.view(self._k.num_heads, blocks, queries, -1, self._keys)
             scores_hBQgK[..., self._seen_by_all :] += self._hidden_BQ1K
