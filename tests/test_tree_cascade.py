@@ -141,6 +141,28 @@ def test_what_a_cascade_holds_for_a_turn_does_not_grow_with_their_number(turns: 
     assert held_a_token(caterpillar(turns, shared=50, stem=1, branch=1)) < 600
 
 
+@pytest.mark.parametrize(
+    ("groups", "prompt", "response", "own", "behind"),
+    [
+        (8, 40, 24, [(24, 64)] * 64 + [(40, 40)] * 8, []),
+        (1, 1000, 16, [(1000, 1000)] + [(16, 16)] * 16, [(256, 1000)]),
+        (1, 200, 200, [(200, 400)] * 8 + [(200, 200)], []),
+    ],
+)
+def test_a_prompt_is_repeated_for_each_response_up_to_four_times_as_long(
+    groups: int, prompt: int, response: int, own: list[tuple[int, int]], behind: list[tuple[int, int]]
+) -> None:
+    """(queries, keys) of the blocks of equal groups."""
+    fresh, sequences = Fresh(), []
+    for _ in range(groups):
+        root = fresh(prompt)
+        num_responses = (len(own) - groups) // groups
+        sequences += [np.concatenate((root, fresh(response))) for _ in range(num_responses)]
+    made = Cascade(make_forest(sequences), CPU)
+    assert sorted(block.shape for part in made.own for block in part) == sorted(own)
+    assert [block.shape for part in made.behind for block in part] == behind
+
+
 SMALL: dict[str, Callable[[], Tokens]] = {
     "three levels": lambda: three_levels(60, 40),
     "a branch at every token": lambda: caterpillar(60, shared=10, stem=1, branch=1),
