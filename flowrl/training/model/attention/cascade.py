@@ -106,7 +106,7 @@ class BlockBatch:
         return BlockBatch(self.q_BQ[some, :queries], self.k_BK[some, : seen_BQ.max()], seen_BQ[:, :queries])
 
 
-class TableRows:
+class PlaceRows:
     """Places [B, n] of blocks as rows of tables of h heads and L places: N is h times B."""
 
     def __init__(self, places_Bn: Places, num_heads: int, num_places: int, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class Chunk:
     the queries see. The chunks of one block have the same rows of keys.
     """
 
-    def __init__(self, batch: BlockBatch, q: TableRows, k: TableRows, *, first: bool) -> None:
+    def __init__(self, batch: BlockBatch, q: PlaceRows, k: PlaceRows, *, first: bool) -> None:
         """`first`: the queries met no keys before."""
         self.first = first
         self._q, self._k, self._keys = q, k, int(batch.seen_BQ.max())
@@ -232,8 +232,8 @@ class Cascade:
         return self._chunks[q_heads, k_heads]
 
     def _of_same_keys(self, parts: Sequence[BlockBatch], k_heads: int, first: bool) -> Iterator[Chunk]:
-        def rows(places: Places) -> TableRows:
-            return TableRows(places, k_heads, self._num_places, self._device)
+        def rows(places: Places) -> PlaceRows:
+            return PlaceRows(places, k_heads, self._num_places, self._device)
 
         k = rows(parts[0].k_BK)
         for part in parts:
