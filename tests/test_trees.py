@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowrl.forest import Forest, make_forest
 from flowrl.training.model.attention import cascade
-from flowrl.training.model.attention.cascade import Cascade
+from flowrl.training.model.attention.cascade import BlockBatch, Cascade
 from flowrl.training.model.attention.rule import DENSE_PLACES, Kernel, choose_kernel
 from flowrl.training.model.attention.tree_attention import TreeAttention
 from flowrl.training.model.placement import saves
@@ -64,7 +64,7 @@ def attended(forest_kernel: TreeAttention, drawn: tuple[Tensor, ...]) -> list[Te
     """Output and gradients of one attention."""
     q, k, v = (tensor.detach().requires_grad_(forest_kernel.kernel != "flex") for tensor in drawn)
     module = nn.Module()
-    module.num_key_value_groups = HEADS // KEY_HEADS  # type: ignore[assignment]
+    module.num_key_value_groups = q.shape[1] // k.shape[1]  # type: ignore[assignment]
     out = forest_kernel(module, q, k, v, CHANNELS**-0.5)
     if forest_kernel.kernel == "flex":  # torch has no backward for it on a CPU
         return [out]
@@ -74,15 +74,18 @@ def attended(forest_kernel: TreeAttention, drawn: tuple[Tensor, ...]) -> list[Te
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def drawn(size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def drawn(
+    size: int, dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS, value_channels: int = CHANNELS
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values [1, heads, size, channels]."""
     generator = torch.Generator().manual_seed(size)
-    heads = (HEADS, KEY_HEADS, KEY_HEADS)
-    return tuple((2 * torch.randn(1, h, size, CHANNELS, generator=generator)).to(dtype) for h in heads)
+    shapes = ((HEADS, CHANNELS), (key_heads, CHANNELS), (key_heads, value_channels))
+    return tuple((2 * torch.randn(1, h, size, d, generator=generator)).to(dtype) for h, d in shapes)
 
 
-def assert_exact(forest: Forest, kernel: Kernel) -> None:
+def assert_exact(forest: Forest, kernel: Kernel, key_heads: int = KEY_HEADS, value_channels: int = CHANNELS) -> None:
     """Compare with one mask over the forest, in twice the precision."""
-    tensors = drawn(len(forest))
+    tensors = drawn(len(forest), key_heads=key_heads, value_channels=value_channels)
     found = attended(TreeAttention(forest, CPU, kernel), tensors)
     exact = attended(TreeAttention(forest, CPU, "dense"), tuple(tensor.double() for tensor in tensors))
     for ours, theirs in zip(found, exact, strict=False):
@@ -99,41 +102,16 @@ def test_kernels_agree_on_random_forests(kernel: Kernel, sequences: Tokens) -> N
 @pytest.mark.parametrize("keys", [0, 1, 1 << 30], ids=["none", "few", "all"])
 @pytest.mark.parametrize("long", [1, 1024], ids=["apart", "with their own"])
 @settings(max_examples=15, deadline=None)
-@given(sequences=FORESTS, scores=st.sampled_from([64, 1 << 18]))
+@given(sequences=FORESTS, in_all=st.sampled_from([1, 3, 1 << 30]), scores=st.sampled_from([64, 1 << 18]))
 def test_a_cascade_is_the_same_with_prefixes_repeated_or_met_by_all_behind_them(
-    keys: int, long: int, sequences: Tokens, scores: int
+    keys: int, long: int, sequences: Tokens, in_all: int, scores: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cascade, "REPEATED_A_QUERY", keys)
+        patch.setattr(cascade, "REPEATED_IN_ALL", in_all)
         patch.setattr(cascade, "LONG", long)
         patch.setattr(cascade, "SCORES_A_CHUNK", scores)
         assert_exact(make_forest(sequences), "cascade")
-
-
-@pytest.mark.parametrize("prefix", [0, 3000])
-def test_what_a_cascade_holds_grows_with_the_tokens_alone(prefix: int) -> None:
-    """Neither masks nor places for every chunk of a long stem: those would grow with its square."""
-
-    def held(size: int) -> float:
-        sequences = [np.arange(size, dtype=np.int32), np.arange(size, dtype=np.int32)]
-        sequences[1][prefix:] += size
-        forest = make_forest(sequences)
-        chunks = Cascade(forest, CPU).chunks(9, 3)
-        tensors = {id(one): one for chunk in chunks for one in vars(chunk).values() if isinstance(one, Tensor)}
-        return sum(one.numel() * one.element_size() for one in tensors.values()) / len(forest)
-
-    assert held(16000) < 1.1 * held(8000) < 200
-
-
-def test_what_a_cascade_holds_of_a_prefix_that_is_repeated_is_bounded() -> None:
-    """Of stems as long as may have it among their own keys: a place for each head and key of each chunk."""
-    prefix, own = 4 * cascade.LONG, cascade.LONG
-    sequences = [np.concatenate((np.arange(prefix), prefix + own * n + np.arange(own))) for n in range(8)]
-    forest = make_forest([sequence.astype(np.int32) for sequence in sequences])
-    chunks = Cascade(forest, CPU)
-    assert not chunks.behind
-    held = [one for chunk in chunks.chunks(9, 3) for one in vars(chunk).values() if isinstance(one, Tensor)]
-    assert sum(one.numel() * one.element_size() for one in held) / len(forest) < 2000
 
 
 @pytest.mark.parametrize("scores", [64, 700, 1 << 18])
@@ -151,15 +129,21 @@ def test_kernels_differ_by_rounding_in_bfloat16() -> None:
             torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
 
 
-@given(sequences=FORESTS, keys=st.sampled_from([0, 1, 4, 1 << 30]), long=st.sampled_from([1, 1024]))
-def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: int, long: int) -> None:
+@given(
+    sequences=FORESTS,
+    keys=st.sampled_from([0, 1, 4, 1 << 30]),
+    in_all=st.sampled_from([1, 3, 1 << 30]),
+    long=st.sampled_from([1, 1024]),
+)
+def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: int, in_all: int, long: int) -> None:
     forest = make_forest(sequences)
     met = np.zeros((len(forest), len(forest)), int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cascade, "REPEATED_A_QUERY", keys)
+        patch.setattr(cascade, "REPEATED_IN_ALL", in_all)
         patch.setattr(cascade, "LONG", long)
         blocks = Cascade(forest, CPU)
-    for batch in (*blocks.own, *blocks.behind):
+    for batch in map(BlockBatch.of, (*blocks.own, *blocks.behind)):
         for queries, places, seen in zip(batch.q_BQ, batch.k_BK, batch.seen_BQ, strict=True):
             for query, number in zip(queries, seen, strict=True):
                 np.add.at(met[query], places[:number], 1)

@@ -3,10 +3,15 @@
 The places that continue a stem are one range, so the keys of a long stem are multiplied once with all of their queries.
 Such partial results are merged by the logarithms of the sums of their weights, as in flash attention. A short prefix is
 repeated among the keys of each stem behind it, which costs less than to merge. The backward pass computes the scores
-again. Blocks of similar size are padded to one batch, and a batch is cut so that its scores stay in the cache.
+again. Blocks of similar size are padded to one batch. A batch is cut so that its scores stay in the cache; those of 16
+queries of one block are computed at once however many keys they see.
 
-Scores, weights, their gradients and all sums are in fp32, whatever the dtype of the model. Of a model in bfloat16, on
-a CPU that multiplies fast in it, the factors of the products that do not give scores are rounded to bfloat16.
+Memory: of the keys that are repeated there are at most `REPEATED_IN_ALL` for each place of the stems that have them, in
+the mean, so what is held grows with the number of tokens, however many stand before them.
+
+Scores, softmax and the sums over blocks are in fp32, whatever the dtype of the model; the logarithms of the sums of
+weights are merged in fp64. Of a model in bfloat16, on a CPU that multiplies fast in it, both factors of the products
+that do not give scores or their gradients are rounded to bfloat16, and so is each block's result before it is summed.
 
 Axes: L places; of a block, B blocks of one batch, Q queries and K keys; h heads of keys, g queries' heads of each,
 D channels; N heads times blocks, X queries times their heads. A table has a row for each head of keys and place, hL.
@@ -15,7 +20,6 @@ D channels; N heads times blocks, X queries times their heads. A table has a row
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,16 +31,18 @@ import torch
 from torch import Tensor
 
 from flowrl.cpu_flags import is_slow_in_bfloat16
-from flowrl.forest import Forest
+from flowrl.forest import Forest, Stem
 
 SCORES_A_CHUNK = 1 << 18
 """Scores that are computed at a time, 1 MiB in fp32."""
 PADDED_SHARE = 0.6
 """A batch takes a smaller block only if at least this share of the scores are then those of queries and keys."""
 REPEATED_A_QUERY = 4
-"""Most keys of a prefix that are repeated, for each place behind it in the mean."""
+"""Most keys of a prefix that are repeated, for each place of the stems behind it that are not long, in the mean."""
+REPEATED_IN_ALL = 8
+"""As above, of all prefixes on the way from the root that are repeated for the same stem."""
 LONG = 256
-"""Most places of a stem that has the prefixes which are repeated for it in one block with its own places."""
+"""Most places of a stem whose repeated prefixes are in one block with its own places, and not in a block apart."""
 Places = npt.NDArray[np.int64]
 
 
@@ -78,21 +84,20 @@ class BlockBatch:
         q_BQ, seen_BQ = _padded(places, queries), _padded([block.seen_Q for block in blocks], queries)
         return cls(q_BQ, _padded([block.k_K for block in blocks], keys), seen_BQ)
 
-    def parts(self, num_heads: int) -> Iterator[BlockBatch]:
-        """Batches whose scores fit into a chunk: of fewer blocks, or fewer queries of a single one."""
+    def parts(self, num_heads: int) -> Iterator[list[BlockBatch]]:
+        """Batches whose scores fit into a chunk or are those of 16 queries, in lists that have the same keys."""
         (blocks, queries), keys = self.q_BQ.shape, self.k_BK.shape[1]
         most = SCORES_A_CHUNK // num_heads
         if blocks * queries * keys <= most:
-            yield self
+            yield [self]
         elif blocks > 1:
             step = max(1, most // (queries * keys))
             for start in range(0, blocks, step):
                 yield from self._trimmed(slice(start, start + step)).parts(num_heads)
         else:
             step = max(16, most // keys)
-            for start in range(0, queries, step):
-                some = slice(start, start + step)
-                yield BlockBatch(self.q_BQ[:, some], self.k_BK, self.seen_BQ[:, some])
+            some = [slice(start, start + step) for start in range(0, queries, step)]
+            yield [BlockBatch(self.q_BQ[:, part], self.k_BK, self.seen_BQ[:, part]) for part in some]
 
     def _trimmed(self, some: slice) -> BlockBatch:
         """Some of the blocks, without padding that all of them have."""
@@ -101,100 +106,106 @@ class BlockBatch:
         return BlockBatch(self.q_BQ[some, :queries], self.k_BK[some, : seen_BQ.max()], seen_BQ[:, :queries])
 
 
-class Chunk:
-    """Blocks that are computed at once, as rows of tables of `num_heads` heads and `num_places` places.
+class PlaceRows:
+    """Places [B, n] of blocks as rows of tables of h heads and L places: N is h times B."""
 
-    What it holds is small: a block's keys, and a mask of the keys that only some of its queries see.
+    def __init__(self, places_Bn: Places, num_heads: int, num_places: int, device: torch.device) -> None:
+        self.num_heads, self.device = num_heads, device
+        self._num, self._places = num_heads * len(places_Bn), num_places
+        self.range = _range_of(places_Bn)
+        self.rows: Tensor | None = None
+        """A row for each head and place [hBn], if these are not one range."""
+        if self.range is None:
+            rows = num_places * np.arange(num_heads)[:, None, None] + places_Bn
+            self.rows = torch.from_numpy(rows.reshape(-1)).to(device)
+
+    def of(self, table: Tensor) -> Tensor:
+        """[N, n, ...]: of one range a view, else a copy."""
+        if self.rows is None:
+            return table.view(self.num_heads, self._places, *table.shape[1:])[:, self.range]
+        return table.index_select(0, self.rows).view(self._num, -1, *table.shape[1:])
+
+    def first(self, num: int) -> Tensor:
+        """The rows of the first `num` places of each block."""
+        assert self.rows is not None
+        return self.rows.view(self._num, -1)[:, :num].reshape(-1)
+
+
+class Chunk:
+    """Blocks that are computed at once.
+
+    What it holds is small: rows of queries and keys that are not one range, and a mask of the keys that only some of
+    the queries see. The chunks of one block have the same rows of keys.
     """
 
-    def __init__(
-        self, batch: BlockBatch, num_heads: int, num_places: int, device: torch.device, *, first: bool
-    ) -> None:
+    def __init__(self, batch: BlockBatch, q: PlaceRows, k: PlaceRows, *, first: bool) -> None:
         """`first`: the queries met no keys before."""
-        (blocks, queries), all_keys = batch.q_BQ.shape, batch.k_BK.shape[1]
         self.first = first
-        self._heads, self._places, self._device = num_heads, num_places, device
-        self._num = num_heads * blocks
-        self._all_keys, self._keys = all_keys, int(batch.seen_BQ.max())
-        self._q_range, self._k_range = _range_of(batch.q_BQ), _range_of(batch.k_BK)
-        self._q_rows = None if self._q_range else self._rows(batch.q_BQ)
-        self._k_rows = None if self._k_range else self._rows(batch.k_BK)
+        self._q, self._k, self._keys = q, k, int(batch.seen_BQ.max())
         is_real_BQ = batch.seen_BQ > 0
         self._real = self.padding = None
         if not is_real_BQ.all():
-            is_real = torch.from_numpy(np.broadcast_to(is_real_BQ, (num_heads, blocks, queries)).reshape(-1)).to(device)
+            is_real_hBQ = np.broadcast_to(is_real_BQ, (k.num_heads, *is_real_BQ.shape))
+            is_real = torch.from_numpy(is_real_hBQ.reshape(-1)).to(k.device)
             self._real, self.padding = is_real.nonzero()[:, 0], (~is_real).nonzero()[:, 0]
         seen_BQ = np.where(is_real_BQ, batch.seen_BQ, self._keys)
         self._seen_by_all = int(seen_BQ.min())
-        hidden_BQK = torch.from_numpy(np.arange(self._seen_by_all, self._keys) >= seen_BQ[..., None]).to(device)
-        hidden = torch.zeros(hidden_BQK.shape, device=device).masked_fill_(hidden_BQK, -torch.inf)
-        self._hidden_BQ1K = hidden[:, :, None]
-        """−inf where a query does not see a key, 0 elsewhere; of the keys that not all see."""
+        self._hidden_BQ1K: Tensor | None = None
+        """−inf where a query does not see a key, 0 elsewhere; of the keys that not all see, if there are any."""
+        if self._seen_by_all < self._keys:
+            hidden_BQK = torch.from_numpy(np.arange(self._seen_by_all, self._keys) >= seen_BQ[..., None]).to(k.device)
+            hidden = torch.zeros(hidden_BQK.shape, device=k.device).masked_fill_(hidden_BQK, -torch.inf)
+            self._hidden_BQ1K = hidden[:, :, None]
 
     def queries(self, table: Tensor) -> Tensor:
         """[N, Q, ...] of the queries; at padding, of some place."""
-        if self._q_range:
-            return self._by_head(table)[:, self._q_range]
-        assert self._q_rows is not None
-        return table.index_select(0, self._q_rows).view(self._num, -1, *table.shape[1:])
+        return self._q.of(table)
 
     def put(self, table: Tensor, rows_NQ: Tensor) -> None:
         """Write rows of the queries."""
-        if self._q_range:
-            self._by_head(table)[:, self._q_range] = rows_NQ
+        if self._q.rows is None:
+            self._q.of(table).copy_(rows_NQ)
         else:
-            rows, places = self._without_padding(rows_NQ)
+            rows, places = self._without_padding(rows_NQ, self._q.rows)
             table.index_copy_(0, places, rows)
 
     def add_to_queries(self, table: Tensor, rows_NQ: Tensor) -> None:
-        if self._q_range:
-            self._by_head(table)[:, self._q_range] += rows_NQ
+        if self._q.rows is None:
+            self._q.of(table).add_(rows_NQ)
         else:
-            rows, places = self._without_padding(rows_NQ)
+            rows, places = self._without_padding(rows_NQ, self._q.rows)
             table.index_add_(0, places, rows)
 
     def keys(self, table: Tensor) -> Tensor:
         """[N, K, D]"""
-        if self._k_range:
-            return self._by_head(table)[:, self._k_range][:, : self._keys]
-        assert self._k_rows is not None
-        return table.index_select(0, self._k_rows).view(self._num, self._all_keys, -1)[:, : self._keys]
+        return self._k.of(table)[:, : self._keys]
 
     def add_to_keys(self, table: Tensor, rows_NKD: Tensor) -> None:
-        if self._k_range:
-            self._by_head(table)[:, self._k_range][:, : self._keys] += rows_NKD
+        if self._k.rows is None:
+            self._k.of(table)[:, : self._keys].add_(rows_NKD)
         else:
-            assert self._k_rows is not None
-            rows = self._k_rows.view(self._num, -1)[:, : self._keys].reshape(-1)
-            table.index_add_(0, rows, rows_NKD.flatten(0, 1).to(table.dtype))
+            table.index_add_(0, self._k.first(self._keys), rows_NKD.flatten(0, 1).to(table.dtype))
 
     def scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
         """[N, X, K], −inf at keys that a query does not see."""
         scores_NXK = torch.bmm(q_NXD, k_NKD.transpose(1, 2))
-        if self._hidden_BQ1K.shape[-1]:
+        if self._hidden_BQ1K is not None:
             blocks, queries = self._hidden_BQ1K.shape[:2]
-            scores_hBQgK = scores_NXK.view(self._heads, blocks, queries, -1, self._keys)
+            scores_hBQgK = scores_NXK.view(self._k.num_heads, blocks, queries, -1, self._keys)
             scores_hBQgK[..., self._seen_by_all :] += self._hidden_BQ1K
         return scores_NXK
 
-    def _by_head(self, table: Tensor) -> Tensor:
-        return table.view(self._heads, self._places, *table.shape[1:])
-
-    def _rows(self, places: Places) -> Tensor:
-        rows = self._places * np.arange(self._heads)[:, None, None] + places
-        return torch.from_numpy(rows.reshape(-1)).to(self._device)
-
-    def _without_padding(self, rows_NQ: Tensor) -> tuple[Tensor, Tensor]:
+    def _without_padding(self, rows_NQ: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """(rows of queries, their places in a table)."""
-        assert self._q_rows is not None
         rows = rows_NQ.flatten(0, 1)
-        return (rows, self._q_rows) if self._real is None else (rows[self._real], self._q_rows[self._real])
+        return (rows, places) if self._real is None else (rows[self._real], places[self._real])
 
 
 def _range_of(places: Places) -> slice | None:
     """The places of a single block, if they follow each other."""
     start, stop = int(places[0, 0]), int(places[0, -1]) + 1
-    return slice(start, stop) if len(places) == 1 and stop - start == places.shape[1] else None
+    follow = len(places) == 1 and stop - start == places.shape[1]
+    return slice(start, stop) if follow else None
 
 
 class Cascade:
@@ -203,46 +214,68 @@ class Cascade:
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self._num_places, self._device = len(forest), device
         own, behind = _blocks(forest)
-        self.own = tuple(BlockBatch.of(part) for part in alike(own))
-        """Each place is a query in exactly one of these."""
-        self.behind = tuple(BlockBatch.of(part) for blocks in behind for part in alike(blocks))
+        self.own = tuple(alike(own))
+        """Blocks in batches; each place is a query in exactly one of these."""
+        self.behind = tuple(part for blocks in behind for part in alike(blocks))
         self._chunks: dict[tuple[int, int], tuple[Chunk, ...]] = {}
 
     def chunks(self, q_heads: int, k_heads: int) -> tuple[Chunk, ...]:
         """What is computed after each other, for a model with so many heads."""
         if (q_heads, k_heads) not in self._chunks:
             self._chunks[q_heads, k_heads] = tuple(
-                Chunk(part, k_heads, self._num_places, self._device, first=first)
+                chunk
                 for batches, first in ((self.own, True), (self.behind, False))
-                for batch in batches
-                for part in batch.parts(q_heads)
+                for blocks in batches
+                for parts in BlockBatch.of(blocks).parts(q_heads)
+                for chunk in self._of_same_keys(parts, k_heads, first)
             )
         return self._chunks[q_heads, k_heads]
 
+    def _of_same_keys(self, parts: Sequence[BlockBatch], k_heads: int, first: bool) -> Iterator[Chunk]:
+        def rows(places: Places) -> PlaceRows:
+            return PlaceRows(places, k_heads, self._num_places, self._device)
+
+        k = rows(parts[0].k_BK)
+        for part in parts:
+            yield Chunk(part, rows(part.q_BQ), k, first=first)
+
 
 def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
-    """(a block for each stem, blocks of what is behind long stems in lists without a place that is a query twice)."""
-    stems = forest.stems()
-    starts = [stem.start for stem in stems]
+    """(a block for each stem, further blocks in lists without a place that is a query twice)."""
+    place = np.arange(len(forest))
     own: list[KeyBlock] = []
     apart: list[KeyBlock] = []
     behind: defaultdict[int, list[KeyBlock]] = defaultdict(list)
-    repeated: list[tuple[int, Places]] = []  # of the short stems before this one on the way from the root: (end, keys)
-    for index, stem in enumerate(stems):
+    repeated: list[tuple[int, Places]] = []  # on the way from the root: (where it ends, keys repeated up to there)
+    stems = forest.stems()
+    for stem, (num, size) in zip(stems, _short_behind(stems), strict=True):
         while repeated and repeated[-1][0] <= stem.start:
             repeated.pop()
-        keys = np.arange(stem.start, stem.stop)
-        before = [keys_above for _, keys_above in repeated]
-        if before and len(keys) > LONG:
-            apart.append(KeyBlock(stem.start, stem.stop, np.concatenate(before), causal=False))
-            before = []
-        own.append(KeyBlock(stem.start, stem.stop, np.concatenate([*before, keys]), causal=True))
-        num_stems_behind = bisect_left(starts, stem.end) - index - 1
-        if len(keys) * num_stems_behind > REPEATED_A_QUERY * (stem.end - stem.stop):
+        before, keys = repeated[-1][1] if repeated else place[:0], place[stem.start : stem.stop]
+        both = np.concatenate((before, keys)) if len(before) else keys
+        is_apart = len(before) > 0 and len(keys) > LONG
+        if is_apart:
+            apart.append(KeyBlock(stem.start, stem.stop, before, causal=False))
+        own.append(KeyBlock(stem.start, stem.stop, keys if is_apart else both, causal=True))
+        if stem.stop == stem.end:
+            continue
+        if not num or len(keys) * num > REPEATED_A_QUERY * size:
             behind[stem.depth].append(KeyBlock(stem.stop, stem.end, keys, causal=False))
-        elif num_stems_behind:
-            repeated.append((stem.end, keys))
+        elif len(both) * num > REPEATED_IN_ALL * size:
+            behind[stem.depth].append(KeyBlock(stem.stop, stem.end, both, causal=False))
+            repeated.append((stem.end, place[:0]))
+        else:
+            repeated.append((stem.end, both))
     return own, [apart, *behind.values()]
+
+
+def _short_behind(stems: Sequence[Stem]) -> list[tuple[int, int]]:
+    """(number, places) of the stems behind each stem that are not long."""
+    sizes = np.array([stem.stop - stem.start for stem in stems])
+    sizes[sizes > LONG] = 0
+    sums = np.pad(np.stack((sizes > 0, sizes), axis=1).cumsum(axis=0), ((1, 0), (0, 0)))
+    past = np.searchsorted([stem.start for stem in stems], [stem.end for stem in stems])
+    return [(int(num), int(size)) for num, size in sums[past] - sums[1:]]
 
 
 def alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
@@ -281,7 +314,7 @@ class _CascadeAttention(torch.autograd.Function):
         q_table, k_table, v_table = _table(q, k_heads).mul_(scale), _table(k, k_heads), _table(v, k_heads, rounded)
         each = q.shape[1] // k_heads
         out_table = q_table.new_empty(len(q_table), each * v.shape[-1])
-        lse_table = q_table.new_empty(len(q_table), each)
+        lse_table = q_table.new_empty(len(q_table), each, dtype=torch.float64)  # rounding would add up in many merges
         for chunk in cascade.chunks(q.shape[1], k_heads):
             q_NQgD = chunk.queries(q_table)
             num, queries = q_NQgD.shape[:2]
@@ -290,13 +323,13 @@ class _CascadeAttention(torch.autograd.Function):
             weights_NXK.sub_(top_NX1).exp_()
             sum_NX1 = weights_NXK.sum(dim=-1, keepdim=True)
             out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.keys(v_table)).float().div_(sum_NX1)
-            out, lse = out_NXD.view(num, queries, -1), sum_NX1.log_().add_(top_NX1).view(num, queries, -1)
+            out, lse = out_NXD.view(num, queries, -1), sum_NX1.log_().double().add_(top_NX1).view(num, queries, -1)
             if not chunk.first:
                 out, lse = _merged(chunk.queries(out_table), chunk.queries(lse_table), out, lse)
             chunk.put(out_table, out)
             chunk.put(lse_table, lse)
         ctx.cascade, ctx.scale = cascade, scale
-        ctx.save_for_backward(q, k, v, out_table, lse_table)
+        ctx.save_for_backward(q, k, v, out_table, lse_table.float())
         return _by_place(out_table, q.shape[1], k_heads, q.dtype)
 
     @staticmethod
@@ -333,8 +366,8 @@ class _CascadeAttention(torch.autograd.Function):
 def _merged(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [N, Q, gD] with log-sum-exps [N, Q, g] to the keys of both."""
     both = torch.logaddexp(lse, further_lse)
-    merged = out.view(*lse.shape, -1) * (lse - both).exp_()[..., None]
-    merged.addcmul_(further.view_as(merged), (further_lse - both).exp_()[..., None])
+    merged = out.view(*lse.shape, -1) * (lse - both).float().exp_()[..., None]
+    merged.addcmul_(further.view_as(merged), (further_lse - both).float().exp_()[..., None])
     return merged.flatten(2), both
 
 
