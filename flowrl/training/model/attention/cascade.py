@@ -329,15 +329,16 @@ class _CascadeAttention(torch.autograd.Function):
             chunk.put(out_table, out)
             chunk.put(lse_table, lse)
         ctx.cascade, ctx.scale = cascade, scale
-        ctx.save_for_backward(q, k, v, out_table, lse_table.float())
-        return _by_place(out_table, q.shape[1], k_heads, q.dtype)
+        out = _by_place(out_table, q.shape[1], k_heads, q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse_table.float())  # the result is what the next layer keeps, too
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out_table, lse_table = ctx.saved_tensors
+        q, k, v, out, lse_table = ctx.saved_tensors
         (_, q_heads, _, channels), k_heads, rounded = q.shape, k.shape[1], _factor_dtype(q)
         q_table, k_table, v_table = _table(q, k_heads).mul_(ctx.scale), _table(k, k_heads), _table(v, k_heads)
-        grad_table = _table(grad.transpose(1, 2), k_heads)
+        grad_table, out_table = (_table(tensor.transpose(1, 2), k_heads) for tensor in (grad, out))
         each = lse_table.shape[1]
         mean_table = torch.linalg.vecdot(*(table.view(len(table), each, -1) for table in (grad_table, out_table)))
         dq, dk, dv = torch.empty_like(q_table), torch.zeros_like(k_table), torch.zeros_like(v_table)
