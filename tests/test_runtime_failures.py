@@ -75,6 +75,20 @@ def test_the_death_of_a_host_is_named_and_nothing_is_left(tmp_path: Path, ray: d
     assert not (SHM / run.words("trainer-0")[1]).exists(), "weights that nobody reads any more"
 
 
+def test_a_node_that_is_slow_to_close_does_not_keep_a_run_that_lost_a_process(
+    tmp_path: Path, ray: dict[str, str]
+) -> None:
+    options = ["--processes", "--ranks", "2", "--close-s", "60", "--steps", "100000"]
+    run = Run(FAULTS, tmp_path / "run", *options, env=ray)
+    run.until("step 3/")
+    start_s = time.monotonic()
+    os.kill(int(run.words("trainer-1")[0]), signal.SIGKILL)
+    assert run.wait() == 2, run.stdout
+    assert time.monotonic() - start_s < 6, "half of what is promised: nothing else takes time here"
+    assert run.left_after(DIES_WITHIN_S) == []
+    assert run.stderr.count("\n") == 1 and "died" in run.stderr, run.stderr
+
+
 def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
     options = ["--processes", "--generators", "2", "--generate-s", "0.1", "--save-every", "1"]
     runs = {victim: Run(FAULTS, tmp_path / victim, *options, "--steps", "100000") for victim in ("driver", "raylet")}

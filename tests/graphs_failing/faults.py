@@ -21,6 +21,8 @@ class Faults:
     ranks: int = 1
     generate_s: float = 0.02
     train_s: float = 0.02
+    close_s: float = 0.0
+    """How long a generator takes to close."""
     group_size: int = 2
     capacity: int = 64
     """Of the edge from the generator on: when it is full, turns stand in their send while a checkpoint is made."""
@@ -30,7 +32,9 @@ def graph(cfg: Faults) -> Graph:
     g = Graph("faults")
     cpus = 0.25 if cfg.processes else 0
     source = g.add("prompts", Numbers(cfg.group_size))
-    generator = g.add("generator", Generator(cfg.generate_s, 2 * cfg.group_size), replicas=cfg.generators, cpus=cpus)
+    generator = g.add(
+        "generator", Generator(cfg.generate_s, 2 * cfg.group_size, cfg.close_s), replicas=cfg.generators, cpus=cpus
+    )
     faulty = g.add("faulty", Faulty(cfg.fault, cfg.at))
     collect = g.add("collect", Collect(cfg.group_size))
     batcher = g.add("batcher", TokenBatch(2, token_budget=4096))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import pickle
@@ -28,8 +29,15 @@ def leave_word(node: Node, text: str = "") -> None:
 class Generator(SleepingGenerator):
     cpus = 0
 
+    def __init__(self, seconds: float, concurrency: int, close_s: float = 0.0) -> None:
+        super().__init__(seconds, concurrency)
+        self.close_s = close_s
+
     async def setup(self) -> None:
         leave_word(self)
+
+    async def close(self) -> None:
+        await asyncio.sleep(self.close_s)  # an engine that is slow to end
 
 
 class Trainer(SleepingTrainer):

@@ -25,6 +25,8 @@ from flowrl.runtime.host.host_engine import HostSpec
 from flowrl.runtime.host.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
+AFTER_DEATH_S = 3.0
+"""The same where a process has died: ending Ray may take 4 s more, and the run should end within 10 s."""
 ANSWER_WITHIN_S = 1.5
 """A live process answers within this time, also while a node blocks its event loop."""
 KILLED_WITHIN_S = 2.0
@@ -205,8 +207,10 @@ class Hosts:
         """The node replicas of a host."""
         return [place.replica_id for place in self._specs[host].places]
 
-    async def stop(self, *, within_s: float = STOP_WITHIN_S) -> list[NodeFailed]:
+    async def stop(self, *, within_s: float | None = None) -> list[NodeFailed]:
         """Stop the hosts in order, and kill them after `within_s` seconds. Returns the failures to close."""
+        if within_s is None:
+            within_s = STOP_WITHIN_S if self.death is None else AFTER_DEATH_S
         self.losses = None  # nothing has to go on any more
         self._processes.expect_ends()
         self._rays.expect_ends()
