@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import re
 import sqlite3
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import msgpack
@@ -18,9 +20,11 @@ import numpy as np
 import pytest
 
 from flowrl.channel.tickets import Tickets
-from flowrl.errors import FlowrlError
+from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.messages import Tombstone
 from flowrl.runtime.audit.audit import audit
+from flowrl.runtime.driver.orders import Orders
+from flowrl.runtime.driver.snapshotter import Snapshotter
 from flowrl.runtime.ledger import bookings, ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.telemetry.metrics import read
@@ -645,6 +649,45 @@ def test_a_failure_leaves_it_in_flight(tmp_path: Path) -> None:
         small = SmallRun(tmp_path)
         await small.admit(0)
         small.close(orderly=False)
+        assert set(states(tmp_path).values()) == {("in_flight", None)}
+
+    run(body())
+
+
+def test_a_checkpoint_that_a_death_cut_off_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Its read transaction did, for 5 s: to fold the WAL into the file SQLite waits for all readers."""
+
+    class Dying(Orders):
+        async def ask_all(self, kind: str, body: Any = None) -> list[Any]:
+            if kind == "resume":
+                raise NodeFailed("generator", 0, "it died")
+            return []
+
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        orders = Dying(cast(Any, None), cast(Any, SimpleNamespace(hosts=())), [], cast(Any, None))
+        with pytest.raises(NodeFailed) as failed:
+            await Snapshotter(orders, {}, tmp_path, keep=0).take({}, tmp_path, small.accounting)
+        start_s = time.monotonic()
+        small.close(orderly=False)
+        assert time.monotonic() - start_s < ledger.FOLDED_WITHIN_MS / 1000
+        assert not (tmp_path / "ledger.sqlite-wal").exists()
+        assert failed.traceback, "the frames of the failure are there until now"
+
+    run(body())
+
+
+def test_somebody_who_reads_the_ledger_does_not_hold_up_the_end_for_long(tmp_path: Path) -> None:
+    async def body() -> None:
+        small = SmallRun(tmp_path)
+        await small.admit(0)
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            assert reader.execute("SELECT COUNT(*) FROM samples").fetchone()
+            start_s = time.monotonic()
+            small.close(orderly=False)
+            assert time.monotonic() - start_s < 4
         assert set(states(tmp_path).values()) == {("in_flight", None)}
 
     run(body())

@@ -173,5 +173,10 @@ class NoAccounting:
     def as_of_now(self) -> NoAccounting:
         return self
 
+    def __enter__(self) -> NoAccounting:
+        return self
+
+    def __exit__(self, *failure: object) -> None: ...
+
     def copy(self, path: Path) -> None:
         """There is no ledger to copy."""

@@ -93,18 +93,18 @@ class Snapshotter:
             num_lost = self._orders.num_lost
             await self._go_on()
             snapshot = await self._collected(directory)
-        ledger, versions = accounting.as_of_now(), accounting.tickets.versions
-        head = accounting.ledger.head
-        await self._go_on()
+        with accounting.as_of_now() as ledger:
+            versions, head = accounting.tickets.versions, accounting.ledger.head
+            await self._go_on()
 
-        def write(stop: threading.Event) -> None:
-            ledger.copy(directory / LEDGER)
-            checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
+            def write(stop: threading.Event) -> None:
+                ledger.copy(directory / LEDGER)
+                checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
 
-        await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
-        await self._files(directory, halted=True)
-        await to_its_end(write)
-        return head
+            await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
+            await self._files(directory, halted=True)
+            await to_its_end(write)
+            return head
 
     async def _collected(self, directory: Path) -> checkpoint.Snapshot:
         """Pause the graph and collect its state, but for what `_take_kept` takes."""

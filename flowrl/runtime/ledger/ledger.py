@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.chain import ROWS_AT_ONCE, Chain
 from flowrl.runtime.ledger.terms import Terms
+
+FOLDED_WITHIN_MS = 500
+"""How long the end of a run waits for other readers of its ledger."""
 
 
 @dataclass(frozen=True)
@@ -235,16 +238,18 @@ class Ledger:
         return LedgerSnapshot(self.path)
 
     def close(self) -> None:
-        """Commit, fold the WAL into the file, and close it."""
+        """Commit, fold the WAL into the file, and close it. With a reader elsewhere the WAL stays, as a file beside."""
         self.commit()
+        self._db.execute(f"PRAGMA busy_timeout = {FOLDED_WITHIN_MS}")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
 
 
 class LedgerSnapshot:
-    """A ledger as committed now, unaffected by later writes. Call `copy` once, in any thread.
+    """A ledger as committed now, unaffected by later writes; a context manager. Call `copy` once, in any thread.
 
-    It is a read transaction on its own connection: in WAL mode it sees nothing newer and blocks nobody.
+    It is a read transaction on its own connection: in WAL mode it sees nothing newer, and nobody waits for it but who
+    folds the WAL into the file. So a checkpoint that fails has to close it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,5 +259,11 @@ class LedgerSnapshot:
 
     def copy(self, path: Path) -> None:
         """Write the whole ledger to a new file at `path`."""
-        with closing(self._db), closing(sqlite3.connect(path)) as copy:
+        with self, closing(sqlite3.connect(path)) as copy:
             self._db.backup(copy)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._db.close()
