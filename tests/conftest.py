@@ -206,6 +206,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         warm.remove()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread: threads that wait for each other cost more than small products."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which a run joins the Ray of all tests, as a cluster; it has to be there at the end."""

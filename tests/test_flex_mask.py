@@ -22,6 +22,8 @@ from flowrl.forest import make_forest
 from flowrl.training.model.attention import flex
 from flowrl.training.model.attention.tree_attention import TreeAttention
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 HEADS, KEY_HEADS, CHANNELS = 4, 2, 8
 Shape = tuple[int, Sequence[Any]]
@@ -45,15 +47,6 @@ FORESTS: dict[str, list[Shape]] = {
     "a long prefix": [(1000, [(20, ())] * 20 + [(200, [(60, ())] * 3)])],
     "roots of one place": [(1, ())] * 300,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every small product cost more than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tree(shapes: Sequence[Shape], kernel: Any = "flex") -> TreeAttention:

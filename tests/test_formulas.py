@@ -7,7 +7,6 @@ advantage that varies by token, and the running graph's advantages against `adva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,9 @@ from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out
 from tests.training_cases import CASES, make_batch, make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT: dict[str, float] = {"rtol": 0.0, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every tiny product cost more than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # KL

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,8 @@ from tests.loading_rank import Highest
 from tests.memory_rank import CASES, settings_of, tensor_size_of
 from tests.memory_rank import TOKENS as PASS_TOKENS
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MIB, GB = 1 << 20, 1 << 30
 SHAPES = Path(__file__).parent / "shapes"
@@ -157,14 +158,6 @@ SIZES = [
 def chunks_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas are those of whole chunks, as on a GPU."""
     monkeypatch.setattr(logprobs, "CACHED_ON", ())
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

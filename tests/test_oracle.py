@@ -8,7 +8,6 @@ out. `make oracle` runs all of it in both layouts, `make test` each choice in on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.oracle.offline import OFFLINE_CASES, OfflineCase
 from tests.ranks import run_ranks
 from tests.training_cases import VOCABULARY, make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +38,6 @@ def oracle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     (directory / "cases.json").write_text(json.dumps(names))
     run_ranks("tests.oracle.rank", directory, timeout_s=580)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every tiny product cost more than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def name_a_pad_token(model_dir: Path) -> None:

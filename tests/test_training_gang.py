@@ -7,7 +7,6 @@ more, no micro-batches, torch's own SGD. It takes the same samples one by one, i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from tests.training_cases import (
 )
 from tests.training_rank import RESUMED
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +51,6 @@ def gang_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_normed(directory / "normed")
     run_ranks("tests.training_rank", directory, env=LOOPBACK)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every tiny product cost more than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # The plain loop

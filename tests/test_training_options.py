@@ -6,7 +6,7 @@ the paper's formula; the moving average against its definition over the weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.test_training_gang import log_softmax_of, places, plain_loss, worst
 from tests.training_cases import make_batch, make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("one_thread")]
 
 Named = dict[str, Tensor]
 LARGE = 768
@@ -37,14 +37,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("options")
     train(directory)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def found(trained: Path, option: Option) -> list[Named]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,8 @@ from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.value_model import load_scalar_model
 from flowrl.training.settings import Head, LoRA
 from tests.training_cases import VOCABULARY, Case, make_batch, make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEACHER_SIZE = 6
 OBJECTIVES: dict[str, Objective] = {
@@ -137,15 +139,6 @@ def updated(objective: Objective, model_dir: Path, batch: Batch, layout: Placing
 @cache
 def loaded(model_dir: Path, head: Head) -> Any:
     return load_policy_model(model_dir) if head == "lm" else load_scalar_model(model_dir, start="policy", seed=5)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every tiny product cost more than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("name", "stale"), [("ppo", 1), *((name, -1) for name in OBJECTIVES)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.settings import Dtype, LoRA
 from tests.training_cases import VOCABULARY, make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 KERNELS: tuple[Kernel, ...] = ("dense", "cascade", "flex")
 HEADS, KEY_HEADS, CHANNELS = 4, 2, 8
@@ -34,15 +35,6 @@ FORESTS = st.lists(
     max_size=8,
 )
 Tokens = list[np.ndarray]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other at every tiny product cost more than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def grouped(seed: int = 0, sizes: tuple[int, ...] = (3, 2, 4)) -> tuple[Tokens, list[np.ndarray]]:
