@@ -162,8 +162,7 @@ def test_a_trial_finds_a_model_whose_layers_keep_the_tree_to_themselves() -> Non
         )
 
 
-@pytest.mark.parametrize("layout", ["padded", "tree"])
-def test_attention_that_no_kernel_computes_is_refused_in_rows_and_trees(layout: Any) -> None:
+def test_attention_that_no_kernel_computes_is_refused_in_rows_and_trees() -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -181,8 +180,25 @@ def test_attention_that_no_kernel_computes_is_refused_in_rows_and_trees(layout: 
     )
     model = PolicyModel(GptOssForCausalLM(config))
     tokens = np.arange(9, dtype=np.int32)
-    with pytest.raises(ConfigError, match="its attention has s_aux"):
-        model(lay_out([tokens, tokens[:5]], [tokens > 3, tokens[:5] > 3], layout=layout))
+    for layout in ("padded", "tree"):
+        with pytest.raises(ConfigError, match="its attention has s_aux"):
+            model(lay_out([tokens, tokens[:5]], [tokens > 3, tokens[:5] > 3], layout=layout))
+    with pytest.raises(ConfigError, match=r"gpt_oss cannot compute .* its attention has s_aux, .* set layout to rows"):
+        require_trees(
+            lambda rows: model(rows)[0], name="gpt_oss", vocab_size=40, dtype="float32", device=torch.device("cpu")
+        )
+
+
+def test_a_trial_refuses_results_that_are_no_numbers(tmp_path: Path) -> None:
+    make_model(tmp_path, tied=True)
+    model = load_policy_model(tmp_path, layout="tree")
+
+    def score(rows: RowLayout) -> Tensor:
+        broken = rows.tree is not None and rows.tree.kernel == "cascade"
+        return model(rows)[0] * (torch.nan if broken else 1.0)
+
+    with pytest.raises(ConfigError, match="differ by nan"):
+        require_trees(score, name="broken", vocab_size=VOCABULARY, dtype="float32", device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -35,12 +35,13 @@ from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 from tests.ranks import run_ranks
 from tests.sequence_rank import OBJECTIVES, batch_of
 from tests.test_memory_formulas import configuration
-from tests.test_training_gang import named, one_thread, plain_steps, worst
+from tests.test_training_gang import named, plain_steps, worst
 from tests.test_training_varlen import plain
 from tests.thread_ranks import LENGTHS, Threads, laid_out
 from tests.training_cases import FOUR, FOUR_DIVIDED, Case, make_model, make_windowed
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 
 

@@ -35,23 +35,23 @@ def require_trees(
     """
     tree, behind = _rows("tree", vocab_size, device), _behind()
     assert tree.tree is not None
-    with torch.no_grad():
-        rows = score(_rows("padded", vocab_size, device))
-        for kernel in possible_kernels(device.type):
-            attention = TreeAttention(tree.tree.forest, device, kernel)
-            try:
-                found = score(replace(tree, tree=attention))
-            except UnknownToTreesError as error:
-                raise ConfigError(
-                    f"{name} cannot compute shared prefixes once: {error}; set layout to rows (--zero.layout rows)"
-                ) from error
-            difference = max(_difference(found, rows), _difference(found[behind], rows[behind]))
-            if not difference <= TOLERANCE[dtype]:
-                raise ConfigError(
-                    f"{name} gives other results if prefixes that sequences share are computed once: they differ by "
-                    f"{difference:.2g} of their size; its attention sees more than mask and positions say, so set "
-                    "layout to rows (--zero.layout rows)"
-                )
+    attentions = (TreeAttention(tree.tree.forest, device, kernel) for kernel in possible_kernels(device.type))
+    try:
+        with torch.no_grad():
+            rows = score(_rows("padded", vocab_size, device))
+            trees = [score(replace(tree, tree=attention)) for attention in attentions]
+    except UnknownToTreesError as error:
+        raise ConfigError(
+            f"{name} cannot compute shared prefixes once: {error}; set layout to rows (--zero.layout rows)"
+        ) from error
+    differences = [_difference(one[some], rows[some]) for one in trees for some in (slice(None), behind)]
+    difference = float(torch.tensor(differences).max())  # Python's max would pass over a nan
+    if not difference <= TOLERANCE[dtype]:
+        raise ConfigError(
+            f"{name} gives other results if prefixes that sequences share are computed once: they differ by "
+            f"{difference:.2g} of their size; its attention sees more than mask and positions say, so set "
+            "layout to rows (--zero.layout rows)"
+        )
 
 
 def require_slices(
