@@ -31,7 +31,7 @@ class SlowHosts(Hosts):
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:
         if host.startswith("slow"):
-            await asyncio.sleep(60)
+            await asyncio.sleep(60)  # in virtual time
         return []
 
 
