@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out
-from flowrl.channel.address import this_machine
+from flowrl.channel.links.address import this_machine
 from flowrl.graph.facts import Facts
 from flowrl.messages import Message, Weights
-from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.batching.batch import TokenBatch
 from flowrl.weights.backends import receiver
 from flowrl.weights.manifest import views
 from flowrl.weights.publish import Publisher

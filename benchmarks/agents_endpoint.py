@@ -34,7 +34,7 @@ from flowrl.agents.endpoint import (
 )
 from flowrl.messages import Int32
 from flowrl.models import Policy, load_tokenizer, resolve
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 RATE, CPU, CLIENT_CPU = "requests/s", "server's CPU ms a request", "client's CPU ms a request"
 WANTED = {RATE: (200.0, float("inf")), CPU: (0.0, 3.0)}

@@ -36,11 +36,11 @@ from benchmarks.channel_peers import (
     pyzmq_rate,
     pyzmq_round_trip,
 )
-from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.encoding.envelope import Envelope, message_id
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.endpoint_transport import EndpointTransport, IpcTransport, TcpTransport
-from flowrl.channel.envelope import Envelope, message_id
-from flowrl.channel.lane import LaneSpec
+from flowrl.channel.lanes.dispatch import Inbox, OutEdge
+from flowrl.channel.lanes.lane import LaneSpec
+from flowrl.channel.links.endpoint_transport import EndpointTransport, IpcTransport, TcpTransport
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Message
 

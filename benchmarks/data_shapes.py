@@ -25,7 +25,7 @@ from flowrl.errors import FlowrlError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PreferenceDataset, Preferences, PromptSource, Reward, Texts, TextSource
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
-from flowrl.tasks.row_loading import all_demonstrations, all_rows, all_texts
+from flowrl.tasks.row_reading.row_loading import all_demonstrations, all_rows, all_texts
 
 PAGE = ROOT / "docs" / "data-shapes.md"
 BEGIN, END = "<!-- shapes: begin -->", "<!-- shapes: end -->"

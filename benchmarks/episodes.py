@@ -35,9 +35,9 @@ from flowrl.episode import Reply, Turn
 from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, Limits
-from flowrl.nodes.environment_source import prompt_fields
+from flowrl.nodes.sources.environment_source import prompt_fields
 from flowrl.testing import NodeRig
 
 CASES = ("idle", "load", "real")

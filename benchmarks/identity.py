@@ -29,7 +29,7 @@ import tyro
 from benchmarks import uneven_env
 from flowrl.errors import FlowrlError
 from flowrl.models import Policy, load_tokenizer, resolve
-from flowrl.nodes.episode_reports import retokenizes
+from flowrl.nodes.episodes.episode_reports import retokenizes
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.samples.rollout_files import columns_of, rollout_files
 

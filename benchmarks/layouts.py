@@ -32,7 +32,7 @@ import numpy as np
 
 from flowrl.messages import Batch, Trainable
 from flowrl.models import Policy, resolve
-from flowrl.runtime.driver.allocator import keeping
+from flowrl.runtime.driver.ray_cluster.allocator import keeping
 from flowrl.training.settings import Dtype, ZeroSettings
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from flowrl.models.characters import character_tokenizer
-from flowrl.models.plain_tokens import text_tokens
 from flowrl.models.token_store import HeldTokens, TokenFile
-from flowrl.nodes.text_pieces import TextPieces
+from flowrl.models.tokens.characters import character_tokenizer
+from flowrl.models.tokens.plain_tokens import text_tokens
+from flowrl.nodes.sources.text_pieces import TextPieces
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
-from flowrl.tasks.spooled import plain_file
+from flowrl.tasks.records.spooled import plain_file
 
 LOOKED_UP = 10_000
 Table = list[dict[str, Any]]

@@ -29,10 +29,10 @@ import numpy as np
 from flowrl.messages import Weights
 from flowrl.models import Policy, resolve
 from flowrl.models.directory import stored_dtype
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.sampling import Sampling
-from flowrl.nodes.vllm_sampler import VllmSampler
-from flowrl.nodes.weight_updates import UpdateGate, WeightUpdates
+from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.sampling import Sampling
+from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
 from flowrl.weights.receive import SegmentReceiver
 
 RUN_ID = "benchmark"

@@ -25,12 +25,22 @@ from flowrl.episode import Episode
 from flowrl.graph.graph import Graph, OnLimit, carried
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Weights
-from flowrl.models.model_layout import trainer_layout
-from flowrl.models.size_table import Learning
-from flowrl.nodes import Evaluation, Generator, Preferences, PromptSource, RewardModel, Sampling, TokenBatch, Trainer
-from flowrl.nodes.reference import EpisodeReference, Reference
-from flowrl.nodes.row_source import RowPart
-from flowrl.nodes.too_long import PromptLimit, TooLong
+from flowrl.models.sizes.model_layout import trainer_layout
+from flowrl.models.sizes.size_table import Learning
+from flowrl.nodes import (
+    Evaluation,
+    Generator,
+    Preferences,
+    PromptLimit,
+    PromptSource,
+    RewardModel,
+    RowPart,
+    Sampling,
+    TokenBatch,
+    TooLong,
+    Trainer,
+)
+from flowrl.nodes.scoring.reference import EpisodeReference, Reference
 from flowrl.policy_options import AnswerOptions, GeneratorOptions, PolicyOptions, SamplingOptions, TruncationOptions
 from flowrl.role_options import ReferenceSize, ScoringSize, TimedReward, TrainerSize, too_low, unused
 from flowrl.tasks import Task

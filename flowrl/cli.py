@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
-    if (cluster := sys.modules.get("flowrl.runtime.driver.cluster")) is not None and cluster.RayCluster.abandoned:
+    if (
+        cluster := sys.modules.get("flowrl.runtime.driver.ray_cluster.cluster")
+    ) is not None and cluster.RayCluster.abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -226,7 +228,7 @@ def serve_reward(args: Sequence[str]) -> int:
             "flowrl serve-reward needs a reward model's directory or FILE.py:FUNCTION first: "
             "flowrl serve-reward runs/rm/checkpoints/step_000100 --port 8100"
         )
-    from flowrl.nodes.serve import ServeOptions, serve
+    from flowrl.nodes.rewarding.serve import ServeOptions, serve
 
     serve(args[0], parse_options(ServeOptions, args[1:], prog=f"flowrl serve-reward {args[0]}"))
     return 0

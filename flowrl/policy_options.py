@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
 from flowrl.models import Policy, TokenizerOptions
-from flowrl.models.size_table import Learning
+from flowrl.models.sizes.size_table import Learning
 from flowrl.nodes import Engine, Sampling
 from flowrl.role_options import Size, size_problems, sizes_of, too_low
 from flowrl.tasks import Task

@@ -8,8 +8,17 @@ from typing import Any
 
 from flowrl.blocks import OnlineOptions
 from flowrl.models import Policy
-from flowrl.nodes import Curriculum, Overlong, PromptSource, Reward, RewardModel, Shaping, TokenBatch
-from flowrl.nodes.too_long import PromptLimit, TooLong
+from flowrl.nodes import (
+    Curriculum,
+    Overlong,
+    PromptLimit,
+    PromptSource,
+    Reward,
+    RewardModel,
+    Shaping,
+    TokenBatch,
+    TooLong,
+)
 from flowrl.role_options import ShapedReward, too_low, unused
 from flowrl.scorer_options import ScorerOptions
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.nodes import ProcessReward, Reward, RewardModel
-from flowrl.nodes.process_reward import OfSteps
+from flowrl.nodes.rewarding.process_reward import OfSteps
 from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import RewardModelSize, TimedReward, too_low, unused
 from flowrl.tasks import Task
-from flowrl.tasks.away import AWAY_S
+from flowrl.tasks.reward_calls.away import AWAY_S
 from flowrl.tasks.rewards import names_model
 
 

@@ -17,8 +17,7 @@ from flowrl.blocks import refer
 from flowrl.environments.task_questions import with_sets
 from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
 from flowrl.loss_options import RewardKLOptions
-from flowrl.nodes import EnvironmentSource, GroupAdvantage
-from flowrl.nodes.row_source import RowPart
+from flowrl.nodes import EnvironmentSource, GroupAdvantage, RowPart
 from flowrl.tasks import Task
 from flowrl.tasks.name_options import option_text
 

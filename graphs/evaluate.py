@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from flowrl import Graph
 from flowrl.blocks import TruncationOptions
-from flowrl.nodes import Evaluation, Generator, Sampling
-from flowrl.nodes.too_long import PromptLimit, TooLong
+from flowrl.nodes import Evaluation, Generator, PromptLimit, Sampling, TooLong
 from flowrl.role_options import too_low
 from flowrl.scorer_options import ScorerOptions
 from flowrl.tasks import Task

@@ -10,8 +10,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import AnswerOptions
-from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter
-from flowrl.nodes.too_long import TooLong
+from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter, TooLong
 from flowrl.role_options import too_low, unused
 from flowrl.scorer_options import ScorerOptions
 

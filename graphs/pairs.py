@@ -8,8 +8,7 @@ from typing import Literal
 
 from flowrl import Graph
 from flowrl.blocks import AnswerOptions
-from flowrl.nodes import Generator, PairMaker, PairWriter, RemainingPrompts
-from flowrl.nodes.too_long import TooLong
+from flowrl.nodes import Generator, PairMaker, PairWriter, RemainingPrompts, TooLong
 from flowrl.scorer_options import ScorerOptions
 
 

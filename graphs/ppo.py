@@ -14,7 +14,7 @@ from typing import Any, Literal
 from flowrl import Graph
 from flowrl.blocks import evaluate, refer
 from flowrl.loss_options import AdvantageOptions
-from flowrl.models.model_layout import trainer_layout
+from flowrl.models.sizes.model_layout import trainer_layout
 from flowrl.nodes import (
     AdaptiveKL,
     Critic,

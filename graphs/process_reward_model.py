@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from flowrl import Graph
 from flowrl.blocks import DatasetOptions
 from flowrl.models import Policy
-from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch
-from flowrl.nodes.too_long import TooLong
+from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch, TooLong
 from flowrl.role_options import too_low, unused
 from flowrl.training.loss.step_objective import StepCorrectness
 

@@ -17,14 +17,14 @@ from flowrl.nodes import (
     DemonstrationSource,
     HeldOutDemonstrations,
     PromptSource,
+    RowPart,
     Sampling,
     TextDataset,
     Texts,
     TextSource,
     TokenBatch,
+    TooLong,
 )
-from flowrl.nodes.row_source import RowPart
-from flowrl.nodes.too_long import TooLong
 from flowrl.role_options import too_low, unused
 from flowrl.training.loss.sft_objective import SFTObjective
 

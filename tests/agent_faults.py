@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.environments import process_episode, zygote
+from flowrl.environments.episode_processes import process_episode, zygote
 from flowrl.testing import GraphRun, run_graph
 from flowrl.testing.local_hosts import KeptView
 from tests.fault_parts import GENERATOR, Fault

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from flowrl.channel.address import Address
-from flowrl.channel.dispatch import EndOfStream, Inbox
+from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.endpoint_transport import IpcTransport, TcpTransport
-from flowrl.channel.ends import SendLane
-from flowrl.channel.envelope import Envelope, source_id
-from flowrl.channel.lane import LaneSpec
+from flowrl.channel.lanes.dispatch import EndOfStream, Inbox
+from flowrl.channel.lanes.ends import SendLane
+from flowrl.channel.lanes.lane import LaneSpec
+from flowrl.channel.links.address import Address
+from flowrl.channel.links.endpoint_transport import IpcTransport, TcpTransport
 from flowrl.messages import Int32, Message
 
 R = TypeVar("R")

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import uvloop
 
-from flowrl.channel.address import Address
-from flowrl.channel.custody import Custody
-from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox, OutEdge
+from flowrl.channel.encoding.envelope import Envelope, message_id
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.envelope import Envelope, message_id
-from flowrl.channel.lane import LaneSpec
+from flowrl.channel.lanes.custody import Custody
+from flowrl.channel.lanes.dispatch import Delivery, EndOfStream, Inbox, OutEdge
+from flowrl.channel.lanes.lane import LaneSpec
+from flowrl.channel.links.address import Address
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Float32, Message
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flowrl.models.characters import SPECIAL, character_tokenizer
+from flowrl.models.tokens.characters import SPECIAL, character_tokenizer
 
 SPECIAL_TOKEN = re.compile(r"<[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
 ADD = {

@@ -20,8 +20,8 @@ from flowrl.agents.endpoint import (
     Unavailable,
 )
 from flowrl.messages import Int32
-from flowrl.models.characters import SPECIAL, character_tokenizer
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.characters import SPECIAL, character_tokenizer
+from flowrl.models.tokens.chat import Messages
 
 TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"

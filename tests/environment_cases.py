@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.environments import Action, Env, Observation, Step
-from flowrl.tasks import child
+from flowrl.tasks.reward_calls import child
 
 KEPT: list[str] = []
 """What a process keeps from one episode to the next."""

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.channel.control import _as_data
-from flowrl.channel.dispatch import Inbox
-from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.envelope import Envelope
-from flowrl.channel.wire import (
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.wire import (
     ABORT,
     ACK,
     CANCEL,
@@ -40,6 +38,8 @@ from flowrl.channel.wire import (
     Frame,
     MessageEncoder,
 )
+from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.lanes.dispatch import Inbox
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.messages import Tombstone
 from tests.channel_rig import Thing, closing, lane, opened

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.driver import hosts
+from flowrl.runtime.driver.processes import hosts
 from flowrl.testing import graph_run
 from flowrl.testing.local_hosts import LocalCluster, LocalHost, LocalMethod
 

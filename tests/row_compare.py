@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.tasks import Rows, Task, load_preferences, row_loading
-from flowrl.tasks.indexed_rows import (
+from flowrl.tasks import Rows, Task, load_preferences
+from flowrl.tasks.row_reading import row_loading
+from flowrl.tasks.row_reading.indexed_rows import (
     IndexedRows,
     asked_ids,
     by_id,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flowrl.channel.address import socket_root
+from flowrl.channel.links.address import socket_root
 
 ROOT = Path(__file__).parent.parent
 GRAPHS = ROOT / "tests" / "graphs_failing"

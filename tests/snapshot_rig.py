@@ -17,11 +17,11 @@ from typing import Any
 
 from flowrl import Cluster, Machine
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.endpoint_transport import IpcTransport
+from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoints.checkpoint import read_state
-from flowrl.runtime.driver.snapshotter import Snapshotter
+from flowrl.runtime.driver.saving.snapshotter import Snapshotter
 from flowrl.runtime.host.context import ReplicaPlace
 from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 from flowrl.testing import VirtualClock

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from flowrl.channel.address import CurveKeys
+from flowrl.channel.links.address import CurveKeys
 
 PATIENCE_MS = 5000
 FAILED = (

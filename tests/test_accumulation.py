@@ -15,7 +15,7 @@ from flowrl.graph.ports import In
 from flowrl.messages import Batch
 from flowrl.models import Policy
 from flowrl.nodes import TokenBatch, Trainer
-from flowrl.nodes.whole_batches import why_whole
+from flowrl.nodes.training.whole_batches import why_whole
 from flowrl.testing.rig_nodes import RigNode
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective

@@ -19,9 +19,9 @@ from flowrl.episode import Reply, Turn
 from flowrl.errors import LaneFailed, OutOfService
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Generator, Sampling
-from flowrl.nodes.agent_calls import AgentCalls, AgentCallTable
-from flowrl.nodes.attempt import AskedTurn
-from flowrl.nodes.call_log import CallLog
+from flowrl.nodes.agent_programs.agent_calls import AgentCalls, AgentCallTable
+from flowrl.nodes.agent_programs.call_log import CallLog
+from flowrl.nodes.episodes.attempt import AskedTurn
 from flowrl.testing.rollouts import prompt
 from tests.endpoint_rig import tool_tokenizer
 

@@ -16,7 +16,7 @@ from flowrl.agents.examination import shown_reply
 from flowrl.agents.reply_parts import ReplyParts, SampledText
 from flowrl.environments import Action, ToolCall
 from flowrl.errors import ConfigError
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from tests.chat_templates import ADD, characters, merging, response_templates, templates, with_template
 
 PARSERS = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowrl.agents.endpoint.apis import AnthropicMessages, ApiCall, ChatCompletions, OpenAIResponses, TextCompletions
 from flowrl.agents.endpoint.problems import ApiProblem
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 from tests.chat_templates import ADD
 
 CALL = {"id": "call1", "type": "function", "function": {"name": "add", "arguments": '{"a": "1 2"}'}}

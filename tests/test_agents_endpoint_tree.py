@@ -21,7 +21,7 @@ from flowrl.agents.endpoint.tree.message_tree import AskedMessages
 from flowrl.agents.examination import shown_reply
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 from tests.chat_templates import ADD, characters, merging, templates, with_template
 
 Message = Mapping[str, Any]

@@ -12,7 +12,7 @@ from flowrl.agents.reply_parts import ReplyParts, SampledText
 from flowrl.environments.tools import Tools
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from tests.chat_templates import ADD, characters, merging, response_templates, templates, with_template
 from tests.tool_cases import add, every
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from flowrl.agents.programs import AGENT_CAUSES, AgentResult, ProgramName
+from flowrl.environments.episode_processes.zygote import ONE_THREAD
 from flowrl.environments.tools import named_tools
 from flowrl.environments.tools.calculator import calculator
-from flowrl.environments.zygote import ONE_THREAD
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits

@@ -18,7 +18,7 @@ from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.environments import Action
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from tests.chat_templates import ADD, characters, templates, with_template
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

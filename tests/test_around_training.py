@@ -21,14 +21,15 @@ from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Chat, Policy, TokenizerOptions
 from flowrl.models.directory import context_length
-from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter, pairwise
-from flowrl.nodes.pairwise import Comparisons
-from flowrl.nodes.response_writer import Written
+from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
+from flowrl.nodes.groups import pairwise
+from flowrl.nodes.groups.pairwise import Comparisons
+from flowrl.nodes.writers.response_writer import Written
 from flowrl.policy_options import PolicyOptions
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, Result
 from flowrl.tasks import Task, load_demonstrations, load_rows
-from flowrl.tasks.indexed_rows import IndexedRows
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows
 from flowrl.testing import run_node, scored
 from tests.word_policy import make_policy
 

@@ -15,8 +15,9 @@ from flowrl.environments import EnvironmentFailed
 from flowrl.errors import AttemptFailed, FlowrlError, SampleFailed
 from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.nodes import Environment, Limits, attempt_outcomes
-from flowrl.nodes.attempt_outcomes import (
+from flowrl.nodes import Environment, Limits
+from flowrl.nodes.episodes import attempt_outcomes
+from flowrl.nodes.episodes.attempt_outcomes import (
     FIRST_ATTEMPTS,
     LOOKED_BACK,
     NOT_BY_WAITING,
@@ -24,7 +25,7 @@ from flowrl.nodes.attempt_outcomes import (
     AttemptOutcomes,
     BegunAttempt,
 )
-from flowrl.nodes.episode_log import EpisodeLog
+from flowrl.nodes.episodes.episode_log import EpisodeLog
 from flowrl.testing.rollouts import prompt
 from tests.ticks import ticks
 

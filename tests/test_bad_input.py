@@ -84,8 +84,8 @@ def judging() -> Iterator[str]:
 
 
 def test_an_endpoint_that_fails_for_some_samples_costs_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.tasks.http.RETRIES", 1)
-    monkeypatch.setattr("flowrl.tasks.http.BACKOFF_S", 0.0)
+    monkeypatch.setattr("flowrl.tasks.reward_calls.http.RETRIES", 1)
+    monkeypatch.setattr("flowrl.tasks.reward_calls.http.BACKOFF_S", 0.0)
     texts = ["fine", "hang", "500", "garbage", "short", "fine too"]
     with judging() as url:
         samples = [sample(n, response_text=text) for n, text in enumerate(texts)]

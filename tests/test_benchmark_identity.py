@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.identity import IdentityRun, Retokenized, counted, missing, replies_of
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.runtime.audit.audit import AuditReport
 from flowrl.runtime.audit.violation import Violation
 from flowrl.runtime.samples.rollout_files import write_rollouts

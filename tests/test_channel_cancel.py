@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.encoding.wire import DATA
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.ends import ReceiveLane, SendLane
-from flowrl.channel.lane import ReceiverLane, SenderLane
-from flowrl.channel.wire import DATA
+from flowrl.channel.lanes.dispatch import Inbox, OutEdge
+from flowrl.channel.lanes.ends import ReceiveLane, SendLane
+from flowrl.channel.lanes.lane import ReceiverLane, SenderLane
 from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import inbox_of, lane, play, run, thing
 from tests.ticks import ticks

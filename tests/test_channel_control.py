@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flowrl.channel.control import Control
+from flowrl.channel.encoding.wire import ABORT, CREDIT, REPLY, REQUEST, Frame, MessageDecoder, MessageEncoder, Refused
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.wire import ABORT, CREDIT, REPLY, REQUEST, Frame, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from tests.channel_rig import (
     Thing,

@@ -13,12 +13,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel import cost
-from flowrl.channel.codec import Encoder
-from flowrl.channel.cost import FLOOR_BYTES, MOST_TEXT_BYTES, MOST_VALUES, PER_BYTE, weigh
-from flowrl.channel.envelope import Envelope, source_id
-from flowrl.channel.frames import HEADER, MAGIC, MAX_FRAMES, MAX_PARTS, PREAMBLE, WIRE_VERSION
-from flowrl.channel.wire import CREDIT, DATA, NOTIFY, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding import cost
+from flowrl.channel.encoding.codec import Encoder
+from flowrl.channel.encoding.cost import FLOOR_BYTES, MOST_TEXT_BYTES, MOST_VALUES, PER_BYTE, weigh
+from flowrl.channel.encoding.envelope import Envelope, source_id
+from flowrl.channel.encoding.frames import HEADER, MAGIC, MAX_FRAMES, MAX_PARTS, PREAMBLE, WIRE_VERSION
+from flowrl.channel.encoding.wire import CREDIT, DATA, NOTIFY, Frame, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import WireError
 from flowrl.messages import Batch, Message, Trainable
 from tests.test_channel_wire import Parcel, equal

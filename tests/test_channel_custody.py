@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.custody import Custody
-from flowrl.channel.envelope import Envelope, message_id, source_id
-from flowrl.channel.frame_switch import to_receiver, to_sender
-from flowrl.channel.lane import LaneSpec, ReceiverLane, SenderLane, session_number
-from flowrl.channel.wire import Frame
+from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
+from flowrl.channel.encoding.wire import Frame
+from flowrl.channel.lanes.custody import Custody
+from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
+from flowrl.channel.lanes.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.messages import Message
 
 # The bookkeeping by itself

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.ends import SendLane
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.lanes.dispatch import Inbox, OutEdge
+from flowrl.channel.lanes.ends import SendLane
 from flowrl.errors import LaneFailed
 from flowrl.graph.dispatch_rules import BROADCAST, GANG, KEY, LATEST, SHARE, DispatchRule
 from flowrl.messages import Tombstone
@@ -80,7 +80,7 @@ def test_a_paused_edge_sends_nothing_until_it_is_resumed() -> None:
 
 def test_sends_and_lanes_that_wait_together_are_blocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("flowrl.channel.ends.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("flowrl.channel.lanes.ends.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def body(a: Endpoint, b: Endpoint) -> None:
         edge, ports = edge_to(a, SHARE, 4, capacity=1), inboxes(b, 4, capacity=1)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.address import Address, CurveKeys
-from flowrl.channel.dispatch import EndOfStream, Inbox, OutEdge
+from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.endpoint_transport import TcpTransport
-from flowrl.channel.ends import ReceiveLane, SendLane
-from flowrl.channel.envelope import Envelope, source_id
-from flowrl.channel.lane import ReceiverLane
+from flowrl.channel.lanes.dispatch import EndOfStream, Inbox, OutEdge
+from flowrl.channel.lanes.ends import ReceiveLane, SendLane
+from flowrl.channel.lanes.lane import ReceiverLane
+from flowrl.channel.links.address import Address, CurveKeys
+from flowrl.channel.links.endpoint_transport import TcpTransport
 from flowrl.errors import ConfigError, LaneFailed
 from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (

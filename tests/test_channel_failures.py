@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.dispatch import Inbox, OutEdge
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.errors import LaneFailed, WireError
 from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (

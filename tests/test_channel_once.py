@@ -8,8 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.once import Incoming, Outgoing
-from flowrl.channel.wire import CONFIRM, NOTIFY, Frame
+from flowrl.channel.encoding.wire import CONFIRM, NOTIFY, Frame
+from flowrl.channel.links.once import Incoming, Outgoing
 
 
 def note(index: int) -> Frame:

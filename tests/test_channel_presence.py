@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.channel import presence
-from flowrl.channel.address import run_name, run_prefix, socket_root
-from flowrl.channel.presence import Presence, mark
-from flowrl.channel.slab import SHM
-from flowrl.channel.sweep import remove_run, sweep
+from flowrl.channel.links import presence
+from flowrl.channel.links.address import run_name, run_prefix, socket_root
+from flowrl.channel.links.presence import Presence, mark
+from flowrl.channel.links.slab import SHM
+from flowrl.channel.links.sweep import remove_run, sweep
 
 NO_PID = 1 << 30
 """Of no process here; one in another container may well have a number that nobody has in this one."""
@@ -67,7 +67,7 @@ def test_another_pid_namespace_sees_the_same_runs(run_id: str) -> None:
         pytest.skip("this machine gives no pid namespaces to its users")
     held = Presence(run_id)
     left = files(run_id, os.getpid())
-    program = "from flowrl.channel.sweep import sweep; print(*sweep(), sep='\\n')"
+    program = "from flowrl.channel.links.sweep import sweep; print(*sweep(), sep='\\n')"
     done = subprocess.run([*apart, sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not set(map(str, left)) & set(done.stdout.split("\n"))
     assert there(left) == [True, True]

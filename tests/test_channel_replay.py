@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowrl.channel.address import run_prefix
-from flowrl.channel.dispatch import EndOfStream, Inbox, OutEdge
+from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.envelope import Envelope, source_id
-from flowrl.channel.slab import FROM_BYTES
-from flowrl.channel.sweep import remove_run
+from flowrl.channel.lanes.dispatch import EndOfStream, Inbox, OutEdge
+from flowrl.channel.links.address import run_prefix
+from flowrl.channel.links.slab import FROM_BYTES
+from flowrl.channel.links.sweep import remove_run
 from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_stage import INTO, OUT, Item, from_text, to_text
 

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel import slab
-from flowrl.channel.address import run_prefix, socket_root
-from flowrl.channel.envelope import Envelope, source_id
-from flowrl.channel.presence import Presence
-from flowrl.channel.slab import FROM_BYTES, PAGE, Attached, Slab, SlabBlock, Space
-from flowrl.channel.sweep import sweep
-from flowrl.channel.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.channel.encoding.envelope import Envelope, source_id
+from flowrl.channel.encoding.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.channel.links import slab
+from flowrl.channel.links.address import run_prefix, socket_root
+from flowrl.channel.links.presence import Presence
+from flowrl.channel.links.slab import FROM_BYTES, PAGE, Attached, Slab, SlabBlock, Space
+from flowrl.channel.links.sweep import sweep
 from flowrl.errors import WireError
 from flowrl.messages import Message
 from tests.channel_rig import Thing, inbox_of, lane, opened, play, via
@@ -213,7 +213,7 @@ KILLED = """
 import asyncio, os, sys
 import numpy as np
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.slab import FROM_BYTES
+from flowrl.channel.links.slab import FROM_BYTES
 
 async def main():
     endpoint = Endpoint("X", run_id="killed", driver_pid=os.getpid())

@@ -14,12 +14,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.codec import TABLE_CODE, Decoder, Encoder
-from flowrl.channel.cost import FLOOR_BYTES, PER_BYTE, weigh
-from flowrl.channel.envelope import Envelope
-from flowrl.channel.schema import schema_of
-from flowrl.channel.stored import dump, load
-from flowrl.channel.table import (
+from flowrl.channel.encoding.codec import TABLE_CODE, Decoder, Encoder
+from flowrl.channel.encoding.cost import FLOOR_BYTES, PER_BYTE, weigh
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import schema_of
+from flowrl.channel.encoding.stored import dump, load
+from flowrl.channel.encoding.table import (
     ARRAYS,
     DICTS,
     LEAST_ROWS,
@@ -32,7 +32,7 @@ from flowrl.channel.table import (
     TUPLES,
     Columns,
 )
-from flowrl.channel.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import WireError
 from flowrl.messages import Batch, Branch, Message, Trainable
 from tests.test_channel_cost import multipart, sample

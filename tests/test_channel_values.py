@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from flowrl.channel.codec import freeze, freeze_inside
-from flowrl.channel.stored import dump, dump_value, load, load_value
+from flowrl.channel.encoding.codec import freeze, freeze_inside
+from flowrl.channel.encoding.stored import dump, dump_value, load, load_value
 from flowrl.errors import WireError
 from flowrl.messages import Int32, Message, Tombstone
 from tests.test_channel_wire import Parcel, equal, parts_with, there_and_back

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from flowrl import message_base
-from flowrl.channel import codec, multiparts, schema
-from flowrl.channel import values as rule
-from flowrl.channel.codec import freeze
-from flowrl.channel.compiled import DTYPES, INLINE_LIMIT_BYTES
-from flowrl.channel.envelope import Envelope, message_id, source_id
-from flowrl.channel.payload import payload_bytes
-from flowrl.channel.stored import FORMAT, dump, dump_value, load, load_value
-from flowrl.channel.values import MAX_DEPTH
-from flowrl.channel.wire import (
+from flowrl.channel.encoding import codec, multiparts, schema
+from flowrl.channel.encoding import values as rule
+from flowrl.channel.encoding.codec import freeze
+from flowrl.channel.encoding.compiled import DTYPES, INLINE_LIMIT_BYTES
+from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
+from flowrl.channel.encoding.payload import payload_bytes
+from flowrl.channel.encoding.stored import FORMAT, dump, dump_value, load, load_value
+from flowrl.channel.encoding.values import MAX_DEPTH
+from flowrl.channel.encoding.wire import (
     ABORT,
     ACK,
     BYE,

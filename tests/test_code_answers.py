@@ -18,10 +18,10 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows, reward_parts
-from flowrl.tasks.answer_checks import CHECKS
-from flowrl.tasks.code_tests import CodeTests, given_tests, limits, program_of
-from flowrl.tasks.judge import load_judge
-from flowrl.tasks.reward_client import OWN_LIMITS
+from flowrl.tasks.checks.answer_checks import CHECKS
+from flowrl.tasks.checks.code_tests import CodeTests, given_tests, limits, program_of
+from flowrl.tasks.reward_calls.judge import load_judge
+from flowrl.tasks.reward_calls.reward_client import OWN_LIMITS
 from flowrl.tasks.rewards import open_reward
 
 pytestmark = pytest.mark.timeout(60)

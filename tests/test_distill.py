@@ -12,19 +12,19 @@ import torch
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Sample
 from flowrl.models import Policy, require_same_vocabulary
-from flowrl.models.characters import character_vocabulary
-from flowrl.models.vocabulary import untold, vocabulary, vocabulary_problem
+from flowrl.models.tokens.characters import character_vocabulary
+from flowrl.models.tokens.vocabulary import untold, vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
-from flowrl.nodes.teacher import scored_by_teacher
+from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.testing import lost, run_node, sample, scored
 from flowrl.training.advantage.advantages import distillation_advantages
 from flowrl.training.advantage.estimate import trainable
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_losses import policy_loss
-from flowrl.training.model.logprobs import Taught, chunked_logprobs
 from flowrl.training.model.output_layer import OutputLayer, load_output_layer
 from flowrl.training.model.row_layout import lay_out
+from flowrl.training.model.token_logprobs.logprobs import Taught, chunked_logprobs
 
 
 def taught(member: int, *teacher: float) -> Sample:

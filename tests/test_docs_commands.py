@@ -28,7 +28,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.load import load_file
 from flowrl.graph.shipped import shipped_names
-from flowrl.nodes.serve import ServeOptions
+from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
 from tests.documents import DOCUMENTS, PAGES, ROOT, Shown, commands, options_named
 from tests.test_docs_tutorial import files

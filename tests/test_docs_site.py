@@ -79,7 +79,8 @@ def test_every_graph_has_a_place_in_the_overview() -> None:
 
 def test_every_node_is_on_the_page_of_nodes_with_its_ports() -> None:
     named = [name for names in reference_pages.NODES.values() for name in names]
-    assert sorted(named) == sorted(flowrl.nodes.__all__)
+    assert sorted([*named, *reference_pages.CHOICES]) == sorted(flowrl.nodes.__all__)
+    assert reference_pages.nodes_page().endswith("- `TooLong`: `drop`, `truncate`, `error`\n")
     assert reference_pages.ports(flowrl.nodes.Reward) == [("rollouts", "in", "Sample"), ("scored", "out", "Scored")]
     assert ("requests", "answers", "Prompt → Sample") in reference_pages.ports(flowrl.nodes.Generator)
 

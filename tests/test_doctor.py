@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from flowrl import Cluster, Machine
-from flowrl.channel.address import CurveKeys
+from flowrl.channel.links.address import CurveKeys
 from flowrl.cli import main
 from flowrl.commands import machine_findings
 from flowrl.commands.finding import Finding, as_text
 from flowrl.commands.machine_findings import Echo, measure
 from flowrl.errors import ConfigError
-from flowrl.runtime.driver.node_versions import differences, probe
+from flowrl.runtime.driver.ray_cluster.node_versions import differences, probe
 
 MIB = 1 << 20
 
@@ -106,7 +106,7 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Findi
         "pip install -e .",
     ),
     "no vLLM": (
-        lambda patch: patch.setattr("flowrl.nodes.vllm_start.version", requires_nothing_known),
+        lambda patch: patch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", requires_nothing_known),
         lambda: next(f for f in machine_findings.machine_findings() if f.name == "vllm"),
         "pip install vllm==",
     ),

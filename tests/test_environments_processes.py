@@ -25,8 +25,8 @@ from flowrl.environments import (
     OpenEpisode,
     ZygoteFailed,
     environment_rows,
-    zygote,
 )
+from flowrl.environments.episode_processes import zygote
 from flowrl.errors import ConfigError
 from tests.ticks import ticks, ticks_until
 

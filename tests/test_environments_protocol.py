@@ -21,12 +21,12 @@ from flowrl.environments import (
     Step,
     ToolCall,
     environment_rows,
-    exchange,
 )
 from flowrl.environments.adapters.package import imported
+from flowrl.environments.episode_processes import exchange
 from flowrl.environments.find import find_environment
 from flowrl.errors import ConfigError
-from flowrl.tasks import child
+from flowrl.tasks.reward_calls import child
 
 CASES = "tests/environment_cases.py"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -15,10 +15,10 @@ from flowrl.graph.analysis.check import Report, check
 from flowrl.graph.analysis.quantized_rules import gap_warnings
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
-from flowrl.models.known_shapes import SMOLLM2_SHAPE
+from flowrl.models.sizes.known_shapes import SMOLLM2_SHAPE
 from flowrl.nodes import BestOfN, Generator
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.quantization import FP8
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.quantization import FP8
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.weights.probe import ProbeCheck, ProbeMismatch

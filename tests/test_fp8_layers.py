@@ -162,7 +162,7 @@ def config(request: pytest.FixtureRequest, policy: Path, monkeypatch: pytest.Mon
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
     from vllm.model_executor.layers.quantization.online import fp8
 
-    from flowrl.nodes.engine import Engine
+    from flowrl.nodes.vllm_engine.engine import Engine
 
     monkeypatch.setattr("vllm.distributed.parallel_state._TP", SimpleNamespace(world_size=1, rank_in_group=0))
     if request.param != "fp8":
@@ -216,7 +216,7 @@ def assert_kernels_have_the_scales(layers: Experts, config: Any) -> None:
 
 def test_through_host_memory(kind: Any, config: Any) -> None:
     """The engine of ours, which tcp uses, too; a version that lacks a tensor is still noticed."""
-    from flowrl.weights.segment_engine import SharedMemoryEngine
+    from flowrl.weights.vllm_process.segment_engine import SharedMemoryEngine
 
     layers, source = loaded(kind, config, 0), Source(kind.SHAPES)
     engine = SharedMemoryEngine(config.vllm.weight_transfer_config, config.vllm, torch.device("cpu"), layers)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flowrl.cpu_flags import cpu_flags
-from flowrl.nodes.engine import CacheDtype, Engine
-from flowrl.nodes.quantization import CACHE_FLAGS
+from flowrl.nodes.vllm_engine.engine import CacheDtype, Engine
+from flowrl.nodes.vllm_engine.quantization import CACHE_FLAGS
 from flowrl.weights.probe import FP8_TOLERANCE, probe_sequences
 from tests.live_generator import Live, checksums, difference, examined_afresh
 from tests.test_lora_stack import Trained, gang

@@ -12,10 +12,10 @@ import pytest
 
 from flowrl.messages import Sample
 from flowrl.models import Policy
-from flowrl.nodes.generator import Generator
-from flowrl.nodes.responses import Responses
-from flowrl.nodes.sampling import Completion, Sampling
-from flowrl.nodes.vllm_sampler import EVALUATION, TRAINING
+from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.generation.responses import Responses
+from flowrl.nodes.vllm_engine.sampling import Completion, Sampling
+from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, TRAINING
 from tests.generator_rig import RecordingContext, make_prompt
 from tests.ticks import ticks
 

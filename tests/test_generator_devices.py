@@ -12,8 +12,8 @@ import pytest
 
 from flowrl.messages import Weights
 from flowrl.models import Policy
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.generator import Generator
+from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.vllm_engine.engine import Engine
 from flowrl.weights.probe import ProbeCheck
 from tests.generator_rig import RecordingContext
 from tests.ticks import ticks
@@ -59,9 +59,11 @@ class Context(RecordingContext):
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What headers of Python were asked for. vLLM is not started."""
     asked: list[str] = []
-    monkeypatch.setattr("flowrl.nodes.generator.check_python_headers", asked.append)
-    monkeypatch.setattr("flowrl.nodes.generator.resolve", lambda policy, progress: policy.model)
-    monkeypatch.setattr("flowrl.nodes.generator.VllmSampler.start", lambda model_dir, **options: Sampler(options))
+    monkeypatch.setattr("flowrl.nodes.generation.generator.check_python_headers", asked.append)
+    monkeypatch.setattr("flowrl.nodes.generation.generator.resolve", lambda policy, progress: policy.model)
+    monkeypatch.setattr(
+        "flowrl.nodes.generation.generator.VllmSampler.start", lambda model_dir, **options: Sampler(options)
+    )
     return asked
 
 
@@ -153,7 +155,7 @@ def test_nothing_is_taken_before_the_first_weights(compiled: list[str]) -> None:
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_vllm_gets_parallel_sizes_and_sleeps_in_turns_alone(tmp_path: Path, sleeps: bool) -> None:
     """The arguments of its AsyncEngineArgs."""
-    from flowrl.nodes.vllm_start import engine_arguments
+    from flowrl.nodes.vllm_engine.vllm_start import engine_arguments
     from flowrl.weights.fetched import NCCL_ENGINE
 
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')

@@ -11,11 +11,11 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.nodes import vllm_start
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.generator import Generator
-from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
-from flowrl.nodes.vllm_processes import log_place
+from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.vllm_engine import vllm_start
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.sampling import Completion, Response, Sampling, continued_seed, spread_versions
+from flowrl.nodes.vllm_engine.vllm_processes import log_place
 
 
 def test_default_sampling_is_fit_for_training() -> None:

@@ -23,8 +23,8 @@ from flowrl.episode import Reply, Turn
 from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.sampling import Sampling
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.sampling import Sampling
 from flowrl.testing import NodeRecord, NodeRig
 from tests.generator_rig import make_prompt
 from tests.live_generator import (

@@ -15,13 +15,13 @@ from flowrl.agents import reply_parser
 from flowrl.episode import Reply, Turn
 from flowrl.errors import OutOfService
 from flowrl.models import Policy
-from flowrl.models.tool_characters import tool_tokenizer
-from flowrl.nodes.generator import Generator
-from flowrl.nodes.responses import Responses
-from flowrl.nodes.sampling import Completion, Sampling
-from flowrl.nodes.standby import Standby
-from flowrl.nodes.vllm_processes import EngineDied, engine_died
-from flowrl.nodes.vllm_sampler import EVALUATION, priority_of
+from flowrl.models.tokens.tool_characters import tool_tokenizer
+from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.generation.responses import Responses
+from flowrl.nodes.generation.standby import Standby
+from flowrl.nodes.vllm_engine.sampling import Completion, Sampling
+from flowrl.nodes.vllm_engine.vllm_processes import EngineDied, engine_died
+from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, priority_of
 from tests.generator_rig import RecordingContext, make_prompt
 from tests.ticks import ticks
 

@@ -17,8 +17,8 @@ from flowrl.graph.machine import GB
 from flowrl.messages import Sample, Trainable
 from flowrl.models import Policy
 from flowrl.nodes import Trainer
-from flowrl.nodes.given_answers import GivenAnswers
-from flowrl.nodes.teacher import scored_by_teacher
+from flowrl.nodes.scoring.teacher import scored_by_teacher
+from flowrl.nodes.sources.given_answers import GivenAnswers
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import prompt, run_graph, run_node, sample
 from flowrl.training.advantage.estimate import trainable
@@ -29,10 +29,10 @@ from flowrl.training.batch.update import Sums
 from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.model.logprobs import Taught, chunked_logprobs
 from flowrl.training.model.output_layer import load_output_layer
 from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.row_layout import lay_out
+from flowrl.training.model.token_logprobs.logprobs import Taught, chunked_logprobs
 from flowrl.training.scoring.passes import judgements_of
 from tests.tiny_policy import make_policy
 

@@ -18,7 +18,7 @@ from flowrl.graph.analysis.linked import linked, neighbours
 from flowrl.graph.analysis.place import HostPlan, spare_cores
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.gpu_links import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, parse_links, read_links
-from flowrl.runtime.driver.claims import visible_devices
+from flowrl.runtime.driver.ray_cluster.claims import visible_devices
 from tests.graph_nodes import grpo
 
 TEXTS = Path(__file__).parent / "topologies"

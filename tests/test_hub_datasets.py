@@ -12,8 +12,8 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.hub import pins
 from flowrl.tasks import Task, load_demonstrations, load_preferences, load_rows
-from flowrl.tasks.dataset_card import chosen_files, whole
-from flowrl.tasks.row_loading import all_rows
+from flowrl.tasks.records.dataset_card import chosen_files, whole
+from flowrl.tasks.row_reading.row_loading import all_rows
 from tests.hub_server import Hub, Repo, serving
 
 CARD = """---

@@ -57,7 +57,7 @@ def tiny_directory(place: Path, *, safe: bool = True) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from flowrl.models.characters import character_tokenizer
+    from flowrl.models.tokens.characters import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(place)

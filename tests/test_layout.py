@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -192,8 +193,142 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "batch": {"loss", "layouts", "model", "engine"},
         "learner": {"loss", "layouts", "model", "engine", "batch"},
     },
+    "channel": {
+        "encoding": set(),
+        "tickets": set(),
+        "control": {"encoding"},
+        "lanes": {"encoding"},
+        "links": {"encoding"},
+        "router": {"encoding", "lanes", "links"},
+        "endpoint": {"control", "encoding", "lanes", "links", "router"},
+    },
+    "environments": {
+        "environment_row": set(),
+        "middle": set(),
+        "protocol": set(),
+        "rows_apart": set(),
+        "failure": {"protocol"},
+        "find": {"environment_row", "protocol"},
+        "sticks_env": {"protocol"},
+        "task_questions": {"environment_row", "protocol", "rows_apart"},
+        "adapters": {"environment_row", "protocol", "task_questions"},
+        "player": {"failure", "protocol"},
+        "tools": {"failure", "middle", "protocol"},
+        "open_episode": {"environment_row", "failure", "find", "player", "protocol"},
+        "tool_env": {"environment_row", "middle", "protocol", "task_questions", "tools"},
+        "episode_processes": {"environment_row", "failure", "find", "open_episode", "player", "protocol"},
+        "episodes": {"environment_row", "episode_processes", "failure", "find", "open_episode", "protocol"},
+    },
+    "models": {
+        "directory": set(),
+        "labels": set(),
+        "smollm2": set(),
+        "token_store": set(),
+        "tokenizer_options": set(),
+        "policy": {"tokenizer_options"},
+        "references": {"token_store"},
+        "find_model": {"directory", "policy"},
+        "sizes": {"directory", "find_model", "policy"},
+        "tokens": {"find_model", "policy", "tokenizer_options"},
+        "character_models": {"policy", "tokens"},
+        "model_with_tokenizer": {"find_model", "policy", "tokenizer_options", "tokens"},
+        "scorer": {"labels", "tokens"},
+    },
+    "nodes": {
+        "curricula": set(),
+        "vllm_engine": set(),
+        "groups": {"curricula"},
+        "model_memory": {"vllm_engine"},
+        "sources": {"curricula"},
+        "batching": {"groups"},
+        "generation": {"model_memory", "vllm_engine"},
+        "scoring": {"groups", "model_memory", "sources"},
+        "training": {"model_memory"},
+        "writers": {"sources"},
+        "rewarding": {"scoring"},
+        "episodes": {"generation", "rewarding", "sources", "vllm_engine"},
+        "evaluating": {"rewarding", "sources", "writers"},
+        "agent_programs": {"episodes", "generation", "rewarding", "vllm_engine"},
+    },
+    "runtime.driver": {
+        "early_stop": set(),
+        "preflight": set(),
+        "ray_cluster": set(),
+        "run_state": set(),
+        "unfinished": set(),
+        "options": {"early_stop"},
+        "processes": {"ray_cluster"},
+        "job": {"options", "ray_cluster"},
+        "launch_checks": {"options"},
+        "run_records": {"early_stop", "job", "run_state"},
+        "saving": {"job", "options", "processes", "run_records", "run_state"},
+        "phases": {"options", "processes", "run_records", "run_state", "saving"},
+        "losses": {"phases", "processes", "run_records", "run_state"},
+        "driver": {"job", "losses", "phases", "processes", "ray_cluster", "run_records", "run_state", "saving"},
+        "signals": {"driver"},
+        "launch": {"driver", "job", "launch_checks", "options", "preflight", "ray_cluster", "signals", "unfinished"},
+    },
+    "tasks": {
+        "checks": set(),
+        "name_options": set(),
+        "rows": set(),
+        "user_module": set(),
+        "verify": set(),
+        "weighted_sums": set(),
+        "arithmetic": {"rows"},
+        "input_template": {"rows"},
+        "records": {"rows"},
+        "reward_calls": {"checks", "name_options", "rows", "user_module"},
+        "sticks": {"rows"},
+        "rewards": {"checks", "reward_calls", "rows", "weighted_sums"},
+        "task": {"checks", "input_template", "name_options", "rewards", "weighted_sums"},
+        "reasoning": {"rows", "task"},
+        "row_reading": {"arithmetic", "checks", "input_template", "reasoning", "records", "rows", "sticks", "task"},
+        "evaluation_set": {"name_options", "row_reading", "rows", "task"},
+        "mixture": {"reward_calls", "row_reading", "rows", "task"},
+    },
+    "training.model": {
+        "attention": set(),
+        "balance": set(),
+        "model_shape": set(),
+        "scalar_head": set(),
+        "tensor_parts": set(),
+        "placement": {"attention"},
+        "tensors": {"tensor_parts"},
+        "token_logprobs": {"model_shape"},
+        "adapter": {"tensors"},
+        "row_layout": {"attention", "placement", "token_logprobs"},
+        "row_slices": {"attention", "row_layout"},
+        "tree_trial": {"attention", "row_layout"},
+        "policy_model": {"adapter", "attention", "balance", "row_layout", "token_logprobs", "tree_trial"},
+        "output_layer": {"policy_model", "row_layout", "token_logprobs"},
+        "value_model": {"adapter", "policy_model", "row_layout", "scalar_head", "tree_trial"},
+        "loading": {"policy_model", "token_logprobs", "value_model"},
+        "model_writer": {"policy_model", "tensors", "value_model"},
+        "trainable": {"balance", "policy_model", "scalar_head", "tensor_parts", "token_logprobs", "value_model"},
+    },
+    "weights": {
+        "fetched": set(),
+        "manifest": set(),
+        "narrowing": set(),
+        "probe": set(),
+        "shm": set(),
+        "device_receive": {"fetched"},
+        "module": {"manifest", "shm"},
+        "tcp": {"shm"},
+        "vllm_process": {"fetched", "manifest", "shm"},
+        "receive": {"fetched", "manifest", "shm", "tcp"},
+        "send": {"manifest", "narrowing", "shm", "tcp"},
+        "whole_tensors": {"narrowing", "send"},
+        "device": {"fetched", "narrowing", "send", "whole_tensors"},
+        "backends": {"device", "device_receive", "fetched", "narrowing", "receive", "send"},
+        "publish": {"backends", "narrowing", "probe", "send"},
+    },
 }
 """Part of flowrl -> its rooms (folders, and files beside them) -> the other rooms that each may import."""
+
+MOST_MODULES = 21
+"""Modules of one folder: more of them need rooms."""
 
 
 @functools.cache
@@ -228,8 +363,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def room(module: str, of: str) -> str:
     """ "analysis" for flowrl.graph.analysis.plan; "" for what is not in a room of that part, as for the part itself"""
-    names = module.split(".")
-    return names[2] if names[:2] == ["flowrl", of] and len(names) > 2 else ""
+    part, within, rest = module.partition(f"flowrl.{of}.")
+    return rest.split(".")[0] if within and not part else ""
 
 
 @pytest.mark.parametrize("of", ROOMS)
@@ -251,6 +386,11 @@ def test_the_table_of_rooms_is_complete_and_has_no_circle(of: str) -> None:
     assert set(order) == set(ROOMS[of])
 
 
+def test_a_folder_has_few_modules() -> None:
+    of_folder = Counter(path.parent for path in modules() if path.name != "__init__.py" and "recipes" not in path.parts)
+    assert {str(path): number for path, number in of_folder.items() if number > MOST_MODULES} == {}
+
+
 BROAD_EXCEPTS = {
     "channel/control.py: Control._run_note",
     "agents/chat_template.py: ChatTemplate.text",
@@ -258,7 +398,7 @@ BROAD_EXCEPTS = {
     "agents/parser_trial.py: _reads",
     "agents/endpoint/call_sampler.py: CallSampler._reply",
     "channel/control.py: Control._work",
-    "channel/link.py: Listener._drain",
+    "channel/links/link.py: Listener._drain",
     "commands/talk.py: Talk.reply.generate",
     "disk_room.py: told_if_full",
     "environments/adapters/package.py: imported",
@@ -266,28 +406,28 @@ BROAD_EXCEPTS = {
     "environments/adapters/textarena_env.py: _players",
     "environments/adapters/verifiers_env.py: _examples",
     "environments/adapters/verifiers_env.py: _loaded",
-    "environments/episode_child.py: play",
+    "environments/episode_processes/episode_child.py: play",
     "environments/episodes.py: Episodes.__aenter__",
     "environments/episodes.py: Episodes._begun",
     "environments/episodes.py: Episodes._opened",
     "environments/failure.py: boundary",
     "environments/find.py: FoundEnvironment.made",
-    "environments/episode_process.py: EpisodeProcess.ask",
+    "environments/episode_processes/episode_process.py: EpisodeProcess.ask",
     "environments/tools/collection.py: _run",
     "environments/tools/sandbox/python_tool.py: PythonSession.python",
     "environments/tools/sandbox/sandbox_interpreter.py: _executed",
     "environments/tools/sandbox/sandbox_interpreter.py: _show",
     "environments/tools/sandbox/sandbox_interpreter.py: main",
-    "environments/zygote.py: ZygoteClient.start",
+    "environments/episode_processes/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
-    "models/tool_form.py: _text",
-    "training/model/logit_scaling.py: _Stand.logits",
+    "models/tokens/tool_form.py: _text",
+    "training/model/token_logprobs/logit_scaling.py: _Stand.logits",
     "runtime/activity/lease.py: Lease._move",
     "runtime/activity/lease.py: Lease.begin",
     "runtime/activity/lease.py: _hook",
-    "runtime/driver/cluster.py: RayCluster.start",
-    "runtime/driver/unless_ended.py: _call",
+    "runtime/driver/ray_cluster/cluster.py: RayCluster.start",
+    "runtime/driver/ray_cluster/unless_ended.py: _call",
     "runtime/driver/driver.py: Driver.run",
     "runtime/host/actor.py: HostActor._run_loop",
     "runtime/host/context.py: _called",
@@ -301,10 +441,10 @@ BROAD_EXCEPTS = {
     "runtime/ports/items.py: OpenItems.noting_failure",
     "runtime/ports/outbound.py: Outbound._send_on",
     "runtime/ports/requests.py: LiveServe._reply",
-    "tasks/gathered.py: Gathered._answer",
-    "tasks/http.py: HttpReward._answer",
-    "tasks/judge.py: Judge.__call__",
-    "tasks/judge.py: Judge.ask",
+    "tasks/reward_calls/gathered.py: Gathered._answer",
+    "tasks/reward_calls/http.py: HttpReward._answer",
+    "tasks/reward_calls/judge.py: Judge.__call__",
+    "tasks/reward_calls/judge.py: Judge.ask",
     "tasks/user_module.py: _importing",
     "training/loss/function_trial.py: _attempt",
     "training/scoring/rank.py: serve",
@@ -317,7 +457,7 @@ hand the exception to those who wait."""
 
 
 def broad_excepts(path: Path) -> Iterator[tuple[str, int]]:
-    """("channel/link.py: Listener._drain", line) for each place that catches or suppresses any exception."""
+    """("channel/links/link.py: Listener._drain", line) for each place that catches or suppresses any exception."""
 
     def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):

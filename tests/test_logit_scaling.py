@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.training.model.logit_scaling import LogitScaling, found_scaling
-from flowrl.training.model.logprobs import chunked_logprobs
 from flowrl.training.model.policy_model import PolicyModel
 from flowrl.training.model.row_layout import lay_out
+from flowrl.training.model.token_logprobs.logit_scaling import LogitScaling, found_scaling
+from flowrl.training.model.token_logprobs.logprobs import chunked_logprobs
 
 SIZES = {
     "vocab_size": 61,

@@ -1,7 +1,7 @@
 """Reports to the driver that are longer than what may be decoded at once: each is sent in parts, and none is refused.
 
-The limit is that of `flowrl.channel.cost`: a node that sends ten thousand messages a second, an evaluation of a whole
-benchmark and a batch of many thousand samples all exceed it.
+The limit is that of `flowrl.channel.encoding.cost`: a node that sends ten thousand messages a second, an evaluation of
+a whole benchmark and a batch of many thousand samples all exceed it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.channel.chunks import chunked, values_in
-from flowrl.channel.cost import MOST_VALUES, weigh
-from flowrl.channel.wire import NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.channel.encoding.chunks import chunked, values_in
+from flowrl.channel.encoding.cost import MOST_VALUES, weigh
+from flowrl.channel.encoding.wire import NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.runtime.host.context import Meters, NodeContext
 from flowrl.runtime.ledger.ledger_client import EvaluationRow, LedgerClient, Use
 from flowrl.runtime.samples.sample_notes import SampleNotes

@@ -10,8 +10,8 @@ import pytest
 
 from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.load import load_file
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.vllm_start import longest_sequence
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.vllm_start import longest_sequence
 from flowrl.weights.probe import PROBE_TOKENS
 
 GRAPHS = Path(__file__).parent.parent / "graphs"

@@ -14,13 +14,14 @@ import torch
 
 from flowrl.graph.footprint import Share
 from flowrl.models import Policy
-from flowrl.models.known_shapes import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
+from flowrl.models.sizes.known_shapes import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.training.engine import train_memory
 from flowrl.training.engine.train_memory import BUCKET_BYTES, TrainerModel, head_bytes, layer_bytes, scoring_bytes
-from flowrl.training.model import cached_logprobs, logprobs, model_writer
+from flowrl.training.model import model_writer
 from flowrl.training.model.model_shape import ModelShape, read_shape
 from flowrl.training.model.tensors import whole_weights
+from flowrl.training.model.token_logprobs import cached_logprobs, logprobs
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 from tests.loading_rank import Highest
 from tests.memory_rank import CASES, settings_of, tensor_size_of
@@ -80,8 +81,8 @@ def test_published_models_have_their_published_sizes(name: str, parameters: int)
 
 
 def test_the_built_in_models_have_the_shapes_that_are_predicted_from() -> None:
-    from flowrl.models.characters import character_tokenizer
-    from flowrl.models.tiny import _random_model
+    from flowrl.models.character_models.tiny import _random_model
+    from flowrl.models.tokens.characters import character_tokenizer
 
     tiny = _random_model(character_tokenizer())
     assert CHARACTER_SHAPE.parameters == sum(p.numel() for p in tiny.parameters())

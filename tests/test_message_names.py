@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from flowrl import messages
-from flowrl.channel.codec import Encoder
-from flowrl.channel.schema import schema_of
-from flowrl.channel.stored import FORMAT, dump, load, load_value
+from flowrl.channel.encoding.codec import Encoder
+from flowrl.channel.encoding.schema import schema_of
+from flowrl.channel.encoding.stored import FORMAT, dump, load, load_value
 from flowrl.errors import SchemaError
 from flowrl.graph.load import load_file
 from flowrl.message_base import message_type, schema_hash, type_name

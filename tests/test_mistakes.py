@@ -15,7 +15,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
-from flowrl.runtime.driver.cluster import RayCluster
+from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
 
 ROOT = Path(__file__).parent.parent
 GRPO = str(ROOT / "graphs" / "grpo.py")
@@ -518,7 +518,7 @@ def test_a_cluster_that_does_not_answer(
 
 
 def test_vllm_of_another_version(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.nodes.vllm_start.version", lambda package: "0.9.2")
+    monkeypatch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", lambda package: "0.9.2")
     assert "vllm 0.9.2 is installed; flowrl's generator is built on vLLM 0.32.x" in told("run", GRPO, *SMALL)
 
 
@@ -526,5 +526,5 @@ def test_no_vllm(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("flowrl.nodes.vllm_start.version", version)
+    monkeypatch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", version)
     assert "vLLM is not installed, and the generator needs it; pip install" in told("run", GRPO, *SMALL)

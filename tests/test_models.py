@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from flowrl.cache import cached_model
 from flowrl.errors import ConfigError
 from flowrl.models import Chat, Policy, check_model, known_context, load_tokenizer, resolve
-from flowrl.models.characters import SPECIAL, character_tokenizer
+from flowrl.models.character_models.warm_start import Recipe
 from flowrl.models.directory import context_length
-from flowrl.models.warm_start import Recipe
+from flowrl.models.tokens.characters import SPECIAL, character_tokenizer
 from flowrl.tasks import Task
 
 
@@ -200,7 +200,7 @@ def test_an_untrained_tiny_loads_as_an_ordinary_model() -> None:
 def test_a_warm_start_stops_at_its_target_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from flowrl.models import tiny
+    from flowrl.models.character_models import tiny
 
     recipe = Recipe(batch=16, max_steps=300, check_every=20, sampled_target=0.05, greedy_target=0.05)
     monkeypatch.setitem(tiny.RECIPES, "tiny", recipe)

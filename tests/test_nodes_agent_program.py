@@ -20,9 +20,9 @@ from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import AgentProgram, Limits, Sampling
-from flowrl.nodes.attempt_outcomes import FIRST_ATTEMPTS
+from flowrl.nodes.episodes.attempt_outcomes import FIRST_ATTEMPTS
 from flowrl.runtime.ledger.token_digest import spans_of
 from flowrl.testing import NodeRecord, NodeRig
 from tests import agent_programs

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from flowrl.messages import Batch, Group
-from flowrl.nodes import TokenBatch, begun_batch
-from flowrl.nodes.begun_batch import Pace
+from flowrl.nodes import TokenBatch
+from flowrl.nodes.batching import begun_batch
+from flowrl.nodes.batching.begun_batch import Pace
 from flowrl.testing import NodeRig, lost
 from tests.test_nodes_batch import batches, group
 

@@ -15,7 +15,7 @@ import torch
 from flowrl.errors import FlowrlError
 from flowrl.messages import Sample, ValueQuestion, Values, Weights
 from flowrl.models import Policy
-from flowrl.nodes.critic import Critic
+from flowrl.nodes.scoring.critic import Critic
 from flowrl.testing import NodeRecord, NodeRig, sample
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model

@@ -17,13 +17,13 @@ from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, NodeFailed
 from flowrl.messages import Prompt
 from flowrl.models import Policy
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Limits
-from flowrl.nodes.attempt import read_action
-from flowrl.nodes.attempt_outcomes import FIRST_ATTEMPTS
-from flowrl.nodes.environment_source import prompt_fields
-from flowrl.nodes.episode_node import turn_seed
-from flowrl.nodes.seat import after_system_prompt, messages_of
+from flowrl.nodes.episodes.attempt import read_action
+from flowrl.nodes.episodes.attempt_outcomes import FIRST_ATTEMPTS
+from flowrl.nodes.episodes.episode_node import turn_seed
+from flowrl.nodes.episodes.seat import after_system_prompt, messages_of
+from flowrl.nodes.sources.environment_source import prompt_fields
 from flowrl.testing import NodeRecord, NodeRig
 from tests import play_envs
 
@@ -208,7 +208,7 @@ def test_after_the_last_attempt_the_sample_fails_by_its_cause_and_has_no_reward(
 
 
 def test_a_run_of_failures_ends_with_the_commonest_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.nodes.attempt_outcomes.PATIENCE_S", 0.0)
+    monkeypatch.setattr("flowrl.nodes.episodes.attempt_outcomes.PATIENCE_S", 0.0)
     with pytest.raises(FlowrlError, match=r"16 of the last 16 attempts .* mostly by env_raised(.|\n)*no such move"):
         play(Script("go"), failing(tmp_path, times=999), prompts=8, limits=Limits(tokens=400, retries=3))
 

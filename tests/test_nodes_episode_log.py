@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrl.environments import EnvironmentFailed, Observation, Step
-from flowrl.nodes.episode_log import EpisodeLog
+from flowrl.nodes.episodes.episode_log import EpisodeLog
 
 BEFORE = Step(Observation("b"), reward=1.0, metrics={"took_s": 0.5})
 

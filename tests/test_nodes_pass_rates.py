@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.nodes import Curriculum, weighted_draw
-from flowrl.nodes.curriculum import GroupOutcome
-from flowrl.nodes.pass_rates import AT, HEARD, RATE, PassRates
-from flowrl.nodes.rising_queue import RisingQueue
-from flowrl.nodes.weighted_draw import WeightedDraw
+from flowrl.nodes import Curriculum
+from flowrl.nodes.curricula import weighted_draw
+from flowrl.nodes.curricula.curriculum import GroupOutcome
+from flowrl.nodes.curricula.pass_rates import AT, HEARD, RATE, PassRates
+from flowrl.nodes.curricula.rising_queue import RisingQueue
+from flowrl.nodes.curricula.weighted_draw import WeightedDraw
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=20))

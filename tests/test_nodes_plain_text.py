@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
-from flowrl.models.characters import character_tokenizer
-from flowrl.models.plain_tokens import pieces, text_tokens
+from flowrl.models.tokens.characters import character_tokenizer
+from flowrl.models.tokens.plain_tokens import pieces, text_tokens
 from flowrl.nodes import HeldOutDemonstrations, TextDataset, Texts, TextSource
-from flowrl.nodes.plain_text import CutBy
+from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.tasks import Task, load_rows, load_texts
 from flowrl.testing import run_node
 

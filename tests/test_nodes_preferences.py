@@ -12,9 +12,9 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt, Trainable
 from flowrl.models import Policy, cache_dir
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource
-from flowrl.nodes.preference_source import mismatches
+from flowrl.nodes.sources.preference_source import mismatches
 from flowrl.tasks import Row, Task
-from flowrl.tasks.preference_rows import Kind
+from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.testing import NodeRecord, run_node
 
 TASK = Task("arithmetic:max_value=10")

@@ -20,8 +20,8 @@ from flowrl.graph.machine import GB
 from flowrl.messages import Sample, Weights
 from flowrl.models import Policy
 from flowrl.nodes import Reference
-from flowrl.nodes.reference import newest_version
-from flowrl.nodes.refreshed import KeptReferences, num_kept
+from flowrl.nodes.scoring.reference import newest_version
+from flowrl.nodes.scoring.refreshed import KeptReferences, num_kept
 from flowrl.testing import NodeRecord, NodeRig, run_graph, sample
 from flowrl.weights.publish import Publisher
 from tests.tiny_policy import ModelSource, make_policy, perturb

@@ -16,8 +16,8 @@ from flowrl.messages import Int32, Sample
 from flowrl.models import Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
-from flowrl.nodes.model_scores import ModelScore, ScoreQuestion
-from flowrl.nodes.reward_model import renders_alike
+from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
+from flowrl.nodes.rewarding.reward_model import renders_alike
 from flowrl.tasks import Row, Task, reward_parts
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 from flowrl.training.model.value_model import load_scalar_model

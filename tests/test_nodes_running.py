@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.messages import Batch, Group
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, TokenBatch
-from flowrl.nodes.running import Moments
+from flowrl.nodes.batching.running import Moments
 from flowrl.testing import run_node, scored
 from flowrl.training.advantage.estimate import Estimate, Scale
 from tests.groups import members

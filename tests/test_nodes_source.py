@@ -14,7 +14,7 @@ from flowrl.graph.node import Saved
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource, TaskSource
-from flowrl.nodes.row_source import epoch_order, sampling_seed
+from flowrl.nodes.sources.row_source import epoch_order, sampling_seed
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import NodeRecord, run_node
 

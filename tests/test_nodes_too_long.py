@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.models.characters import character_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import (
     Demonstrations,
     DemonstrationSource,
@@ -19,7 +19,7 @@ from flowrl.nodes import (
     Preferences,
     PreferenceSource,
 )
-from flowrl.nodes.too_long import TooLong, answer_start, shortened
+from flowrl.nodes.sources.too_long import TooLong, answer_start, shortened
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 
@@ -85,7 +85,7 @@ def test_a_long_pair_is_an_error_before_the_run_if_asked_for(tmp_path: Path) -> 
 
 
 def _renderer(data: Preferences) -> object:
-    from flowrl.nodes.preference_source import Renderer
+    from flowrl.nodes.sources.preference_source import Renderer
 
     return Renderer(data, data.chat(), data.rows().train)
 

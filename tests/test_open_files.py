@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowrl import Cluster
-from flowrl.channel.link import Authenticator
+from flowrl.channel.links.link import Authenticator
 from flowrl.errors import ConfigError
 from flowrl.graph import open_files
 from flowrl.graph.analysis.check import check

@@ -18,7 +18,7 @@ from flowrl.commands.export import ExportOptions
 from flowrl.commands.merge_adapter import MergeOptions
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
-from flowrl.nodes.serve import ServeOptions
+from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.training import schedule, settings
 from flowrl.training.loss import function_objective, policy_objective, preference_objectives, reward_objective

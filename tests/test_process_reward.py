@@ -15,13 +15,13 @@ from flowrl.graph.load import load_file
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.scorer import load_scorer
-from flowrl.models.steps import separator_of, split_steps, step_tokens
+from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
-from flowrl.nodes.model_scores import ScoreQuestion
-from flowrl.nodes.process_reward import reward_of
-from flowrl.nodes.serve import ServeOptions, _client
-from flowrl.nodes.step_dataset import labelled_steps
-from flowrl.nodes.too_long import TooLong
+from flowrl.nodes.rewarding.model_scores import ScoreQuestion
+from flowrl.nodes.rewarding.process_reward import reward_of
+from flowrl.nodes.rewarding.serve import ServeOptions, _client
+from flowrl.nodes.sources.step_dataset import labelled_steps
+from flowrl.nodes.sources.too_long import TooLong
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model

@@ -22,7 +22,7 @@ def saved(place: Path, *, prefix: str = "score", pickled: bool = False, **config
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    from flowrl.models.characters import character_tokenizer
+    from flowrl.models.tokens.characters import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(place)

@@ -15,13 +15,13 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.nodes import Reward
 from flowrl.tasks import Row, Task, asked_columns, load_rows, reward_parts
-from flowrl.tasks.conventions import adapted, label_of, openrlhf_answer
-from flowrl.tasks.gathered import Gathered
-from flowrl.tasks.http import body_of_openrlhf
-from flowrl.tasks.judge import BadReward, Verdicts, load_judge
-from flowrl.tasks.question import Question
+from flowrl.tasks.reward_calls.conventions import adapted, label_of, openrlhf_answer
+from flowrl.tasks.reward_calls.gathered import Gathered
+from flowrl.tasks.reward_calls.http import body_of_openrlhf
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts, load_judge
+from flowrl.tasks.reward_calls.question import Question
+from flowrl.tasks.reward_calls.signatures import convention_of, declared, with_function
 from flowrl.tasks.rewards import open_reward, parse_reward
-from flowrl.tasks.signatures import convention_of, declared, with_function
 from flowrl.testing import run_node, sample
 
 FILES = Path(__file__).parent / "foreign_rewards"

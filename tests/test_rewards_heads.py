@@ -10,7 +10,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.nodes import Reward
 from flowrl.tasks import Task, reward_parts
-from flowrl.tasks.judge import BadReward, Verdicts
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import open_reward
 from flowrl.testing import run_node, sample
 

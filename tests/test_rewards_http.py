@@ -17,13 +17,14 @@ from aiohttp import ClientSession, web
 from flowrl.errors import ConfigError
 from flowrl.models.scorer import ONE_LABEL
 from flowrl.nodes import Reward
-from flowrl.nodes.serve import AskModel, ServeOptions, _client
-from flowrl.tasks import Task, http, reward_parts
-from flowrl.tasks.away import Patience
-from flowrl.tasks.http import HttpReward
-from flowrl.tasks.judge import BadReward, Verdicts
+from flowrl.nodes.rewarding.serve import AskModel, ServeOptions, _client
+from flowrl.tasks import Task, reward_parts
+from flowrl.tasks.reward_calls import http
+from flowrl.tasks.reward_calls.away import Patience
+from flowrl.tasks.reward_calls.http import HttpReward
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
+from flowrl.tasks.reward_calls.server import RewardServer
 from flowrl.tasks.rewards import open_reward, parse_reward
-from flowrl.tasks.server import RewardServer
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime.driver import checkpoint_clock
-from flowrl.runtime.driver.checkpoint_clock import CheckpointClock
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.saving import checkpoint_clock
+from flowrl.runtime.driver.saving.checkpoint_clock import CheckpointClock
 from flowrl.testing import run_graph
 from tests.in_process import seeing_the_driver
 

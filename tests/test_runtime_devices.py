@@ -13,10 +13,10 @@ from flowrl import Cluster, Machine
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.runtime.driver import allocator
-from flowrl.runtime.driver.claims import Claim, claims, visible_devices
-from flowrl.runtime.driver.cluster import HostSlot, environment
-from flowrl.training.model import products
+from flowrl.runtime.driver.ray_cluster import allocator
+from flowrl.runtime.driver.ray_cluster.claims import Claim, claims, visible_devices
+from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
+from flowrl.training.model.token_logprobs import products
 from tests.graph_nodes import Grpo, grpo
 from tests.run_process import ROOT, Run
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.endpoint_transport import IpcTransport
+from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.errors import NodeFailed
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import load_file, rebuild
@@ -162,7 +162,7 @@ def test_the_cluster_is_given_back_before_the_books_are_proven(tmp_path: Path, m
     async def driven(job: PreparedRun, cluster: object, view: object) -> Outcome:
         return Outcome(1, {}, False, 1.0)
 
-    monkeypatch.setattr("flowrl.runtime.driver.cluster.RayCluster", lambda: GivenBack(order))
+    monkeypatch.setattr("flowrl.runtime.driver.ray_cluster.cluster.RayCluster", lambda: GivenBack(order))
     monkeypatch.setattr("flowrl.runtime.audit.audit.audit", lambda run_dir: order.append("proven"))
     monkeypatch.setattr(PreparedRun, "drive", driven)
     loaded = load_file(PLAYED)

@@ -126,7 +126,7 @@ def test_two_generators_share_the_turns(tmp_path: Path) -> None:
 
 
 def test_a_run_in_which_everything_fails_ends_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.nodes.attempt_outcomes.PATIENCE_S", 0.1)
+    monkeypatch.setattr("flowrl.nodes.episodes.attempt_outcomes.PATIENCE_S", 0.1)
     ran = play(tmp_path / "run", fails=1.0)
     assert isinstance(ran.error, FlowrlError) and "mostly by env_" in str(ran.error)
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from flowrl.errors import FlowrlError, NodeFailed
-from flowrl.runtime.driver import hosts as hosts_module
-from flowrl.runtime.driver.hosts import Hosts
+from flowrl.runtime.driver.processes import hosts as hosts_module
+from flowrl.runtime.driver.processes.hosts import Hosts
 from flowrl.testing import VirtualClock
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.dispatch import EndOfStream
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.lanes.dispatch import EndOfStream
 from flowrl.errors import FlowrlError
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.facts import Facts

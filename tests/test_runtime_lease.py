@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.channel.control import Control
-from flowrl.channel.wire import Frame
+from flowrl.channel.encoding.wire import Frame
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.driver.barrier import Locks
+from flowrl.runtime.driver.processes.barrier import Locks
 from tests.channel_rig import play
 from tests.ticks import ticks
 

@@ -14,10 +14,10 @@ import pytest
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import Stalled
-from flowrl.runtime.driver import lookout as lookout_module
-from flowrl.runtime.driver.hosts import Hosts
-from flowrl.runtime.driver.lookout import Lookout
-from flowrl.runtime.driver.stall import Topology
+from flowrl.runtime.driver.processes import lookout as lookout_module
+from flowrl.runtime.driver.processes.hosts import Hosts
+from flowrl.runtime.driver.processes.lookout import Lookout
+from flowrl.runtime.driver.processes.stall import Topology
 from flowrl.testing import VirtualClock
 
 CYCLE = Topology(

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out

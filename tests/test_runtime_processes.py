@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowrl.runtime.driver import lifeline
-from flowrl.runtime.driver.lifeline import outlive
+from flowrl.runtime.driver.ray_cluster import lifeline
+from flowrl.runtime.driver.ray_cluster.lifeline import outlive
 from flowrl.runtime.host.processes import Processes, children
 from tests.channel_rig import play
 

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from flowrl.channel import stored
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.encoding import stored
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.episode import EpisodeRecord
 from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.driver.orders import Orders
-from flowrl.runtime.driver.snapshotter import Snapshotter
+from flowrl.runtime.driver.processes.orders import Orders
+from flowrl.runtime.driver.saving.snapshotter import Snapshotter
 from flowrl.runtime.host import pausing
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting

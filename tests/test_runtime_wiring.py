@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from flowrl import Cluster, Machine
-from flowrl.channel.endpoint_transport import IpcTransport
+from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.machine import GB
 from flowrl.runtime.activity.lease import Lease

@@ -11,9 +11,9 @@ from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
 from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, PairMaker
-from flowrl.nodes.dynamic import GroupFilter
-from flowrl.nodes.running import RunningEstimate
-from flowrl.nodes.valued import question
+from flowrl.nodes.batching.running import RunningEstimate
+from flowrl.nodes.batching.valued import question
+from flowrl.nodes.groups.dynamic import GroupFilter
 from flowrl.testing import run_node
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.advantage.seat_credit import of_seat, require_one_seat, seats_of

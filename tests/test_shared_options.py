@@ -27,9 +27,9 @@ from flowrl.nodes import (
     TokenBatch,
     Trainer,
 )
-from flowrl.nodes.episode_node import EpisodeNode
-from flowrl.nodes.reference import EpisodeReference
-from flowrl.nodes.selection import Selection
+from flowrl.nodes.episodes.episode_node import EpisodeNode
+from flowrl.nodes.groups.selection import Selection
+from flowrl.nodes.scoring.reference import EpisodeReference
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parent.parent / "graphs").glob("*.py"))
@@ -239,7 +239,9 @@ def test_how_rewards_are_asked_is_an_option_wherever_a_node_asks_them(name: str)
 def test_the_functions_beside_a_reward_model_are_asked_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--reward-timeout-s", "33", "--reward-concurrency", "7", "--reward-away-s", "9")
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr("flowrl.nodes.reward_model.RewardFunctions", lambda *parts, **given: found.append(given))
+    monkeypatch.setattr(
+        "flowrl.nodes.rewarding.reward_model.RewardFunctions", lambda *parts, **given: found.append(given)
+    )
     graph("grpo", *given, "--reward-model", "a/model", "--task.reward", "verifier + reward_model")
     assert found == [{"timeout_s": 33.0, "processes": 7, "away_s": 9.0}]
     with pytest.raises(ConfigError, match="--reward-concurrency is for reward functions and servers"):

@@ -17,8 +17,8 @@ from rich.console import Console
 from flowrl.agents import TokenSequence
 from flowrl.agents.token_pieces import TokenPieces
 from flowrl.cli import main
-from flowrl.models.characters import character_tokenizer
-from flowrl.nodes.episode_record import fed_roles, spans_of
+from flowrl.models.tokens.characters import character_tokenizer
+from flowrl.nodes.episodes.episode_record import fed_roles, spans_of
 from flowrl.runtime.show.episode_text import attempt_text
 from flowrl.runtime.show.show import show
 from flowrl.runtime.telemetry import kept_episodes

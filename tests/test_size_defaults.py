@@ -18,9 +18,9 @@ from flowrl.commands.prepare import Prepared, prepare
 from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.graph.shipped import shipped_names
 from flowrl.models import Policy
-from flowrl.models.model_size import ModelSize, model_size
-from flowrl.models.size_defaults import BY_SIZE, size_defaults
-from flowrl.models.size_table import TABLE, row_for
+from flowrl.models.sizes.model_size import ModelSize, model_size
+from flowrl.models.sizes.size_defaults import BY_SIZE, size_defaults
+from flowrl.models.sizes.size_table import TABLE, row_for
 from flowrl.runtime.driver.options import RunOptions
 
 ROOT = Path(__file__).parent.parent

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.driver.cluster import RayCluster
-from flowrl.runtime.driver.slow_start import AGAIN, SAID, STARTS
+from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
+from flowrl.runtime.driver.ray_cluster.slow_start import AGAIN, SAID, STARTS
 
 
 class Started:

@@ -12,11 +12,11 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows
-from flowrl.tasks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
-from flowrl.tasks.code_tests import program_of
-from flowrl.tasks.judge import load_judge
+from flowrl.tasks.checks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
+from flowrl.tasks.checks.code_tests import program_of
+from flowrl.tasks.checks.written_numbers import number_of
 from flowrl.tasks.reasoning import extracted, numbers, tagged
-from flowrl.tasks.written_numbers import number_of
+from flowrl.tasks.reward_calls.judge import load_judge
 
 SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.codec import freeze
+from flowrl.channel.encoding.codec import freeze
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource, Reward
 from flowrl.tasks import Rows, Task, load_preferences, load_rows
 from flowrl.tasks import mixture as mixture_module
-from flowrl.tasks.answer_checks import CHECKS
-from flowrl.tasks.judge import Judge, load_judge
+from flowrl.tasks.checks.answer_checks import CHECKS
 from flowrl.tasks.mixture import mixed_order, score
+from flowrl.tasks.reward_calls.judge import Judge, load_judge
 from flowrl.tasks.rewards import PROGRAMS, parse_reward, usual_processes
 from flowrl.tasks.rows import OF_TASK
 from flowrl.testing import run_node
@@ -361,7 +361,7 @@ def test_a_misspelt_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     ],
 )
 def test_answers_are_compared_as_mathematics(response: str, answer: str, right: bool) -> None:
-    from flowrl.tasks.maths import equal
+    from flowrl.tasks.checks.maths import equal
 
     assert equal(response, answer) is right
 
@@ -372,7 +372,7 @@ def test_answers_are_compared_as_mathematics(response: str, answer: str, right: 
 )
 def test_an_answer_is_refused_where_nothing_is_found_in_it(answer: str) -> None:
     """Most answers are judged without a parse, which has to come to the same."""
-    from flowrl.tasks.maths import _right, check
+    from flowrl.tasks.checks.maths import _right, check
 
     if _right(answer):
         check({"a": answer})
@@ -393,7 +393,7 @@ def test_every_answer_of_a_check_by_mathematics_is_looked_at(tmp_path: Path) -> 
 def test_a_file_of_worked_solutions_is_a_task(tmp_path: Path) -> None:
     records = [{"question": f"{n} eggs twice?", "answer": f"{n} * 2 = {2 * n}\n#### {2 * n}"} for n in range(40)]
     task = Task(f"{jsonl(tmp_path / 'gsm8k.jsonl', records)}:prompt=question,check=math")
-    assert task.own_verifier == "flowrl.tasks.maths:score"
+    assert task.own_verifier == "flowrl.tasks.checks.maths:score"
     Reward(task).preflight()
     PromptSource(task, Policy("tiny")).preflight()
     words = [{**record, "answer": "words"} for record in records]

@@ -20,8 +20,8 @@ from flowrl.graph.load import load_file
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, Generator, PromptSource, Sampling, TaskSource
-from flowrl.nodes.dataset import DemonstrationSource
-from flowrl.nodes.environment_source import prompt_fields, question_fields
+from flowrl.nodes.sources.dataset import DemonstrationSource
+from flowrl.nodes.sources.environment_source import prompt_fields, question_fields
 from flowrl.runtime.driver.phases import shown_sets
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet
@@ -69,7 +69,7 @@ def test_the_text_of_a_set() -> None:
 def test_what_scores_a_set() -> None:
     own = Task("train.jsonl", reward="rules.py:score")
     assert parse("t.jsonl", own).task.verifier == "rules.py:score"
-    assert parse("t.jsonl:check=math", own).task.verifier == "flowrl.tasks.maths:score"
+    assert parse("t.jsonl:check=math", own).task.verifier == "flowrl.tasks.checks.maths:score"
     assert parse("t.jsonl:reward=other.py:score,check=math", own).task.verifier == "other.py:score"
     assert parse("t.jsonl").task.verifier == "flowrl.tasks.verify:exact_match"
 

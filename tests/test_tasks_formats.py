@@ -17,8 +17,8 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, conversation, load_preferences, load_rows
-from flowrl.tasks.formats import files_at
-from flowrl.tasks.row_loading import all_rows
+from flowrl.tasks.records.formats import files_at
+from flowrl.tasks.row_reading.row_loading import all_rows
 
 Records = list[dict[str, Any]]
 COUNT = 20

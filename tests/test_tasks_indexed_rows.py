@@ -17,20 +17,13 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
-from flowrl.tasks import (
-    Rows,
-    Task,
-    check_answers,
-    load_demonstrations,
-    load_preferences,
-    load_rows,
-    row_loading,
-    row_stores,
-)
-from flowrl.tasks.files import Keys, of_record
-from flowrl.tasks.indexed_rows import IndexedRows, by_id, prompt_ids
-from flowrl.tasks.malformed import Reading
-from flowrl.tasks.row_loading import all_rows
+from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_preferences, load_rows
+from flowrl.tasks.records import row_stores
+from flowrl.tasks.records.malformed import Reading
+from flowrl.tasks.row_reading import row_loading
+from flowrl.tasks.row_reading.files import Keys, of_record
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows, by_id, prompt_ids
+from flowrl.tasks.row_reading.row_loading import all_rows
 from flowrl.testing import run_node
 from tests.row_compare import both, require_same
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.tasks import KnownRows, Row, Rows, Task, load_demonstrations, load_rows, row_loading
+from flowrl.tasks import KnownRows, Row, Rows, Task, load_demonstrations, load_rows
+from flowrl.tasks.row_reading import row_loading
 from tests.row_compare import rows_in
 
 ONCE = [{"prompt": f"{n}?", "answer": f"{n}"} for n in range(40)]

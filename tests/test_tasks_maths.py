@@ -11,8 +11,10 @@ import pytest
 
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
-from flowrl.tasks import Task, load_rows, maths, row_loading
-from flowrl.tasks.maths import equal
+from flowrl.tasks import Task, load_rows
+from flowrl.tasks.checks import maths
+from flowrl.tasks.checks.maths import equal
+from flowrl.tasks.row_reading import row_loading
 from flowrl.testing import run_node
 
 TWELVE = [

@@ -26,23 +26,16 @@ from flowrl.nodes import (
     Texts,
     TextSource,
 )
-from flowrl.nodes.plain_text import CutBy
-from flowrl.nodes.step_dataset import HeldOutSteps, StepDataset
-from flowrl.tasks import (
-    Rows,
-    Task,
-    load_demonstrations,
-    load_preferences,
-    load_rows,
-    load_texts,
-    row_loading,
-    row_stores,
-)
+from flowrl.nodes.sources.plain_text import CutBy
+from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
+from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
 from flowrl.tasks.arithmetic import Arithmetic
-from flowrl.tasks.indexed_rows import IndexedRows
-from flowrl.tasks.preference_rows import Kind
-from flowrl.tasks.row_loading import all_rows
-from flowrl.tasks.spooled import num_bytes
+from flowrl.tasks.records import row_stores
+from flowrl.tasks.records.spooled import num_bytes
+from flowrl.tasks.row_reading import row_loading
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows
+from flowrl.tasks.row_reading.preference_rows import Kind
+from flowrl.tasks.row_reading.row_loading import all_rows
 from flowrl.testing import run_node
 from tests.row_compare import both, require_same, rows_in
 

@@ -10,9 +10,9 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.nodes.preference_source import Preferences, PreferenceSource
+from flowrl.nodes.sources.preference_source import Preferences, PreferenceSource
 from flowrl.tasks import Task, load_preferences
-from flowrl.tasks.preference_rows import Kind
+from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.tasks.rows import Row
 from flowrl.testing import run_node
 

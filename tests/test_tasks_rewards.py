@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import Task, reward_parts, worker
-from flowrl.tasks.judge import BadReward, Judge, Verdicts, load_judge, place_of
-from flowrl.tasks.reward_client import route_of
+from flowrl.tasks import Task, reward_parts
+from flowrl.tasks.reward_calls import worker
+from flowrl.tasks.reward_calls.judge import BadReward, Judge, Verdicts, load_judge, place_of
+from flowrl.tasks.reward_calls.reward_client import route_of
+from flowrl.tasks.reward_calls.worker import RewardWorker
 from flowrl.tasks.rewards import open_reward, parse_reward
-from flowrl.tasks.worker import RewardWorker
 
 
 def judge(tmp_path: Path, source: str, name: str = "f") -> Judge:
@@ -287,11 +288,12 @@ def test_a_call_after_one_that_was_cancelled_while_the_function_loaded(tmp_path:
 
 @pytest.mark.parametrize(
     ("place", "needs"),
-    [("flowrl.tasks.maths:score", "math_verify"), ("flowrl.tasks.reasoning:score", "reasoning_gym.factory")],
+    [("flowrl.tasks.checks.maths:score", "math_verify"), ("flowrl.tasks.reasoning:score", "reasoning_gym.factory")],
 )
 def test_a_verifier_has_imported_what_it_needs_before_a_call_is_timed(place: str, needs: str) -> None:
     """Such an import takes seconds, and more than a call's ten on a machine that is loaded."""
-    code = f"import sys; from flowrl.tasks.worker_child import serve; serve({place!r}); assert {needs!r} in sys.modules"
+    serves = f"from flowrl.tasks.reward_calls.worker_child import serve; serve({place!r})"
+    code = f"import sys; {serves}; assert {needs!r} in sys.modules"
     subprocess.run((sys.executable, "-c", code), stdin=subprocess.DEVNULL, check=True, timeout=100)
 
 

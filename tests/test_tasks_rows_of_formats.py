@@ -30,10 +30,11 @@ from flowrl import disk_room
 from flowrl.cache import cache_dir
 from flowrl.disk_room import DiskRoom
 from flowrl.errors import ConfigError
-from flowrl.tasks import Rows, Task, array_elements, load_rows, spooled
-from flowrl.tasks.array_elements import elements
-from flowrl.tasks.indexed_rows import IndexedRows
-from flowrl.tasks.spooled import plain_file
+from flowrl.tasks import Rows, Task, load_rows
+from flowrl.tasks.records import array_elements, spooled
+from flowrl.tasks.records.array_elements import elements
+from flowrl.tasks.records.spooled import plain_file
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows
 
 RECORDS = [
     {"prompt": f"q \u00e9 {n % 50}\nand", "answer": f'"{n}", \t\u4e2d', "score": n % 3, "level": "x" * (n % 7)}

@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model, known_tokenizer
-from flowrl.models.chat import Chat
+from flowrl.models.tokens.chat import Chat
 from flowrl.nodes import PromptSource
 from flowrl.tasks import Task, load_demonstrations, load_preferences, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet

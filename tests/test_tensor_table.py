@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from flowrl.channel.envelope import Envelope
-from flowrl.channel.wire import DATA, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.wire import DATA, MessageDecoder, MessageEncoder, Refused
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorRow, TensorTable
 

@@ -18,11 +18,11 @@ from flowrl.agents import ChatTemplate, Conversation, examine
 from flowrl.cache import RECIPE
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
-from flowrl.models.characters import character_tokenizer, character_vocabulary
-from flowrl.models.lessons import IGNORED
-from flowrl.models.tool_characters import TOOL_TOKENS, tool_tokenizer
-from flowrl.models.tool_traces import CALCULATOR, ToolTraces, call_message
-from flowrl.models.vocabulary import vocabulary, vocabulary_problem
+from flowrl.models.character_models.lessons import IGNORED
+from flowrl.models.character_models.tool_traces import CALCULATOR, ToolTraces, call_message
+from flowrl.models.tokens.characters import character_tokenizer, character_vocabulary
+from flowrl.models.tokens.tool_characters import TOOL_TOKENS, tool_tokenizer
+from flowrl.models.tokens.vocabulary import vocabulary, vocabulary_problem
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.arithmetic import careless_answer
 from tests.tool_episodes import calculator, play

@@ -21,9 +21,9 @@ from flowrl.models import (
     resolve,
     tokenizer_of,
 )
-from flowrl.models.characters import character_tokenizer
-from flowrl.models.special_tokens import with_special_tokens
-from flowrl.models.vocabulary import vocabulary_problem
+from flowrl.models.tokens.characters import character_tokenizer
+from flowrl.models.tokens.special_tokens import with_special_tokens
+from flowrl.models.tokens.vocabulary import vocabulary_problem
 from flowrl.training.model.policy_model import companions
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parent.parent / "graphs").glob("*.py"))

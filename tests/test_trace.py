@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.envelope import Envelope, message_id, source_id
+from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt
 from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, depth_of
 from flowrl.runtime.telemetry.trace_file import TraceWriter

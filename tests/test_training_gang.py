@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.forest import num_unique
 from flowrl.messages import Batch, Trainable
-from flowrl.runtime.driver.cluster import LOOPBACK
+from flowrl.runtime.driver.ray_cluster.cluster import LOOPBACK
 from tests.ranks import run_ranks
 from tests.run_process import is_loopback
 from tests.training_cases import (

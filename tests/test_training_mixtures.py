@@ -15,7 +15,7 @@ from torch import nn
 from flowrl import Cluster, ConfigError, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
-from flowrl.models.model_layout import balance_problems
+from flowrl.models.sizes.model_layout import balance_problems
 from flowrl.nodes import Trainer
 from flowrl.training.engine.mixtures import expert_layers, gather_at_once
 from flowrl.training.model.balance import found_balance

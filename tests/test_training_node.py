@@ -15,7 +15,7 @@ import pytest
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Weights
 from flowrl.models import Policy
-from flowrl.nodes.trainer import Trainer
+from flowrl.nodes.training.trainer import Trainer
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective

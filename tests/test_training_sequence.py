@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl import Cluster, ConfigError, Graph, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
-from flowrl.runtime.driver.cluster import LOOPBACK
+from flowrl.runtime.driver.ray_cluster.cluster import LOOPBACK
 from flowrl.training.batch.masks import trained_mask
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, layer_bytes

@@ -20,7 +20,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names
-from flowrl.runtime.driver.cluster import HostSlot, environment
+from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
 
 ROOT = Path(__file__).parent.parent
 TWO = "1x cpus=2 memory=24"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
 from flowrl.nodes import GroupAdvantage, TokenBatch
-from flowrl.nodes.shaping import Shaping
+from flowrl.nodes.rewarding.shaping import Shaping
 from flowrl.testing import scored
 from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
 from flowrl.training.advantage.estimate import Estimate

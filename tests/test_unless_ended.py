@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime.driver.unless_ended import ProcessEnded, unless_ended
+from flowrl.runtime.driver.ray_cluster.unless_ended import ProcessEnded, unless_ended
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,13 +10,13 @@ import pytest
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, check_model
-from flowrl.models.known_shapes import known_shape
-from flowrl.models.template_options import check_template
+from flowrl.models.sizes.known_shapes import known_shape
+from flowrl.models.tokens.template_options import check_template
 from flowrl.nodes import PairWriter, RemainingPrompts, ResponseWriter
 from flowrl.tasks import Task, load_rows
-from flowrl.tasks.judge import load_judge
+from flowrl.tasks.reward_calls.judge import load_judge
+from flowrl.tasks.reward_calls.signatures import declared
 from flowrl.tasks.rewards import parse_reward
-from flowrl.tasks.signatures import declared
 from flowrl.user_path import user_path
 
 NOBODY = "~no_such_user/file"

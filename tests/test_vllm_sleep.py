@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from flowrl.nodes.vllm_sampler import VllmSampler
+from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
 from tests.channel_rig import play
 from tests.ticks import ticks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.weights.engine_process import FIRST, PARENT_VARIABLE, begun_by_us
+from flowrl.weights.vllm_process.engine_process import FIRST, PARENT_VARIABLE, begun_by_us
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.presence import Presence
-from flowrl.channel.sweep import remove_run, sweep
+from flowrl.channel.links.presence import Presence
+from flowrl.channel.links.sweep import remove_run, sweep
 from flowrl.weights.shm import SHM, Segment, SegmentLost, SegmentPool, open_version
 
 

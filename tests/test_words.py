@@ -63,11 +63,11 @@ ELSEWHERE = {
     ),
     "track": (
         "traces, the option --track, an argument of zmq's send",
-        r"telemetry/|driver/|channel/link|channel_peers",
+        r"telemetry/|driver/|channel/links/link|channel_peers",
     ),
     "freeze": (
         "arrays made read-only, gc",
-        r"channel/|host/actor|weights/vllm_worker|training/|environments/zygote_child",
+        r"channel/|host/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
     ),
 }
 """Identifier -> what it means where it stays, and the files that may have it."""

@@ -21,10 +21,10 @@ from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.model import products
 from flowrl.training.model.attention import rule
 from flowrl.training.model.attention.sequence_group import sequence_group
 from flowrl.training.model.tensor_parts import whole
+from flowrl.training.model.token_logprobs import products
 from flowrl.training.settings import SequenceKind, ZeroSettings
 from tests.pieces import train_in_pieces
 from tests.ranks import as_rank

@@ -17,7 +17,7 @@ from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions
-from flowrl.nodes.serve import ServeOptions
+from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
 
 DIRECTIONS: dict[Any, str] = {In: "in", Out: "out", Call: "asks", Serve: "answers"}
@@ -56,9 +56,12 @@ NODES = {
         "DynamicSampling",
         "Curriculum",
         "AdaptiveKL",
+        "PromptLimit",
     ),
 }
 """Heading -> names of `flowrl.nodes`."""
+CHOICES = ("RowPart", "TooLong")
+"""Names of `flowrl.nodes` that are types of options with a few values each."""
 API = {
     "graph": (
         "Graphs and nodes",
@@ -149,6 +152,7 @@ def nodes_page() -> str:
     ]
     for heading, names in NODES.items():
         parts += [f"## {heading}\n", *(_node(name) for name in names)]
+    parts.append("## Values of options\n\n" + "".join(f"- `{name}`: {_values(name)}\n" for name in CHOICES))
     return "\n".join(parts)
 
 
@@ -160,6 +164,10 @@ def _node(name: str) -> str:
     rows = "".join(f"| `{port}` | {direction} | {carries} |\n" for port, direction, carries in ports(kind))
     table = f"| port | | messages |\n|---|---|---|\n{rows}\n" if rows else ""
     return f"{_directive(f'flowrl.nodes.{name}', 3, members='false')}\n{table}"
+
+
+def _values(name: str) -> str:
+    return ", ".join(f"`{value}`" for value in get_args(getattr(flowrl.nodes, name)))
 
 
 def ports(kind: type[Node]) -> list[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from typing import Any
 from flowrl.agents.reply_parts import Extract, ReplyParts, SampledText, UnreadableReply
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 from flowrl.tasks.user_module import one_line
 
 ID_LENGTH = 9

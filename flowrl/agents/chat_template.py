@@ -19,7 +19,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.models.chat import Messages, render, token_ids
+from flowrl.models.tokens.chat import Messages, render, token_ids
 
 MARK = "mark7q"
 """Takes the place of a reply; letters and a digit, which no template escapes or trims."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flowrl.agents.chat_template import ChatTemplate
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Float32, Int32
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 History = Literal["append", "template"]
 """append: the context keeps what was sampled. template: it is what the template makes of the messages."""

@@ -14,7 +14,7 @@ from flowrl.agents.chat_template import ASKED, MARK, NEXT, ChatTemplate
 from flowrl.agents.conversation import Conversation, History
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 PROBED_REPLIES = 3
 ANY_TOOL = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}

@@ -18,8 +18,8 @@ from flowrl.agents.examination import ANY_TOOL, Examination, examine, parsed_bac
 from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, TokenizerOptions, known_tokenizer
-from flowrl.models.chat import Messages
-from flowrl.tasks import child
+from flowrl.models.tokens.chat import Messages
+from flowrl.tasks.reward_calls import child
 
 POLICY = ("trust_remote_code", "chat_template", "chat_template_kwargs")
 """What its tokenizer depends on besides the model."""

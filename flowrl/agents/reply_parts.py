@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 
 class UnreadableReply(Exception):

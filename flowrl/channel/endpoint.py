@@ -19,25 +19,25 @@ from typing import Any
 
 import zmq
 
-from flowrl.channel.address import (
+from flowrl.channel.control import Answer, Control
+from flowrl.channel.encoding.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
+from flowrl.channel.lanes.ends import ReceiveLane, SendLane
+from flowrl.channel.lanes.inbox import EndOfStream
+from flowrl.channel.lanes.lane import ReceiverLane, SenderLane
+from flowrl.channel.lanes.lane_spec import LaneSpec, LaneStatistics
+from flowrl.channel.lanes.latest import LatestReceiver, LatestSender
+from flowrl.channel.links.address import (
     Address,
     ipc_path,
     remove_socket,
     run_prefix,
     this_machine,
 )
-from flowrl.channel.control import Answer, Control
-from flowrl.channel.endpoint_transport import EndpointTransport, IpcTransport
-from flowrl.channel.ends import ReceiveLane, SendLane
-from flowrl.channel.inbox import EndOfStream
-from flowrl.channel.lane import ReceiverLane, SenderLane
-from flowrl.channel.lane_spec import LaneSpec, LaneStatistics
-from flowrl.channel.latest import LatestReceiver, LatestSender
-from flowrl.channel.link import Link, Listener, LocalLink, SocketLink
-from flowrl.channel.presence import Presence
+from flowrl.channel.links.endpoint_transport import EndpointTransport, IpcTransport
+from flowrl.channel.links.link import Link, Listener, LocalLink, SocketLink
+from flowrl.channel.links.presence import Presence
+from flowrl.channel.links.slab import Attached, Slab, SlabBlock
 from flowrl.channel.router import Router
-from flowrl.channel.slab import Attached, Slab, SlabBlock
-from flowrl.channel.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
 from flowrl.errors import LaneFailed, WireError
 
 __all__ = ["Address", "EndOfStream", "Endpoint", "LaneWait"]

@@ -21,13 +21,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flowrl.channel.ends import ReceiveLane, SendLane
-from flowrl.channel.frame_switch import to_receiver, to_sender
-from flowrl.channel.lane_spec import LaneSpec, session_number
-from flowrl.channel.link import Link
-from flowrl.channel.once import Incoming, Outgoing
-from flowrl.channel.peer import ControlPeer, Peer
-from flowrl.channel.wire import BYE, CONFIRM, DATA, REQUEST, TO_RECEIVER, Frame, Refused
+from flowrl.channel.encoding.wire import BYE, CONFIRM, DATA, REQUEST, TO_RECEIVER, Frame, Refused
+from flowrl.channel.lanes.ends import ReceiveLane, SendLane
+from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
+from flowrl.channel.lanes.lane_spec import LaneSpec, session_number
+from flowrl.channel.links.link import Link
+from flowrl.channel.links.once import Incoming, Outgoing
+from flowrl.channel.links.peer import ControlPeer, Peer
 from flowrl.errors import ConfigError, LaneFailed, WireError
 
 LINGER_S = 1.0

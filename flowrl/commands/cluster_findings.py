@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flowrl.channel.address import CurveKeys
+from flowrl.channel.links.address import CurveKeys
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime.driver.cluster import RayCluster
-from flowrl.runtime.driver.node_versions import differences, probe, versions_of_nodes
+from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
+from flowrl.runtime.driver.ray_cluster.node_versions import differences, probe, versions_of_nodes
 
 WITHIN_S = 60.0
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from flowrl.channel.address import CurveKeys, local_ip
+from flowrl.channel.links.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
 from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster, gpu_names
 from flowrl.graph.open_files import ENOUGH, most_files
-from flowrl.nodes.vllm_start import check_vllm_version
+from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 
 LEAST_DRIVER = 580

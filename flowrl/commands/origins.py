@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import GraphFile
 from flowrl.models.policy import CHARACTER_MODELS
-from flowrl.models.size_defaults import BY_SIZE, SizeDefaults
+from flowrl.models.sizes.size_defaults import BY_SIZE, SizeDefaults
 
 Origins = Mapping[str, tuple[Any, str]]
 GIVEN = "given"

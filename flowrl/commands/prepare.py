@@ -22,7 +22,7 @@ from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
-from flowrl.models.size_defaults import size_defaults
+from flowrl.models.sizes.size_defaults import size_defaults
 
 
 @dataclass(frozen=True)

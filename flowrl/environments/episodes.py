@@ -15,14 +15,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
-from flowrl.environments.episode_process import EpisodeProcess
+from flowrl.environments.episode_processes.episode_process import EpisodeProcess
+from flowrl.environments.episode_processes.output import with_tail
+from flowrl.environments.episode_processes.process_episode import ProcessEpisode
+from flowrl.environments.episode_processes.zygote import ZygoteClient
 from flowrl.environments.failure import ZygoteFailed
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
-from flowrl.environments.output import with_tail
-from flowrl.environments.process_episode import ProcessEpisode
 from flowrl.environments.protocol import can_save
-from flowrl.environments.zygote import ZygoteClient
 from flowrl.errors import ConfigError
 
 MOST_LEFT = 8

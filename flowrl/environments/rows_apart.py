@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 
 from flowrl.errors import ConfigError
 from flowrl.hub import pins
-from flowrl.tasks import Rows, Task, child, load_rows, place_of_rows
+from flowrl.tasks import Rows, Task, load_rows, place_of_rows
+from flowrl.tasks.reward_calls import child
 
 
 def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:

@@ -25,7 +25,7 @@ from flowrl.environments.task_questions import SET, TaskQuestions, load_question
 from flowrl.environments.tools import ToolResult, Tools, named_tools
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, check_answers
-from flowrl.tasks.judge import BadReward, Judge, load_judge
+from flowrl.tasks.reward_calls.judge import BadReward, Judge, load_judge
 
 DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
 NAME_BYTES = 256

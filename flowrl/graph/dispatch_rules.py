@@ -1,6 +1,6 @@
 """The five dispatch rules: which replicas of its consumer an edge sends a message to, and what follows from that.
 
-Everything that depends on an edge's rule asks its object: the checks, the lanes (`flowrl.channel.dispatch`),
+Everything that depends on an edge's rule asks its object: the checks, the lanes (`flowrl.channel.lanes.dispatch`),
 tombstones, checkpoints. Nothing else compares the rules' names.
 """
 

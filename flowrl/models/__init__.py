@@ -9,16 +9,16 @@ from typing import Any
 from flowrl.cache import Progress, cache_dir
 from flowrl.errors import ConfigError
 from flowrl.hub.download import to_stderr
-from flowrl.models.chat import Chat, load_tokenizer
 from flowrl.models.directory import check_code, check_directory, context_length
 from flowrl.models.find_model import found_directory, found_tokenizer, known_directory, known_tokenizer_directory
 from flowrl.models.model_with_tokenizer import embedding_rows, model_with_tokenizer
 from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
-from flowrl.models.special_tokens import with_special_tokens
-from flowrl.models.template_options import check_template, with_template
 from flowrl.models.tokenizer_options import TokenizerOptions
-from flowrl.models.tool_form import tool_form, uses_tools
-from flowrl.models.vocabulary import difference
+from flowrl.models.tokens.chat import Chat, load_tokenizer
+from flowrl.models.tokens.special_tokens import with_special_tokens
+from flowrl.models.tokens.template_options import check_template, with_template
+from flowrl.models.tokens.tool_form import tool_form, uses_tools
+from flowrl.models.tokens.vocabulary import difference
 from flowrl.tasks import Row
 
 __all__ = [
@@ -61,7 +61,7 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
 def _found(policy: Policy, progress: Progress) -> Path:
     """The directory of the model with its own tokenizer."""
     if policy.model in CHARACTER_MODELS:
-        from flowrl.models.tiny import tiny_model
+        from flowrl.models.character_models.tiny import tiny_model
 
         return tiny_model(policy.model, policy.task, progress)
     if policy.model == "smollm2":
@@ -92,7 +92,7 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
 
         find_gguf()
     elif policy.model == TOOL_MODEL and policy.task is not None:
-        from flowrl.models.tool_traces import check_tool_task
+        from flowrl.models.character_models.tool_traces import check_tool_task
 
         check_tool_task(policy.task)
     elif not policy.built_in:
@@ -146,8 +146,8 @@ def _character_tokenizer(model: str) -> Any | None:
     """The tokenizer of a character model; None for any other."""
     if model not in CHARACTER_MODELS:
         return None
-    from flowrl.models.characters import character_tokenizer
-    from flowrl.models.tool_characters import tool_tokenizer
+    from flowrl.models.tokens.characters import character_tokenizer
+    from flowrl.models.tokens.tool_characters import tool_tokenizer
 
     return tool_tokenizer() if model == TOOL_MODEL else character_tokenizer()
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from flowrl.cache import RECIPE, Progress, cached_directory
 from flowrl.errors import ConfigError
-from flowrl.models.chat import load_tokenizer
 from flowrl.models.find_model import TOKENIZER_FILE
 from flowrl.models.policy import Policy
-from flowrl.models.special_tokens import end_token_ids, with_special_tokens
 from flowrl.models.tokenizer_options import TokenizerOptions
+from flowrl.models.tokens.chat import load_tokenizer
+from flowrl.models.tokens.special_tokens import end_token_ids, with_special_tokens
 
 CONFIGS = ("config.json", "generation_config.json")
 GENERIC_CLASS = "PreTrainedTokenizerFast"

@@ -16,8 +16,8 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
-from flowrl.models.chat import Chat, Messages, load_tokenizer
 from flowrl.models.labels import OPTION, label_weights, weighted
+from flowrl.models.tokens.chat import Chat, Messages, load_tokenizer
 from flowrl.training.settings import Attention, Dtype, Layout
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from flowrl.graph.footprint import Footprint, MemoryTerm, Share, Stay
 from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
-from flowrl.models.known_shapes import known_shape
-from flowrl.nodes.engine import Engine
-from flowrl.nodes.vllm_parallel import Parallel
+from flowrl.models.sizes.known_shapes import known_shape
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
 from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.model.model_shape import BYTES, ModelShape
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks import code_tests, maths
-from flowrl.tasks.answer_checks import NEEDED, STRUCTURED, check_references
 from flowrl.tasks.arithmetic import demonstrate
-from flowrl.tasks.judge import place_of
+from flowrl.tasks.checks import code_tests, maths
+from flowrl.tasks.checks.answer_checks import NEEDED, STRUCTURED, check_references
+from flowrl.tasks.reward_calls.judge import place_of
 from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
-from flowrl.tasks.row_loading import (
+from flowrl.tasks.row_reading.row_loading import (
     KnownRows,
     load_demonstrations,
     load_preferences,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.indexed_rows import joined, lowest
 from flowrl.tasks.name_options import take_options
+from flowrl.tasks.row_reading.indexed_rows import joined, lowest
 from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 from flowrl.tasks.task import Task
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.indexed_rows import picked, sources
-from flowrl.tasks.judge import Judge, load_judge
+from flowrl.tasks.reward_calls.judge import Judge, load_judge
+from flowrl.tasks.row_reading.indexed_rows import picked, sources
 from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 

@@ -3,7 +3,7 @@
     verifier                                            the task's own
     rules.py:short                                      a function of a file, or package.module:function
     rules.py                                            the one reward function of a file
-    http://a:8100/score,http://b:8100/score             servers that share the work; see flowrl.tasks.http
+    http://a:8100/score,http://b:8100/score             servers that share the work; see flowrl.tasks.reward_calls.http
     openrlhf+http://a:8100/get_reward                   a server that was written for OpenRLHF
     reward_model                                        that of a graph's --reward-model, in a sum
     verifier + 0.1*rules.py:short + 0.5*http://a:8100/score as taste
@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
-from flowrl.tasks.away import PATIENT, Patience
-from flowrl.tasks.conventions import ROW
-from flowrl.tasks.gathered import BATCH, Gathered
-from flowrl.tasks.judge import BadReward, RowColumns, Verdicts, load_judge
-from flowrl.tasks.reward_client import RewardClient, route_of
+from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
+from flowrl.tasks.reward_calls.away import PATIENT, Patience
+from flowrl.tasks.reward_calls.conventions import ROW
+from flowrl.tasks.reward_calls.gathered import BATCH, Gathered
+from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts, load_judge
+from flowrl.tasks.reward_calls.reward_client import RewardClient, route_of
+from flowrl.tasks.reward_calls.signatures import BATCHED, TITLES, Convention, declared, with_function
 from flowrl.tasks.rows import OF_TASK, Row
-from flowrl.tasks.signatures import BATCHED, TITLES, Convention, declared, with_function
 from flowrl.tasks.weighted_sums import Term, terms
 
 SCHEMES = ("http://", "https://")
@@ -284,7 +284,7 @@ class Pool:
 def _open_http(
     part: Part, timeout_s: float, concurrency: int | None, retries: int | None, patience: Patience
 ) -> RewardClient:
-    from flowrl.tasks import http
+    from flowrl.tasks.reward_calls import http
 
     needed = math.ceil((concurrency or 1) / (http.BATCH * len(part.urls)))
     return http.HttpReward(

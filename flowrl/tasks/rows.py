@@ -18,8 +18,8 @@ from flowrl.message_base import scalar_problem
 
 HELD_OUT_ONE_IN = 8
 MOST_TEXT_BYTES = 7 << 20
-"""Most text of a row's columns. A message holds 8 MiB (`flowrl.channel.cost`), of which 1 MiB is for the texts of a
-prompt and a response that are within the limits of a model."""
+"""Most text of a row's columns. A message holds 8 MiB (`flowrl.channel.encoding.cost`), of which 1 MiB is for the texts
+of a prompt and a response that are within the limits of a model."""
 OF_TASK = "of_task"
 """The column of a mixture's rows that names the row's own source."""
 

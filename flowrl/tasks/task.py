@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
+from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.input_template import check_template
 from flowrl.tasks.name_options import option_text, parse_options, split_name
 from flowrl.tasks.rewards import MODEL, VERIFIER, names_model, parse_reward

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import LaneFailed
 from flowrl.graph.graph import carried
 from flowrl.graph.node import Node
@@ -30,7 +30,7 @@ from flowrl.graph.ports import In, Out, Port, Serve
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.checkpoint import read_state
-from flowrl.runtime.driver.snapshotter import Snapshotter
+from flowrl.runtime.driver.saving.snapshotter import Snapshotter
 from flowrl.runtime.host.failures import NodeError
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.testing.clock import VirtualClock, run_on

@@ -12,8 +12,8 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.driver.barrier import Locks
-from flowrl.runtime.driver.orders import Orders
+from flowrl.runtime.driver.processes.barrier import Locks
+from flowrl.runtime.driver.processes.orders import Orders
 from flowrl.runtime.host.context import DRIVER, Meters, ReplicaPlace
 from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 from flowrl.runtime.host.replica import Replica

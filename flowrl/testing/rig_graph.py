@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from flowrl.channel.endpoint_transport import IpcTransport
+from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.errors import GraphError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan, routes_of

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from flowrl.channel.address import local_ip
+from flowrl.channel.links.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorRow, TensorTable

@@ -20,7 +20,7 @@ class TransferEngine:
 
 
 SEGMENT_ENGINE = TransferEngine("flowrl_shm")
-"""Ours: `flowrl.weights.vllm_worker` registers it."""
+"""Ours: `flowrl.weights.vllm_process.vllm_worker` registers it."""
 NCCL_ENGINE = TransferEngine("nccl", one_by_one=False)
 PACKED_BYTES = 256 << 20
 """Size of each of the two buffers in which vLLM packs a broadcast, on the trainer's GPU and on every generator's."""

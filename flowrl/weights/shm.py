@@ -28,7 +28,7 @@ from flowrl.errors import FlowrlError
 from flowrl.orphans import has_ended
 
 if TYPE_CHECKING:
-    from flowrl.channel.presence import Presence
+    from flowrl.channel.links.presence import Presence
 
 SHM = Path("/dev/shm")
 DATA_OFFSET = 4096
@@ -107,7 +107,7 @@ class SegmentPool:
     """
 
     def __init__(self, run_id: str, policy: str) -> None:
-        from flowrl.channel.address import run_prefix
+        from flowrl.channel.links.address import run_prefix
 
         self._run_id = run_id
         self._presence: Presence | None = None
@@ -126,7 +126,7 @@ class SegmentPool:
                 segment.begin()
                 return segment
         if self._presence is None:
-            from flowrl.channel.presence import Presence
+            from flowrl.channel.links.presence import Presence
 
             self._presence = Presence(self._run_id)
         segment = Segment(f"{self._stem}{next(_serial)}", create=True)

@@ -18,7 +18,7 @@ from typing import Self
 import zmq
 from zmq.utils import z85
 
-from flowrl.channel.address import local_ip, this_machine
+from flowrl.channel.links.address import local_ip, this_machine
 from flowrl.errors import FlowrlError
 from flowrl.weights.shm import DATA_OFFSET, Segment, SegmentLost, open_version
 

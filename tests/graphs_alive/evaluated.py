@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, Node, Out, Sample
-from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.batching.batch import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Sample
-from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.batching.batch import TokenBatch
 from tests.ticks import ticks
 
 

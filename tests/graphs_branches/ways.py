@@ -12,7 +12,7 @@ from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrain
 from flowrl import Batch, Facts, Graph, Group, In, Message, Node, Out, Prompt, Sample, Weights
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import join
-from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.batching.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
 
 SEEN: list[Any] = []

@@ -9,7 +9,7 @@ from zmq.utils import z85
 
 from benchmarks.across import Apart, Fetching, Publishing, made
 from flowrl import Graph
-from flowrl.channel.endpoint_transport import TcpTransport
+from flowrl.channel.links.endpoint_transport import TcpTransport
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.tcp import Origin

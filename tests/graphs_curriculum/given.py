@@ -11,7 +11,7 @@ from benchmarks.stages import SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Sample, Scored
 from flowrl.models import Policy
 from flowrl.nodes import GivenAnswers, PromptSource, TeacherAdvantage, TokenBatch
-from flowrl.nodes.teacher import scored_by_teacher
+from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.tasks import Task
 
 

@@ -14,7 +14,7 @@ from benchmarks.stages import PROMPT_TOKENS, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Prompt, Sample, Scored
 from flowrl.graph.facts import Facts
 from flowrl.nodes import Curriculum, DynamicSampling, GroupAdvantage, TokenBatch
-from flowrl.nodes.row_source import RowSource
+from flowrl.nodes.sources.row_source import RowSource
 
 
 @dataclass(frozen=True)

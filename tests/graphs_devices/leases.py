@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Prompt, Sample
-from flowrl.nodes.batch import TokenBatch
+from flowrl.nodes.batching.batch import TokenBatch
 from tests.graphs_alive.evaluated import Evaluate
 from tests.graphs_devices.device import DEVICE
 

@@ -16,9 +16,9 @@ from flowrl.environments import Action, Env, Observation, Step
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.graph.facts import Facts
 from flowrl.models import Policy
-from flowrl.models.characters import CHAT_TEMPLATE, character_tokenizer
+from flowrl.models.tokens.characters import CHAT_TEMPLATE, character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
-from flowrl.nodes.attempt import Templates
+from flowrl.nodes.episodes.attempt import Templates
 from flowrl.training.advantage.estimate import Estimate
 
 TOKENS = 400

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 from unittest import mock
 
-from flowrl.channel import sweep
+from flowrl.channel.links import sweep
 from flowrl.graph import node
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.driver import launch

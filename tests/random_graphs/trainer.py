@@ -11,8 +11,8 @@ from typing import Any
 from flowrl import Batch, In, Out, Trainable, Weights
 from flowrl.graph.facts import Facts
 from flowrl.messages import Bool
-from flowrl.nodes.batch import TokenBatch
-from flowrl.nodes.begun_batch import Pace
+from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.batching.begun_batch import Pace
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch.masks import loss_masks
 from tests.random_graphs.dice import lot

@@ -11,7 +11,7 @@ from flowrl.agents.endpoint.backend import FinishedSession, SampledAnswer, Sessi
 from flowrl.agents.endpoint.call_runs import CallRuns
 from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.agents.endpoint.tree import Asked, MessageTree, RawPrompts, SampledBranches
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 SampledCall = list[tuple[Asked, SampledAnswer]]
 """The replies to a call, each with its context."""

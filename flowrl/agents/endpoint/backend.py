@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from flowrl.agents.conversation import TokenSequence
 from flowrl.messages import Float32, Int32
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 FINISHED_BY = ("stop", "length")
 

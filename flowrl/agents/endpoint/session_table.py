@@ -23,7 +23,7 @@ from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
 from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.agents.endpoint.tree.matching import canonical
 from flowrl.errors import ConfigError
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 MOST_TEMPLATES = 64
 MOST_REMEMBERED = 4096

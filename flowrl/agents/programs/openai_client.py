@@ -14,7 +14,7 @@ import json
 import ssl
 from typing import Any
 
-from flowrl.environments.one_thread import one_thread_left
+from flowrl.environments.episode_processes.one_thread import one_thread_left
 from flowrl.errors import ConfigError
 
 TOOL: Any = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}

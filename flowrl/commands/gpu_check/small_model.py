@@ -19,7 +19,7 @@ def make_small_model(path: Path, *, large: bool = False, seed: int = 0, dtype: s
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from flowrl.models.characters import character_tokenizer
+    from flowrl.models.tokens.characters import character_tokenizer
 
     tokenizer = character_tokenizer()
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.errors import FlowrlError
-from flowrl.tasks.child import die_with_parent
+from flowrl.tasks.reward_calls.child import die_with_parent
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
 
 if TYPE_CHECKING:
-    from flowrl.nodes.vllm_sampler import VllmSampler
+    from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
     from flowrl.weights.fetched import Receiver
 
 GIB = 1 << 30
@@ -92,8 +92,8 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
 
 async def started(bench: Bench, path: Path, taker: Receiver, **engine: Any) -> VllmSampler:
     """vLLM with the model in `path`; `engine` has further options, float32 among those that it replaces."""
-    from flowrl.nodes.engine import Engine
-    from flowrl.nodes.vllm_sampler import VllmSampler
+    from flowrl.nodes.vllm_engine.engine import Engine
+    from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
 
     share = UTILIZATION if bench.on_gpu else None
     sampler = await asyncio.to_thread(

@@ -8,8 +8,8 @@ What a program does is its own matter: if it raises, exits, takes too long, too 
 has failed, and nothing of it is left. It shares an interpreter with its tests, as in other such harnesses: a program
 that is written to take this one apart can make asserts pass. Outputs it cannot fake.
 
-Waits: for the interpreter, at most `case_s` for a test and `total_s` for a response (`flowrl.tasks.code_tests`). A test
-that takes longer ends the response.
+Waits: for the interpreter, at most `case_s` for a test and `total_s` for a response (`flowrl.tasks.checks.code_tests`).
+A test that takes longer ends the response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxSettings,
 )
 from flowrl.errors import ConfigError
-from flowrl.tasks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, limits, program_of
+from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, limits, program_of
 
 T = TypeVar("T")
 MEMORY_BYTES = 512 << 20

@@ -104,8 +104,8 @@ def model_problems(graph: Graph) -> Iterator[str]:
 
 
 MOST_SAMPLES = 16_000
-"""Samples of one rank's part of a batch, which travels as one message. `flowrl.channel.cost` allows some more of
-single-turn samples, and fewer of episodes with dozens of rewards each, which the sender then refuses."""
+"""Samples of one rank's part of a batch, which travels as one message. `flowrl.channel.encoding.cost` allows some more
+of single-turn samples, and fewer of episodes with dozens of rewards each, which the sender then refuses."""
 
 
 def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:

@@ -41,8 +41,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.channel.envelope import Envelope
-from flowrl.channel.stored import dump, load
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.stored import dump, load
 from flowrl.errors import ConfigError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.checkpoints import checkpoint_manifest

@@ -21,20 +21,20 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.rundir import writing
-from flowrl.runtime.driver.barrier import BatchEnd, Locks
-from flowrl.runtime.driver.cluster import RayCluster
-from flowrl.runtime.driver.first_failure import first_failure
-from flowrl.runtime.driver.hosts import Hosts
 from flowrl.runtime.driver.job import Job
-from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout
 from flowrl.runtime.driver.losses import HostLosses
-from flowrl.runtime.driver.orders import Orders
 from flowrl.runtime.driver.phases import Phases
-from flowrl.runtime.driver.run_checkpoints import RunCheckpoints
+from flowrl.runtime.driver.processes.barrier import BatchEnd, Locks
+from flowrl.runtime.driver.processes.first_failure import first_failure
+from flowrl.runtime.driver.processes.hosts import Hosts
+from flowrl.runtime.driver.processes.lookout import LOOK_EVERY_S, Lookout
+from flowrl.runtime.driver.processes.orders import Orders
+from flowrl.runtime.driver.processes.stall import Topology
+from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.driver.run_state import RunState
-from flowrl.runtime.driver.shared_devices import SharedDevices
-from flowrl.runtime.driver.stall import Topology
+from flowrl.runtime.driver.saving.run_checkpoints import RunCheckpoints
+from flowrl.runtime.driver.saving.shared_devices import SharedDevices
 from flowrl.runtime.telemetry.view import View
 
 STOP_AT_ONCE_S = 1.0

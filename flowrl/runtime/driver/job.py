@@ -9,8 +9,8 @@ from pathlib import Path
 from flowrl.channel.tickets import Tickets
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph
-from flowrl.runtime.driver.cluster import HostSlot
 from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.ray_cluster.cluster import HostSlot
 from flowrl.runtime.host.host_engine import HostSpec
 
 UNBOUNDED = 1 << 40

@@ -30,11 +30,11 @@ from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
-from flowrl.runtime.driver.claims import claims
 from flowrl.runtime.driver.launch_checks import check_options
-from flowrl.runtime.driver.node_versions import require_same_versions
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
+from flowrl.runtime.driver.ray_cluster.claims import claims
+from flowrl.runtime.driver.ray_cluster.node_versions import require_same_versions
 from flowrl.runtime.driver.signals import RunSignals
 from flowrl.runtime.driver.unfinished import UnfinishedEvaluation
 from flowrl.runtime.ledger.terms import Terms
@@ -42,10 +42,10 @@ from flowrl.runtime.samples.sample_share import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
 
 if TYPE_CHECKING:
-    from flowrl.channel.endpoint_transport import EndpointTransport
+    from flowrl.channel.links.endpoint_transport import EndpointTransport
     from flowrl.runtime.audit.audit import AuditReport
-    from flowrl.runtime.driver.cluster import RayCluster
     from flowrl.runtime.driver.driver import Outcome
+    from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
     from flowrl.runtime.telemetry.view import View
 
 
@@ -74,7 +74,7 @@ class Launch:
 
     def run(self) -> Result:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
-        from flowrl.runtime.driver.cluster import RayCluster
+        from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
 
         raise_limit()
         cluster = RayCluster()
@@ -249,11 +249,11 @@ class PreparedRun:
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and the ledger, and run."""
         from flowrl.channel.endpoint import Endpoint
-        from flowrl.channel.endpoint_transport import IpcTransport, TcpTransport
-        from flowrl.channel.sweep import remove_run, sweep
-        from flowrl.runtime.driver.cluster import HostSlot
+        from flowrl.channel.links.endpoint_transport import IpcTransport, TcpTransport
+        from flowrl.channel.links.sweep import remove_run, sweep
         from flowrl.runtime.driver.driver import Driver
         from flowrl.runtime.driver.job import Job
+        from flowrl.runtime.driver.ray_cluster.cluster import HostSlot
 
         sweep()
         run_id = uuid.uuid4().hex[:12]

@@ -16,8 +16,8 @@ from typing import Protocol
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.analysis.stand_ins import may_end
-from flowrl.runtime.driver.barrier import Locks
 from flowrl.runtime.driver.phases import Phases
+from flowrl.runtime.driver.processes.barrier import Locks
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.driver.run_state import RunState
 

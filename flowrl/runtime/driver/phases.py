@@ -15,10 +15,10 @@ from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
 from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.driver.orders import Orders
-from flowrl.runtime.driver.run_checkpoints import RunCheckpoints
+from flowrl.runtime.driver.processes.orders import Orders
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.driver.run_state import RunState
+from flowrl.runtime.driver.saving.run_checkpoints import RunCheckpoints
 from flowrl.runtime.telemetry.view import View
 
 

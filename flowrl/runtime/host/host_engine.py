@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.channel.control import Answer
+from flowrl.channel.encoding.stored import dump, dump_value, load_value
 from flowrl.channel.endpoint import Address, Endpoint
-from flowrl.channel.endpoint_transport import EndpointTransport
-from flowrl.channel.stored import dump, dump_value, load_value
-from flowrl.channel.sweep import sweep
+from flowrl.channel.links.endpoint_transport import EndpointTransport
+from flowrl.channel.links.sweep import sweep
 from flowrl.errors import FlowrlError, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild

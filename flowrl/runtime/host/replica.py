@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.messages import Prompt, Tombstone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flowrl.channel.chunks import chunked
+from flowrl.channel.encoding.chunks import chunked
 from flowrl.channel.endpoint import Endpoint
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.telemetry.trace import TraceBuffer

@@ -7,9 +7,9 @@ from collections import defaultdict
 from typing import Any
 
 from flowrl.channel.control import Answer
-from flowrl.channel.dispatch import Inbox, OutEdge
 from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.lane import LaneSpec
+from flowrl.channel.lanes.dispatch import Inbox, OutEdge
+from flowrl.channel.lanes.lane import LaneSpec
 from flowrl.episode import Turn
 from flowrl.graph.analysis.branches import PortPlan, by_name
 from flowrl.graph.analysis.plan import LanePlan, Plan

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from flowrl.channel.dispatch import Delivery, EndOfStream, Inbox
+from flowrl.channel.lanes.dispatch import Delivery, EndOfStream, Inbox
 from flowrl.errors import FlowrlError, SampleFailed
 from flowrl.graph.ports import Members
 from flowrl.messages import Message, Record, Tombstone

@@ -19,9 +19,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.channel.custody import Custody
-from flowrl.channel.dispatch import Delivery
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.lanes.custody import Custody
+from flowrl.channel.lanes.dispatch import Delivery
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
 from flowrl.runtime.ports.given_up import GivenUp

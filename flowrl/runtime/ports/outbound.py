@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from flowrl.channel.dispatch import OutEdge
-from flowrl.channel.envelope import Envelope, message_id, source_id
+from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
+from flowrl.channel.lanes.dispatch import OutEdge
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Sample, Tombstone
 from flowrl.runtime.activity.activity import Activity, in_invocation

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Unpack
 
-from flowrl.channel.chunks import chunked
+from flowrl.channel.encoding.chunks import chunked
 from flowrl.messages import Prompt, Sample
 from flowrl.runtime.samples.sample_record import HeldOutVerdict, SampleRecord, held_out_record, record_of
 from flowrl.runtime.samples.sample_share import SampleChoice, SampleShare, hashed

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from heapq import heappop, heappush
 from typing import Any
 
-from flowrl.channel.envelope import Envelope
+from flowrl.channel.encoding.envelope import Envelope
 
 BACKGROUND_ROW = 1000
 """Rows from this number on hold spans that belong to no item: weight updates, evaluation, checkpoints."""

@@ -44,11 +44,11 @@ from flowrl.training.model.policy_model import (
     load_policy_model,
     read_config,
 )
-from flowrl.training.model.products import multiply_fast
 from flowrl.training.model.row_layout import RowLayout, lay_out
 from flowrl.training.model.row_slices import compute, num_sliced
 from flowrl.training.model.tensor_parts import partition_config, whole, whole_norm
 from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
+from flowrl.training.model.token_logprobs.products import multiply_fast
 from flowrl.training.model.tree_trial import require_slices, require_trees
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.sequence_parallel import sequence_problems

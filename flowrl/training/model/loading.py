@@ -30,7 +30,7 @@ class ModelLoad:
     def model(self, *, tries: bool = True) -> PolicyModel | ScalarModel:
         """The model in host memory, under ZeRO-3 its part. `tries`: a tree is tried, if it takes any."""
         from flowrl.training.model.policy_model import load_policy_model
-        from flowrl.training.model.products import multiply_fast
+        from flowrl.training.model.token_logprobs.products import multiply_fast
         from flowrl.training.model.value_model import load_scalar_model
 
         options = {

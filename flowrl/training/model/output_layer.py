@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Trainable
-from flowrl.training.model.logit_scaling import UNSCALED, LogitScaling, found_scaling
-from flowrl.training.model.logprobs import Taught
 from flowrl.training.model.policy_model import DTYPES, read_config
 from flowrl.training.model.row_layout import RowLayout
+from flowrl.training.model.token_logprobs.logit_scaling import UNSCALED, LogitScaling, found_scaling
+from flowrl.training.model.token_logprobs.logprobs import Taught
 from flowrl.training.settings import Dtype
 
 

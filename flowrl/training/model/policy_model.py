@@ -18,9 +18,9 @@ from flowrl.training.model.adapter import add_adapter, quantization
 from flowrl.training.model.attention import varlen
 from flowrl.training.model.attention.tree_attention import register
 from flowrl.training.model.balance import Balance
-from flowrl.training.model.logit_scaling import found_scaling
-from flowrl.training.model.logprobs import LogprobHead
 from flowrl.training.model.row_layout import RowLayout
+from flowrl.training.model.token_logprobs.logit_scaling import found_scaling
+from flowrl.training.model.token_logprobs.logprobs import LogprobHead
 from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
 

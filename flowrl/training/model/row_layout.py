@@ -24,8 +24,8 @@ from flowrl.messages import Bool, Int32
 from flowrl.training.layouts import Placing
 from flowrl.training.model.attention.head_exchange import Exchange
 from flowrl.training.model.attention.tree_attention import TreeAttention, any_mask
-from flowrl.training.model.logprobs import Taught
 from flowrl.training.model.placement import PackedBounds, Placement, place
+from flowrl.training.model.token_logprobs.logprobs import Taught
 
 
 @dataclass(frozen=True)

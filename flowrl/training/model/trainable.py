@@ -43,7 +43,7 @@ def check_policy(path: str | Path, *, trust_remote_code: bool = False) -> None:
     """Raise ConfigError unless flowrl can compute the logprobs of the model in `path`."""
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.logit_scaling import found_scaling
+    from flowrl.training.model.token_logprobs.logit_scaling import found_scaling
 
     found_scaling(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from flowrl.agents.endpoint.backend import SampledAnswer
 from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.agents.endpoint.tree.raw_prompts import RawPrompt
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 
 @dataclass(frozen=True)

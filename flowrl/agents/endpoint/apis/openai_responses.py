@@ -11,7 +11,7 @@ from flowrl.agents.endpoint.apis.chat_completions import check_tool_choice
 from flowrl.agents.endpoint.apis.response_input import read_input
 from flowrl.agents.endpoint.apis.response_output import output_events, output_items
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 READ = {
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens"),

@@ -15,7 +15,7 @@ from flowrl.agents.chat_template import ChatTemplate
 from flowrl.agents.conversation import Span
 from flowrl.agents.endpoint.tree.matching import KnownReplies, canonical
 from flowrl.agents.endpoint.tree.sampled_branches import Asked, SampledBranches
-from flowrl.models.chat import Messages
+from flowrl.models.tokens.chat import Messages
 
 
 @dataclass(eq=False)

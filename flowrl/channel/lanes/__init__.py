@@ -1,0 +1,1 @@
+"""The protocol of one lane and the waiting at its two ends."""

@@ -1,0 +1,1 @@
+"""Connections between processes: addresses, sockets, peers and shared memory."""

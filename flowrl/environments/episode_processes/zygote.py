@@ -1,0 +1,265 @@
+"""The caller's side of the zygote: starts it, has it fork and kill, and learns of exits.
+
+Waits: `start` for the import, ended by its limit or the zygote's death; `Birth.exited` for the zygote's report, ended
+by the zygote's death. A zygote that neither takes nor reports anything within KILLED_WITHIN_S, while it is to kill an
+episode or messages wait for it, is taken for dead and killed: its children have it as their parent-death signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from flowrl.environments.episode_processes.output import Output, with_tail
+from flowrl.errors import ConfigError
+
+MESSAGE_BYTES = 1 << 16
+"""A control message is shorter."""
+KILLED_WITHIN_S = 10.0
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Libraries that start threads when they are imported, unless these say 1."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How an episode's process ended."""
+
+    status: int | None
+    """Negative for a signal; None if it is not known."""
+    text: str = ""
+    event: str = ""
+    """What has ended all processes of that time, if that is why it ended."""
+
+
+class Birth:
+    """An episode's process, from the request to fork it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pid: int | None = None
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        """Done when the process, its group and what it left behind are gone."""
+
+
+class ZygoteClient:
+    """One zygote, from `start` to its death or `stop`. Only one event loop may use it."""
+
+    def __init__(self, name: str, *, memory_bytes: int, start_s: float) -> None:
+        self._name, self._memory_bytes, self._start_s = name, memory_bytes, start_s
+        self._births: dict[int, Birth] = {}
+        self._killed: set[int] = set()
+        """Numbers of those that are to be killed and have not been reported."""
+        self._numbers = 0
+        self.output = Output()
+        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        """Messages for which the socket had no room, each with descriptors of our own."""
+        self._moved_s = 0.0
+        """When the zygote last took or reported something."""
+        self._watch: asyncio.TimerHandle | None = None
+        """Set while the zygote has to move."""
+        self.dead = False
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start it and wait for the import. Raises ConfigError if the name is a user's mistake."""
+        try:
+            await self._spawn()
+            async with asyncio.timeout(self._start_s):
+                await self._ready
+        except TimeoutError:
+            await self.stop(at_once=True)
+            raise ConfigError(
+                f"environment {self._name!r} is not imported after {self._start_s:g} s; raise reset_s, or import less"
+            ) from None
+        except BaseException:  # a start that was cancelled or refused leaves no process
+            await self.stop(at_once=True)
+            raise
+
+    async def _spawn(self) -> None:
+        command = ("-u", "-m", "flowrl.environments.episode_processes.zygote_child", self._name)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            str(self._theirs.fileno()),
+            str(self._memory_bytes),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=self.output.target,
+            stderr=self.output.target,
+            pass_fds=(self._theirs.fileno(),),
+            env=_variables(),
+        )
+        self._theirs.close()
+        self.output.handed_over()
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive)
+
+    def fork(self, connection: socket.socket, output: int) -> Birth:
+        """Ask for an episode's process with these ends of its connection and its output."""
+        self._numbers += 1
+        birth = Birth(self._numbers)
+        self._births[birth.number] = birth
+        self._send({"fork": birth.number}, (connection.fileno(), output))
+        return birth
+
+    def kill(self, birth: Birth) -> None:
+        """Have an episode's process and its group killed; `birth.exited` says when they are gone."""
+        if birth.exited.done():
+            return
+        self._send({"kill": birth.number})
+        self._killed.add(birth.number)
+        self._expect()
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send it, or as soon as the socket has room: many episodes may begin and end at once."""
+        packed = msgpack.packb(message)
+        try:
+            if not self._unsent:
+                socket.send_fds(self._control, [packed], descriptors)
+                return
+        except BlockingIOError:
+            pass
+        except OSError:  # it is dead
+            self.kill_now()
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().add_writer(self._control.fileno(), self._send_more)
+        self._unsent.append((packed, tuple(map(os.dup, descriptors))))
+        self._expect()
+
+    def _send_more(self) -> None:
+        while self._unsent:
+            packed, descriptors = self._unsent[0]
+            try:
+                socket.send_fds(self._control, [packed], descriptors)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.kill_now()
+                return
+            self._moved_s = time.monotonic()
+            self._unsent.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+        asyncio.get_running_loop().remove_writer(self._control.fileno())
+
+    def _expect(self) -> None:
+        """From now on the zygote has to move until it has nothing to take and nothing to kill."""
+        if self._watch is None and not self.dead:
+            self._moved_s = time.monotonic()
+            self._watch = asyncio.get_running_loop().call_later(KILLED_WITHIN_S, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        if not (self._unsent or self._killed) or self.dead:
+            return
+        left_s = self._moved_s + KILLED_WITHIN_S - time.monotonic()
+        if left_s <= 0:
+            self.kill_now()
+        else:
+            self._watch = asyncio.get_running_loop().call_later(left_s, self._look)
+
+    def kill_now(self) -> None:
+        """Kill the zygote, and with it all episodes."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        self._on_death()
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """End it, and with it all episodes. Returns when all of them are gone."""
+        if at_once:
+            self.kill_now()
+        self._shut()
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(self._process.wait()), KILLED_WITHIN_S)
+            except (TimeoutError, asyncio.CancelledError) as problem:
+                self.kill_now()
+                if isinstance(problem, asyncio.CancelledError):
+                    raise
+                await self._process.wait()
+        self._on_death()
+
+    def _receive(self) -> None:
+        try:
+            message = self._control.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message:
+            self._moved_s = time.monotonic()
+            self._take(msgpack.unpackb(message))
+        else:
+            self._on_death()
+
+    def _take(self, report: dict[str, Any]) -> None:
+        if "ready" in report and not self._ready.done():
+            self._ready.set_result(None)
+        if "refused" in report and not self._ready.done():
+            self._ready.set_exception(ConfigError(report["refused"]))
+        if "forked" in report and (birth := self._births.get(report["forked"])):
+            birth.pid = report["pid"]
+        if "exited" in report and (birth := self._births.pop(report["exited"], None)):
+            self._killed.discard(birth.number)
+            birth.exited.set_result(Exit(report["status"], report["text"]))
+
+    def _on_death(self) -> None:
+        """All episodes have it as their parent-death signal. Their groups have not."""
+        self.dead = True
+        self._shut()
+        births, self._births = self._births, {}
+        self._killed.clear()
+        for birth in births.values():
+            if birth.pid is not None:
+                # Pids are given out in a circle, so this number is still the group's, or nobody's.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(birth.pid, signal.SIGKILL)
+            birth.exited.set_result(Exit(None, "the process that starts episodes ended", f"zygote {self.pid}"))
+        if not self._ready.done():
+            text = f"environment {self._name!r}: its process ended while it imported the package"
+            self._ready.set_exception(ConfigError(with_tail(text, self.output.tail())))
+            self._ready.exception()  # nobody may be waiting for it
+        self.output.tail()
+        self.output.close()
+
+    def _shut(self) -> None:
+        if self._control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            asyncio.get_running_loop().remove_writer(self._control.fileno())
+            self._control.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        while self._unsent:
+            for descriptor in self._unsent.popleft()[1]:
+                os.close(descriptor)
+        self._theirs.close()
+
+
+def _variables() -> dict[str, str]:
+    return {
+        **os.environ,
+        **dict.fromkeys(ONE_THREAD, "1"),
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when it is imported
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONHASHSEED": "0",  # the order of a set is part of what the same seed has to repeat
+    }

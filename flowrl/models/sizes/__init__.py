@@ -1,0 +1,1 @@
+"""The size of a model before it is loaded, and the defaults that depend on it."""

@@ -1,0 +1,96 @@
+"""The layout of a model's passes, as `flowrl check`, the batcher and the process with the model decide it alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flowrl.models.find_model import known_directory
+from flowrl.models.policy import Policy
+from flowrl.models.sizes.known_shapes import known_shape
+from flowrl.training.layouts import Decision, decide, decide_trainer
+from flowrl.training.model.attention.rule import RULE
+from flowrl.training.sequence_parallel import sequence_problems
+from flowrl.training.settings import Head, Layout, LoRA, SequenceKind, ZeroSettings
+from flowrl.training.tensor_parallel import tensor_problems
+
+
+def trainer_layout(policy: Policy, zero: ZeroSettings, kind: SequenceKind) -> Decision:
+    """The layout of the passes of a trainer of `policy` with that `sequence_parallel_kind`."""
+    config = known_config(policy)
+    return Decision("rows", UNREAD) if config is None else decide_trainer(zero, config, kind)
+
+
+def shared_problems(
+    policy: Policy, zero: ZeroSettings, lora: LoRA, *, sequence: int, tensor: int, kind: SequenceKind
+) -> list[str]:
+    """Why ranks of a trainer of `policy` cannot share their micro-batches in such groups, as complete sentences."""
+    shape, config = known_shape(policy), known_config(policy) or {}
+    if shape is not None:
+        numbers = {
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "intermediate_size": shape.feed_forward,
+            "num_experts": shape.experts,
+        }
+        config = {**numbers, **config}
+    return [
+        *sequence_problems(sequence, zero, config, kind=kind),
+        *tensor_problems(tensor, zero, lora, config, sequence=sequence),
+    ]
+
+
+def shared_notes(*, sequence: int, tensor: int, kind: SequenceKind) -> list[str]:
+    """Lines of `flowrl check` about ranks that share their micro-batches."""
+    found = []
+    if sequence > 1:
+        attend = "attention as a ring" if kind == "ring" else "some heads each in attention"
+        found.append(f"each {sequence} ranks share their micro-batches, a slice of the positions each, {attend}")
+    if tensor > 1:
+        found.append(f"each {tensor} ranks share their micro-batches, a part of every layer's matrices each")
+    return found
+
+
+def balance_problems(policy: Policy, coef: float, head: Head, size: int) -> Iterator[str]:
+    """Why a trainer of `policy`, with groups of `size` ranks, cannot balance experts, as complete sentences."""
+    shape, found = known_shape(policy), f"router_aux_loss_coef is {coef}"
+    if not 0 <= coef < math.inf:
+        yield f"{found}; it has to be a number from 0 up"
+    elif coef and shape is not None and not shape.experts:
+        yield f"{found}, but the model is no mixture of experts; set it to 0"
+    elif coef and head == "scalar":
+        yield f"{found}, but a model with a scalar head has no load-balancing loss; set it to 0"
+    elif coef and size > 1:
+        yield f"{found}, but ranks that share a micro-batch route a part of it each; set sequence_parallel_size to 1"
+
+
+def scoring_layout(policy: Policy, asked: Layout) -> Decision:
+    """The layout of the passes of a node that scores with `policy`."""
+    config = known_config(policy)
+    return Decision("rows", UNREAD) if config is None else decide(asked, config)
+
+
+UNREAD = "the model's config.json cannot be read here"
+
+
+def known_config(policy: Policy) -> Mapping[str, Any] | None:
+    """The config.json of the model; {} for a built-in one, which has no peculiarity, None if it cannot be read."""
+    if policy.built_in:
+        return {}
+    directory = known_directory(policy)
+    if directory is None:
+        return None
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def note(decision: Decision) -> str:
+    """A line of `flowrl check` about a layout."""
+    if decision.trees:
+        return f"prefixes that sequences share are computed once ({RULE})"
+    return f"a row is computed for each sequence, because {decision.reason or 'layout is rows'}"

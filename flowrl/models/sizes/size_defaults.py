@@ -1,0 +1,155 @@
+"""The defaults of a graph's options for the model that it trains.
+
+A default that flowrl declares (in a block or a shipped graph) is one for `tiny`. For every other model those that
+depend on the model are replaced from the table of `flowrl.models.sizes.size_table`. What is given wins, and so does a
+default in a graph file of one's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import get_annotations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flowrl.models.policy import CHARACTER_MODELS, Policy
+from flowrl.models.sizes.model_size import model_context, model_size
+from flowrl.models.sizes.size_table import (
+    ADAPTER_FACTOR,
+    CRITIC_FACTOR,
+    EVALUATED,
+    GROUP_SIZE,
+    MICRO_BATCH,
+    Learning,
+    SizeRow,
+    row_for,
+)
+
+BY_SIZE = (
+    "lr",
+    "critic_lr",
+    "dtype",
+    "max_tokens",
+    "max_prompt_tokens",
+    "max_length",
+    "answer_tokens",
+    "limits.tokens",
+    "token_budget",
+    "group_size",
+    "groups_per_step",
+    "evaluate",
+    "overlong_buffer",
+)
+"""Options whose defaults depend on the model, of all graphs."""
+OURS = Path(__file__).resolve().parents[2]
+SHIPPED = (OURS / "recipes").resolve()
+
+
+@dataclass(frozen=True)
+class SizeDefaults:
+    """Option -> default for a model of this size, and why."""
+
+    values: Mapping[str, Any]
+    why: str
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Option -> why, where that is not `why`."""
+
+    def origin(self, name: str) -> str:
+        """Where the value of an option comes from."""
+        return self.others.get(name, self.why)
+
+
+def size_defaults(
+    kind: type[Any],
+    given: Mapping[str, Any],
+    *,
+    slow_bfloat16: bool = False,
+    resumed: Mapping[str, Any] = MappingProxyType({}),
+) -> SizeDefaults:
+    """The defaults of the configuration `kind` for the model in `given`, where that is not of the `tiny` family.
+
+    `given` has the options that a user has set, by name ("lora.rank"); only some of their values are looked at.
+    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16. `resumed`: the options of the run that is resumed;
+    what depends on the machine stays as it was there.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    learning: Learning | None = getattr(kind, "learning", None)
+    model = given.get("policy", getattr(fields.get("policy"), "default", None))
+    if learning is None or not isinstance(model, str) or not model or model in CHARACTER_MODELS:
+        return SizeDefaults({}, "")
+    policy = Policy(model)
+    size = model_size(policy)
+    found = dict(_values(row_for(size.parameters), learning, given, model_context(policy), fields))
+    others = {}
+    if "dtype" in found and "dtype" in resumed:
+        found["dtype"] = resumed["dtype"]
+        others["dtype"] = "of the run that is resumed"
+    elif slow_bfloat16 and "dtype" in found:
+        found["dtype"] = "float32"
+        others["dtype"] = f"default for {size} on a CPU that is slow in bfloat16"
+    wanted = {name: value for name, value in found.items() if name not in given and _is_ours(kind, name)}
+    return SizeDefaults(wanted, f"default for {size}", others)
+
+
+def _values(
+    row: SizeRow, learning: Learning, given: Mapping[str, Any], context: int | None, fields: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    rate = row.lr(learning) * (ADAPTER_FACTOR if str(given.get("lora.rank", 0)) != "0" else 1.0)
+    yield "lr", float(f"{rate:.3g}")
+    yield "critic_lr", float(f"{CRITIC_FACTOR * row.lr(learning):.3g}")
+    if str(given.get("zero.stage", "")) != "0":
+        yield "dtype", "bfloat16"
+    most = 3 * (context or sys.maxsize) // 8
+    response, prompt = min(row.response, most), min(row.prompt, most)
+    if "limits" in fields:
+        yield "limits.tokens", min(4 * row.response, context or sys.maxsize)
+        yield "token_budget", max(MICRO_BATCH, 4 * row.response)
+        response = min(512, response)
+    elif learning == "samples":
+        if getattr(fields.get("max_prompt_tokens"), "default", None) is not None:
+            yield "max_prompt_tokens", prompt
+        longest = _number(given, "max_tokens", response) + _number(given, "max_prompt_tokens", prompt)
+        yield "token_budget", max(MICRO_BATCH, longest)
+    sampled = learning == "samples" and _number(given, "lmbda", 1) != 0
+    answers = sampled or _evaluates(given, fields)
+    if learning == "rows":
+        if answers:
+            yield "answer_tokens", response
+        response += prompt
+    if answers or learning == "rows":
+        yield "max_tokens", response
+    yield "max_length", response + prompt
+    if getattr(fields.get("overlong_buffer"), "default", 0):
+        yield "overlong_buffer", _number(given, "max_tokens", response) // 8
+    if "groups_per_step" in fields:
+        yield "group_size", GROUP_SIZE
+        yield "groups_per_step", row.groups
+    if getattr(fields.get("evaluate"), "default", 0):
+        yield "evaluate", EVALUATED
+
+
+def _evaluates(given: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether a run evaluates answers of the model."""
+    return "evaluate_task" in given or _number(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
+
+
+def _number(given: Mapping[str, Any], name: str, default: int) -> int:
+    """An option's value as a user has set it; what is no number is told where options are read."""
+    try:
+        return int(str(given[name])) if name in given else default
+    except ValueError:
+        return default
+
+
+def _is_ours(kind: type[Any], name: str) -> bool:
+    """Whether flowrl declares the option's default, and not somebody's own graph file."""
+    first = name.partition(".")[0]
+    home = next((base for base in kind.__mro__ if first in get_annotations(base)), None)
+    if home is None:
+        return False
+    file = Path(getattr(sys.modules.get(home.__module__), "__file__", None) or "/").resolve()
+    return file.is_relative_to(OURS) or file.parent == SHIPPED

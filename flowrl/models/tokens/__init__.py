@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, and what they make of conversations and texts."""

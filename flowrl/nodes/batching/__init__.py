@@ -1,0 +1,1 @@
+"""The batcher: batches of whole groups, and statistics over them."""

@@ -1,0 +1,1 @@
+"""Which prompt of a source is asked next."""

@@ -1,0 +1,1 @@
+"""Nodes that play episodes: attempts, their limits, logs and reports."""

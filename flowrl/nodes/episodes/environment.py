@@ -1,0 +1,224 @@
+"""The environment node plays episodes of an environment. `episode_node` says what holds for all nodes that do.
+
+Invariants:
+
+- A reward comes from the environment alone. What the environment does wrong voids the attempt, and every attempt has
+  an environment of its own.
+- The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
+- A half-done attempt goes on in a resumed run, with its replies and what the environment showed (`episode_log`).
+- Of an environment with several seats the policy plays all, or one against opponents whose replies are asked of
+  another generator: what opponents say is part of the environment, and never trained.
+
+Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, get_args
+
+from flowrl.agents import History
+from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
+from flowrl.episode import Reply, Turn
+from flowrl.errors import AttemptFailed, ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.ports import Call
+from flowrl.messages import Prompt
+from flowrl.models import Policy, check_model, resolve, silent
+from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt
+from flowrl.nodes.episodes.episode_checks import template_findings
+from flowrl.nodes.episodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
+from flowrl.nodes.episodes.episode_node import EpisodeNode
+from flowrl.nodes.episodes.limits import Limits
+from flowrl.nodes.episodes.played import Played
+from flowrl.nodes.rewarding.shaping import Shaping
+from flowrl.nodes.sources.environment_source import row_of
+
+NO_ROOM = "no_room"
+"""The cause of an episode whose first observation fills the context."""
+
+
+class Environment(EpisodeNode):
+    """Plays the episodes of `environment` with the policy that `generate` asks.
+
+    `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the number
+    of environments' processes at a time, `memory_bytes` what each may take; one plays `episodes_per_process` episodes,
+    one after the other. `requests` plays held-out episodes, without tickets. `shaping` applies to the reward of a whole
+    episode. `history` is what a context is made of: with "append" of what was sampled and fed; with "template" of what
+    the template makes of all messages, so that an episode has a further sequence (`branches`) for each context that the
+    template rewrote. Conversations begin with `system_prompt`, unless it is empty.
+
+    If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays one seat,
+    the row's seed plus the epoch modulo the number of seats, and the generator at the end of that edge the others.
+    """
+
+    opponent: Call[Turn, Reply]
+
+    _pool: Episodes
+
+    def __init__(
+        self,
+        environment: str,
+        policy: Policy,
+        *,
+        limits: Limits | None = None,
+        processes: int = 256,
+        memory_bytes: int = 1 << 30,
+        episodes_per_process: int = 1,
+        shaping: Shaping | None = None,
+        history: History = "append",
+        system_prompt: str = "",
+    ) -> None:
+        super().__init__(
+            policy,
+            limits=limits,
+            processes=processes,
+            memory_bytes=memory_bytes,
+            episodes_per_process=episodes_per_process,
+            shaping=shaping,
+        )
+        self.environment = environment
+        self.history: History = history
+        self.system_prompt = system_prompt
+
+    @property
+    def source(self) -> str:
+        return self.environment
+
+    def row_name(self, prompt: Prompt) -> str:
+        return str(prompt.columns["environment"])
+
+    # Declarations for the graph
+
+    def facts(self) -> Facts:
+        facts = super().facts()
+        return replace(facts, optional=(*facts.optional, "opponent"))
+
+    def check(self, facts: Any) -> list[str]:
+        problems = super().check(facts)
+        if self.history not in get_args(History):
+            problems.append(f"history is {self.history!r}; it has to be one of {', '.join(get_args(History))}")
+        try:
+            if EnvironmentName(self.environment).adapter == "verifiers":
+                problems.append(f"{self.environment!r} asks the policy itself; play it with AgentProgram(agent=...)")
+        except ConfigError as problem:
+            problems.append(str(problem))
+        return problems
+
+    def preflight(self) -> str | None:
+        check_model(self.policy)
+        return asyncio.run(self._try())
+
+    async def _try(self) -> str | None:
+        """Begin one episode; returns what is known of the chat template. With a model on disk, also render it."""
+        async with self._episodes(silent) as pool:
+            try:
+                episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
+            except EnvironmentFailed as failure:
+                raise ConfigError(f"the trial episode of {self.environment!r} failed: {failure}") from None
+            observations = episode.observations
+            await episode.close_quietly()
+        found = template_findings(self.policy, self.environment, observations[0].tools, self.generate.server)
+        if not self.policy.built_in:
+            self._load(resolve(self.policy))
+            size = self._new_attempt(_ask_nobody).begin(observations)
+            if size >= self._tokens:
+                raise ConfigError(
+                    f"the first observation of {self.environment!r} has {size} tokens, but an episode may have "
+                    f"{self._tokens}; raise limits.tokens, or choose a model with a longer context"
+                )
+        return found
+
+    def _new_attempt(
+        self, ask: Ask, elapsed: Callable[[], float] | None = None, trained: Collection[int] | None = None
+    ) -> Attempt:
+        outside = self.context.outside if hasattr(self, "context") else nullcontext
+        return Attempt(
+            self._templates,
+            self.limits,
+            self._tokens,
+            ask=ask,
+            history=self.history,
+            system_prompt=self.system_prompt,
+            trained=trained,
+            elapsed=elapsed,
+            outside=outside,
+        )
+
+    def _episodes(self, progress: Callable[[str], None]) -> Episodes:
+        return Episodes(
+            self.environment,
+            processes=self.processes,
+            memory_bytes=self.memory_bytes,
+            episodes_per_process=self.episodes_per_process,
+            reset_s=self.limits.reset_s,
+            step_s=self.limits.step_s,
+            progress=progress,
+        )
+
+    # Lifecycle
+
+    async def setup(self) -> None:
+        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
+        self._pool = self._episodes(self.context.progress)
+        await self._pool.__aenter__()
+        if self.opponent.connected and self._pool.seats == 1:
+            raise ConfigError(
+                f"environment {self.environment!r} has one seat, so there is no opponent to play; leave {self.name}."
+                "opponent unconnected, or choose an environment with several seats"
+            )
+
+    async def close(self) -> None:
+        if hasattr(self, "_pool"):
+            await self._pool.__aexit__(None, None, None)
+
+    # Episodes
+
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+        async def ask(question: AskedTurn) -> Reply:
+            if (known := log.known_reply(question)) is not None:
+                return known
+            turn = log.asking(self.turn(prompt, question, log.attempt, ticket))
+            reply = await self.ask(turn, self.opponent if turn.opponent else self.generate)
+            log.replied(reply)
+            return reply
+
+        began_s = time.monotonic()
+        with self.context.outside("an environment's reset"):
+            episode = await open_episode(self._pool, row_of(prompt), log)
+        self.context.gauge("environment_reset_s", time.monotonic() - began_s)
+        try:
+            with self.context.outside("an environment's state"):
+                await episode.begin()
+            return await self._to_its_end(self._new_attempt(ask, log.elapsed, self._trained(prompt)), episode)
+        finally:
+            for port in (self.generate, self.opponent) if self.opponent.connected else (self.generate,):
+                port.forget(prompt.sample_id)
+            with self.context.outside("an environment's end"):
+                await episode.close_quietly()
+
+    def _trained(self, prompt: Prompt) -> Collection[int] | None:
+        """The seats that the policy plays; None: all. The same for all members of a group."""
+        if not self.opponent.connected:
+            return None
+        return ((row_of(prompt).seed + prompt.epoch) % self._pool.seats,)
+
+    async def _to_its_end(self, attempt: Attempt, episode: LoggedEpisode) -> Played:
+        """Play the attempt. What it has come to goes with its failure."""
+        try:
+            played = await attempt.play(episode)
+        except EnvironmentFailed as failure:
+            failure.played = attempt.finished()
+            raise
+        if not played.sequences:
+            text = f"the first observation leaves no room in {self._tokens} tokens"
+            raise AttemptFailed(NO_ROOM, text, again=False, played=played)
+        return played
+
+
+async def _ask_nobody(question: AskedTurn) -> Reply:
+    raise AssertionError("a trial asks for no reply")

@@ -1,0 +1,299 @@
+"""A node that plays episodes: a prompt's item, and so its ticket, stays with its invocation to the end.
+
+Invariants:
+
+- What others than the policy do wrong voids the attempt; the next one has the same ticket and start. After the last
+  attempt the sample fails, by its cause. There is no reward that nobody gave.
+- Every attempt that has begun is booked: in a finished episode, or as void.
+- A checkpoint has the log of every attempt under way (`episode_log`), and waits for nothing.
+
+Waits: those of an attempt, which subclasses say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import numpy as np
+
+from flowrl.agents import TokenSequence
+from flowrl.environments import RESUME_CAUSES
+from flowrl.episode import Episode, Reply, Turn
+from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In, Out, Serve
+from flowrl.messages import Branch, Prompt, Record
+from flowrl.models import Policy, load_tokenizer, with_template
+from flowrl.models.directory import context_length
+from flowrl.nodes.episodes.attempt import AskedTurn, Templates
+from flowrl.nodes.episodes.attempt_outcomes import AttemptOutcomes, BegunAttempt
+from flowrl.nodes.episodes.episode_checks import length_problems
+from flowrl.nodes.episodes.episode_log import EpisodeLog
+from flowrl.nodes.episodes.episode_reports import EpisodeReports
+from flowrl.nodes.episodes.limits import Limits
+from flowrl.nodes.episodes.played import Played
+from flowrl.nodes.rewarding.shaping import Shaping
+from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION
+
+NO_TURN = "no_turn"
+"""Why an episode is dropped that opponents of the policy have ended before its first turn."""
+
+
+class EpisodeNode(Node):
+    """Attempts, retries, limits and bookings of episodes. Subclasses play an attempt; their `setup` calls `prepare`."""
+
+    prompts: In[Prompt]
+    episodes: Out[Episode]
+    generate: Call[Turn, Reply]
+    requests: Serve[Prompt, Episode]
+
+    _templates: Templates
+    _tokens: int
+    _reports: EpisodeReports
+    _outcomes: AttemptOutcomes
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        limits: Limits | None,
+        processes: int,
+        memory_bytes: int,
+        episodes_per_process: int,
+        shaping: Shaping | None,
+    ) -> None:
+        self.policy = policy
+        self.limits = limits or Limits()
+        self.processes = processes
+        self.memory_bytes = memory_bytes
+        self.episodes_per_process = episodes_per_process
+        self.shaping = shaping or Shaping()
+
+    # What subclasses say
+
+    @property
+    def source(self) -> str:
+        """What plays against the policy, as users have named it."""
+        raise NotImplementedError
+
+    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+        """Play the attempt of `log`, which has something sampled at its end. Raises AttemptFailed."""
+        raise NotImplementedError
+
+    def row_name(self, prompt: Prompt) -> str:
+        """The name of what plays, without options."""
+        raise NotImplementedError
+
+    # Declarations for the graph
+
+    def facts(self) -> Facts:
+        return Facts(
+            longest_context=self.limits.tokens,
+            longest_response=self.limits.tokens,
+            concurrency=self.limits.episodes,
+            episodes=self.limits.episodes,
+            expected_s=self.limits.expected_s,
+            drops=True,
+            optional=("requests",),
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        problems = [*self.limits.problems(), *self.shaping.problems()]
+        for name in ("processes", "memory_bytes", "episodes_per_process"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
+
+    def _load(self, model_dir: str) -> None:
+        """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
+        self._templates = Templates(
+            with_template(load_tokenizer(model_dir, trust_remote_code=self.policy.trust_remote_code), self.policy)
+        )
+        longest = context_length(model_dir)
+        self._tokens = longest if self.limits.tokens is None else self.limits.tokens
+        if self._tokens > longest:
+            raise ConfigError(
+                f"limits.tokens is {self._tokens}, but the context of {self.policy.model} takes {longest} tokens; "
+                "lower it"
+            )
+
+    async def prepare(self, model_dir: str) -> None:
+        """What every attempt needs."""
+        await self.blocking(self._load, model_dir)
+        self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
+        self._outcomes = AttemptOutcomes(self.context, self.source)
+
+    # Lifecycle
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self.requests.live is not None:
+                tasks.create_task(self.requests.each(self._play_held_out, concurrency=self.limits.episodes))
+            await self.prompts.each(self._play, concurrency=self.limits.episodes)
+            self.episodes.close()  # `run` continues: held-out episodes may still be asked for
+
+    # Episodes
+
+    async def _play(self, prompt: Prompt) -> None:
+        if self.episodes.was_sent():
+            return
+        log = self._new_log(prompt.record)
+        began_s, ticket = time.monotonic() - log.seconds, self.prompts.ticket(prompt)
+        cause, last = "", False
+        while not last:
+            self.prompts.keep(prompt, log.record)
+            await self._outcomes.ready()
+            with self._outcomes.playing() as attempt:
+                try:
+                    played = await self.attempt(prompt, log, ticket)
+                except AttemptFailed as failure:
+                    cause, counts = failure.cause, self._counts(attempt, failure)
+                    last = self._is_last(log, failure, counts=counts)
+                    log = self._after_void(prompt, log, failure, counts=counts, last=last)
+                    continue
+                self._outcomes.succeeded(attempt)
+            await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
+            return
+        place = (prompt.sample_id, self.row_name(prompt), log.attempt)
+        self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
+        raise SampleFailed(cause)
+
+    def _counts(self, attempt: BegunAttempt, failure: AttemptFailed) -> bool:
+        """Whether the failure uses up one of the retries; what a resume cannot continue is no failure."""
+        if failure.cause in RESUME_CAUSES:
+            self._outcomes.not_resumed(failure.cause, str(failure))
+            return False
+        return self._outcomes.failed(attempt, failure.cause, str(failure), event=failure.event)
+
+    def _is_last(self, log: EpisodeLog, failure: AttemptFailed, *, counts: bool) -> bool:
+        """Whether the failed attempt was the last one."""
+        if failure.cause in RESUME_CAUSES:
+            return False
+        return not failure.again or (counts and log.failed >= self.limits.retries)
+
+    def _after_void(
+        self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, counts: bool, last: bool
+    ) -> EpisodeLog:
+        """Book the attempt as void; returns the log of the next one."""
+        self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
+        if failure.cause not in RESUME_CAUSES:
+            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
+        return log.next_attempt(counts=counts)
+
+    def _new_log(self, record: Record | None = None) -> EpisodeLog:
+        return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
+
+    async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
+        """Book the finished episode, and send or drop it."""
+        episode = self.episode(prompt, played, attempt)
+        self._reports.finished(prompt, attempt, played, episode.reward)
+        self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
+        if played.cut and self.limits.on_truncated == "drop":
+            self.prompts.drop(prompt, "truncated")
+            return
+        if not played.turns:
+            self.prompts.drop(prompt, NO_TURN)
+            return
+        self.context.ledger.scored(episode)
+        await self.episodes.send(episode)
+
+    async def _play_held_out(self, prompt: Prompt) -> Episode:
+        """A held-out episode; fails with its cause where training would."""
+        log = self._new_log()
+        while True:
+            await self._outcomes.ready()
+            with self._outcomes.playing() as attempt:
+                try:
+                    played = await self.attempt(prompt, log, -1)
+                except AttemptFailed as failure:
+                    counts = self._counts(attempt, failure)
+                    if self._is_last(log, failure, counts=counts):
+                        raise SampleFailed(failure.cause) from None
+                    log = log.next_attempt(counts=counts)
+                    continue
+                self._outcomes.succeeded(attempt)
+            return self.episode(prompt, played, log.attempt)
+
+    async def ask(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
+        """The reply of the generator behind `port`, the policy's by default, at the place of the turn's ticket."""
+        priority = turn.ticket if turn.ticket >= 0 else EVALUATION
+        return await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
+
+    def turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
+        """The request for one reply at this attempt, counted from 0; `ticket` is -1 for a held-out episode."""
+        return Turn(
+            request_id=f"{prompt.sample_id}/{attempt}.{'o' * question.opponent}{question.turn}",
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            turn=question.turn,
+            attempt=attempt,
+            ticket=ticket,
+            seed=turn_seed(prompt.seed, attempt, question.turn, opponent=question.opponent),
+            token_ids=question.token_ids,
+            max_tokens=question.max_tokens,
+            stop=question.stop,
+            tools=question.tools,
+            opponent=question.opponent,
+        )
+
+    def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
+        """The message of an episode that was played at this attempt, counted from 0."""
+        sequence, *further = played.sequences
+        by_seat, by_turn = self._shaped(played)
+        now = time.time()
+        return Episode.of(
+            prompt,
+            prompt_text=played.text,
+            response_text=self._response_text(played),
+            token_ids=sequence.token_ids,
+            policy_mask=sequence.policy_mask,
+            behavior_logprobs=sequence.behavior_logprobs,
+            versions=sequence.versions,
+            prompt_tokens=before_reply(sequence),
+            truncated=bool(played.cut),
+            generator=played.generator,
+            metrics={**played.metrics, "turns": float(played.turns)},
+            generated_s=now,
+            branches=tuple(Branch(o.token_ids, o.policy_mask, o.behavior_logprobs, o.versions) for o in further),
+            reward=sum(by_seat) / len(by_seat),
+            raw_reward=played.reward,
+            scored_s=now,
+            turns=played.turns,
+            attempts=attempt + 1,
+            environment=self.row_name(prompt),
+            cut=played.cut,
+            masked=bool(played.cut) and self.limits.on_truncated == "mask",
+            rewards_by_turn=tuple(by_turn),
+            seats=played.seats,
+            seat_rewards=tuple((seat, r) for (seat, _), r in zip(played.seat_rewards, by_seat, strict=False)),
+        )
+
+    def _shaped(self, played: Played) -> tuple[list[float], list[tuple[int, float]]]:
+        """The reward of each seat, and the rewards of all turns with their places."""
+        by_seat, by_turn = [], []
+        for reward, turns, num_tokens in played.of_seats():
+            shaped = self.shaping.shaped(reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
+            rewards = self.shaping.by_turn([one for _, one in turns], shaped)
+            by_seat.append(shaped)
+            by_turn += [(place, one) for (place, _), one in zip(turns, rewards, strict=True)]
+        return by_seat, by_turn
+
+    def _response_text(self, played: Played) -> str:
+        """What follows the first context, and of each further sequence what follows the context of its first reply."""
+        return "".join(self._templates.decode(s.token_ids[before_reply(s) :]) for s in played.sequences)
+
+
+def before_reply(sequence: TokenSequence) -> int:
+    """The number of tokens before the first sampled one."""
+    return int(np.argmax(sequence.policy_mask)) if sequence.policy_mask.any() else sequence.token_ids.size
+
+
+def turn_seed(seed: int, attempt: int, turn: int, *, opponent: bool = False) -> int:
+    """The sampler's seed of one reply: 63 bits of a hash over the sample's seed, the attempt and the turn."""
+    who = "/opponent" * opponent
+    digest = hashlib.blake2b(f"{seed}/{attempt}/{turn}{who}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,1 @@
+"""Held-out evaluation: what is asked, what scores the answers, and the figures."""

@@ -1,0 +1,209 @@
+"""What scores the answers to a set of held-out rows: functions and servers, or a reward model, alone or in a sum.
+
+Where a reward model scores, an answer's score is the reward of training before shaping. Whether an answer is right is
+then another question, which the rows' own verifier answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from flowrl.errors import SampleFailed
+from flowrl.graph.ports import Call
+from flowrl.messages import Sample
+from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
+from flowrl.tasks import Row, Task, asked_columns, parts_of, reward_parts
+from flowrl.tasks.checks.answer_checks import STRUCTURED
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
+from flowrl.tasks.reward_calls.reward_client import RewardClient
+from flowrl.tasks.rewards import MODEL, Part, beside_model, check_reward, is_sum, named_parts
+
+
+@dataclass(frozen=True)
+class Marked:
+    """One answer, or one episode, with its score."""
+
+    sample: Sample
+    score: float
+    correct: bool | None = None
+    """Whether it is right, where that is not told by its score."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the score is made of where a reward model is asked, by the names that training logs."""
+
+
+@dataclass(frozen=True)
+class ScoredBy:
+    """The parts of the reward that scores a set."""
+
+    functions: tuple[Part, ...]
+    """Functions and servers."""
+    weight: float | None = None
+    """Weight of the reward model; None: none is asked."""
+    verifier: tuple[Part, ...] = ()
+    """What tells right answers where a model scores; () if the rows have no answers."""
+
+    @classmethod
+    def of(cls, task: Task, function: str | Callable[..., Any] | None = None) -> ScoredBy:
+        """What the reward of `task` asks, or `function`, an object or a reward as text."""
+        if function is not None and not isinstance(function, str):
+            return cls(reward_parts(task, function))
+        parts = parts_of(task, function or task.verifier)
+        if all(part.place != MODEL for part in parts):
+            return cls(parts)
+        weight, others = beside_model(parts)
+        return cls(others, weight)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a reward model is asked."""
+        return self.weight is not None
+
+    @property
+    def tells_right(self) -> bool:
+        """Whether answers are right or wrong, besides having a score."""
+        return bool(self.verifier) or not self.by_model
+
+    def telling(self, task: Task, rows: Sequence[Row]) -> ScoredBy:
+        """With the verifier that tells right answers to `rows`, if a model scores and all of them have answers."""
+        check = str(task.options.get("check", "exact")) if len(task.sources) == 1 else ""
+        if not self.by_model or not all(_answered(row, check) for row in rows):
+            return self
+        return replace(self, verifier=parts_of(task, task.own_verifier))
+
+    def checked(self, rows: Sequence[Row]) -> ScoredBy:
+        """With all functions loaded; each of `rows` has the columns that they need. Raises ConfigError."""
+        functions, verifier = check_reward(self.functions, rows), check_reward(self.verifier, rows)
+        return replace(self, functions=functions, verifier=verifier)
+
+    @property
+    def among_functions(self) -> Part | None:
+        """The verifier, if it is one of the functions."""
+        places = {part.place for part in self.verifier}
+        return next((part for part in self.functions if part.place in places), None)
+
+
+def _answered(row: Row, check: str) -> bool:
+    return row.answer is not None and (row.text_answer or check in STRUCTURED)
+
+
+class HeldOutScores(Protocol):
+    """Scores one set."""
+
+    async def of(self, sample: Sample, row: Row) -> Marked | None:
+        """The score of an answer to `row`; None if there is none, and the answer does not count."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AskedFunctions:
+    """A client, and what it gets of a row."""
+
+    def __init__(self, client: RewardClient, parts: Sequence[Part], task: Task) -> None:
+        self._client, self._parts, self._task = client, parts, task
+
+    async def verdicts(self, sample: Sample, row: Row) -> Verdicts:
+        """Raises BadReward."""
+        columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
+        return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class FunctionScores:
+    """Scores by functions and servers, with 0 where they give no score."""
+
+    def __init__(self, asked: AskedFunctions, count: Callable[[str, float], None]) -> None:
+        self._asked, self._count = asked, count
+
+    async def of(self, sample: Sample, row: Row) -> Marked:
+        try:
+            return Marked(sample, (await self._asked.verdicts(sample, row)).scores[0])
+        except BadReward as bad:
+            self._count(f"evaluation_{bad.reason}", 1)
+            return Marked(sample, 0.0)
+
+    async def close(self) -> None:
+        await self._asked.close()
+
+
+class ModelScores:
+    """Scores by the reward model at `score`, with the weight of `by`, and by `functions` if the reward is a sum."""
+
+    def __init__(
+        self,
+        by: ScoredBy,
+        score: Call[ScoreQuestion, ModelScore],
+        *,
+        functions: AskedFunctions | None,
+        verifier: AskedFunctions | None,
+        count: Callable[[str, float], None],
+    ) -> None:
+        """`verifier` tells right answers; None if nothing does, or one of the functions."""
+        self._by, self._score, self._count = by, score, count
+        self._functions, self._verifier = functions, verifier
+
+    async def of(self, sample: Sample, row: Row) -> Marked | None:
+        try:
+            model = await self._score(ScoreQuestion.of(sample, row))
+            beside = None if self._functions is None else await self._functions.verdicts(sample, row)
+        except (SampleFailed, BadReward) as bad:
+            self._count(f"evaluation_{getattr(bad, 'reason', bad)}", 1)
+            return None
+        assert self._by.weight is not None
+        score, parts = self._by.weight * model.reward, {MODEL: model.score, **model.parts}
+        if beside is not None:
+            score += beside.scores[0]
+            parts |= named_parts(self._by.functions, beside)
+        return Marked(sample, score, await self._is_right(sample, row, beside), parts)
+
+    async def _is_right(self, sample: Sample, row: Row, beside: Verdicts | None) -> bool:
+        """Whether the verifier gives full marks; not where there is none."""
+        among = self._by.among_functions
+        if among is not None and beside is not None:
+            return full_marks(beside.logs[among.name][0] if is_sum(self._by.functions) else beside.scores[0])
+        if self._verifier is None:
+            return False
+        try:
+            return full_marks((await self._verifier.verdicts(sample, row)).scores[0])
+        except BadReward as bad:
+            self._count(f"evaluation_{bad.reason}", 1)
+            return False
+
+    async def close(self) -> None:
+        for asked in (self._functions, self._verifier):
+            if asked is not None:
+                await asked.close()
+
+
+def scores_by(
+    by: ScoredBy,
+    task: Task,
+    score: Call[ScoreQuestion, ModelScore],
+    *,
+    open_client: Callable[[Sequence[Part]], RewardClient],
+    count: Callable[[str, float], None],
+) -> HeldOutScores:
+    """What scores the answers to rows of `task`; `open_client` opens functions and servers, heavy."""
+
+    def asked(parts: Sequence[Part]) -> AskedFunctions | None:
+        return AskedFunctions(open_client(parts), parts, task) if parts else None
+
+    functions = asked(by.functions)
+    if not by.by_model:
+        assert functions is not None, "a reward has parts"
+        return FunctionScores(functions, count)
+    verifier = None if by.among_functions else asked(by.verifier)
+    return ModelScores(by, score, functions=functions, verifier=verifier, count=count)
+
+
+CORRECT = 1.0 - 1e-6
+"""A score of at least this is an exact match."""
+
+
+def full_marks(score: float) -> bool:
+    """Whether a verifier's score is that of a right answer."""
+    return score >= CORRECT

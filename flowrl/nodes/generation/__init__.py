@@ -1,0 +1,1 @@
+"""The generator: responses to prompts, across weight updates and checkpoints."""

@@ -1,0 +1,394 @@
+"""The generator turns prompts into samples; every token has its behavior logprob and version.
+
+Invariants:
+
+- Nothing is taken before the first message of the weights edge is applied, so every token has a version. If
+  the graph ignores the weights port, the loaded weights keep their version for the whole run.
+- A request is submitted only while no update is running, so its prefix-cache salt is the version that
+  computes its prompt. Requests that run across an update continue with the KV they have.
+- A generator that misses a version (overwritten on the latest edge, or its segment reused) takes the newest.
+- A replica whose engine has died while others serve the same callers answers no request any more and takes no weights:
+  `Standby` decides. For tickets it holds every version that it leaves out. Otherwise its end is the run's.
+- A checkpoint stops no request: it reads the tokens of each so far while vLLM continues to sample. Requests that
+  end during the checkpoint are handled after it.
+
+Waits: an item waits for a free place (`Engine.concurrency`), then at the gate, which an update or a checkpoint
+closes and opens; an update waits for its turn among the replicas while requests are running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from flowrl.agents import ReplyParser, parser_problems, reply_parser
+from flowrl.episode import Reply, Turn
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, Share
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out, Serve
+from flowrl.graph.routes import through_hosts
+from flowrl.messages import Message, Prompt, Sample, Weights
+from flowrl.models import Policy, check_model, known_directory, resolve, with_template
+from flowrl.models.sizes.known_shapes import known_shape
+from flowrl.nodes.generation.responses import Prefix, ResponseLost, Responses, TokenRequest
+from flowrl.nodes.generation.standby import Standby
+from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates, skips
+from flowrl.nodes.model_memory import generator_footprint
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.quantization import method_note
+from flowrl.nodes.vllm_engine.sampling import Completion, Response, Sampling
+from flowrl.nodes.vllm_engine.vllm_adapters import AdapterSlots
+from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
+from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, VllmSampler, priority_of
+from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version, stored_problems
+from flowrl.training.engine.compilers import check_python_headers
+from flowrl.training.settings import LoRA
+from flowrl.weights.backends import receiver
+from flowrl.weights.fetched import Receiver
+
+Req = TypeVar("Req", bound=Message)
+Rep = TypeVar("Rep", bound=Message)
+GENERATOR_DIED = "generator_died"
+"""Why a request is abandoned that another replica is asked again."""
+
+
+class Generator(Node):
+    """Samples from a policy with vLLM.
+
+    `sampling` is for training (or for what is not `trained` on, and then it may be greedy or truncated), `evaluation`
+    for `requests` (default: greedy, with the limits of `sampling`).
+    `engine` has the options of vLLM. `lora` is the trainer's: if the trainer sends adapters, a request keeps the
+    adapter it started with, and new requests use the newest. A replica with several GPUs splits the model among them:
+    tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product is the number
+    of GPUs.
+
+    `probe_tolerance` is the largest mean difference of its logprobs of the probe from the trainer's; None: what the
+    dtypes of both explain, and the engine's quantization.
+
+    `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
+    oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
+    names, or by the tokenizer's response template.
+
+    An opponent of the policy may take every nth version only, with `every`: a version that n divides, or the next one
+    that it can get. A resumed run begins with the newest. On a GPU `every` has to be 1.
+    """
+
+    cpus = 1
+
+    prompts: In[Prompt]
+    rollouts: Out[Sample]
+    weights: In[Weights]
+    requests: Serve[Prompt, Sample]
+    turns: Serve[Turn, Reply]
+
+    _receiver: Receiver
+    _sampler: VllmSampler
+    _updates: WeightUpdates
+    _responses: Responses
+    _standby: Standby
+    _parser: ReplyParser
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        sampling: Sampling | None = None,
+        evaluation: Sampling | None = None,
+        lora: LoRA | None = None,
+        engine: Engine | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        probe_tolerance: float | None = None,
+        every: int = 1,
+        trained: bool = True,
+    ) -> None:
+        self.policy, self.trained = policy, trained
+        self.sampling = sampling or Sampling()
+        self.evaluation = evaluation or replace(self.sampling, temperature=0.0)
+        self._longest_response = max(self.sampling.max_tokens, self.evaluation.max_tokens)
+        self.adapter_rank = lora.synced_rank if lora is not None else 0
+        self.engine = engine or Engine()
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.probe_tolerance = probe_tolerance
+        self.every = every
+        self._gate = UpdateGate()
+        self._asleep = False
+
+    # Declarations for the graph
+
+    def facts(self) -> Facts:
+        return Facts(
+            longest_response=self.sampling.max_tokens,
+            concurrency=self.engine.concurrency,
+            adapter_rank=self.adapter_rank,
+            weights_dtype=self.engine.dtype,
+            fixed_weights=self.engine.fixed_weights(adapters=self.adapter_rank > 0),
+            **self.engine.needs(self.gpus),
+            optional=("requests", "turns"),
+            stands_in=True,
+        )
+
+    def footprint(self, share: Share) -> Footprint | None:
+        return generator_footprint(
+            self.policy,
+            share,
+            self.engine,
+            slots=2 * self.engine.concurrency,
+            longest_response=self._longest_response,
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        problems = [f"sampling: {text}" for text in self.sampling.problems(trained=self.trained)]
+        known = self.sampling.problems(trained=False)
+        problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
+        shape = known_shape(self.policy) if self.engine.in_fp8 else None
+        problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
+        if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
+            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
+        problems += parser_problems(tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
+        if self.every < 1:
+            problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
+        return problems
+
+    def notes(self) -> list[str]:
+        return [method_note(self.engine.quantization)] if self.engine.in_fp8 else []
+
+    def preflight(self) -> None:
+        check_vllm_version()
+        if self.policy.hub_name is not None:
+            check_model(self.policy)  # it is downloaded, whichever node is the first
+        if (model_dir := known_directory(self.policy)) is not None:
+            stored = stored_problems(model_dir, self.engine, self.gpus)
+            for problem in self.parallel.problems_with(model_dir, self.gpus) + stored:
+                raise ConfigError(problem)
+
+    @property
+    def parallel(self) -> Parallel:
+        """How a replica spreads over its GPUs."""
+        return Parallel.of(self.engine)
+
+    # Lifecycle
+
+    @property
+    def replica_name(self) -> str:
+        return f"{self.name}/{self.context.replica}"
+
+    async def setup(self) -> None:
+        check_vllm_version()
+        if self.context.gpus:
+            check_python_headers("what Triton starts vLLM's kernels with")
+        if self.every > 1 and self.context.gpus:
+            raise ConfigError(
+                f"{self.name} takes every {self.every}th version, but on GPUs a generator takes part in every transfer "
+                "of weights; set every=1, or ignore its weights port to stay at version 0"
+            )
+        self.context.progress("finding the model")
+        model_dir = await self.blocking(resolve, self.policy, progress=self.context.progress)
+        self.context.progress("starting vLLM")
+        routes, slots = self.context.weight_routes, None
+        if self.adapter_rank:
+            routes, slots = through_hosts(routes), AdapterSlots.of(self.adapter_rank, self.context.max_staleness)
+        self._receiver = receiver(routes, self.replica_name, self.context.run_id)
+        self._sampler = await self.blocking(
+            VllmSampler.start,
+            model_dir,
+            cores=self.context.cores,
+            num_gpus=len(self.context.gpus),
+            sleeps=self.context.time_shared,
+            longest_asked=self.context.longest_asked,
+            longest_response=self._longest_response,
+            seed=self.context.seed,
+            transfer=self._receiver.engine,
+            slots=slots,
+            engine=self.engine,
+            trust_remote_code=self.policy.trust_remote_code,
+        )
+        await self._sampler.listen()
+        if self.turns.live is not None:
+            self._parser = reply_parser(
+                with_template(self._sampler.tokenizer, self.policy),
+                tool_parser=self.tool_parser,
+                reasoning_parser=self.reasoning_parser,
+            )
+        self._updates = WeightUpdates(
+            self._sampler,
+            self._receiver,
+            self._gate,
+            self.context,
+            self.replica_name,
+            running=lambda: bool(self._responses.running),
+            probe_tolerance=self.probe_tolerance,
+            quantization=self.engine.quantization,
+        )
+        self._responses = Responses(self._sampler, self._updates, self._gate, self.context)
+        self._standby = Standby(self.context, self.replica_name)
+        self.context.progress(f"vLLM is ready for sequences of up to {self._sampler.max_model_len} tokens")
+
+    async def run(self) -> None:
+        required = self._sampler.required
+        async with nullcontext() if self._standby.can_leave else required(), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_weights())
+            async with required():  # a generator without weights has served nobody
+                # An invocation before them would hold devices that the trainer needs to publish.
+                with self.context.waiting("its first weights"):
+                    await self._gate.passed()
+            tasks.create_task(self._serve(self.requests, self._answer))
+            tasks.create_task(self._serve(self.turns, self._reply))
+            await self.prompts.each(self._generate, concurrency=self.engine.concurrency)
+            self.rollouts.close()  # `run` continues: evaluation may go on, and the last step's weights still arrive
+
+    async def close(self) -> None:
+        if hasattr(self, "_sampler"):
+            await self.blocking(self._sampler.close)
+            self._receiver.close()
+
+    async def _serve(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
+        if port.live is not None:
+            await port.each(self._standby.serving(body), concurrency=self.engine.concurrency)
+
+    async def _follow_weights(self) -> None:
+        if not self.weights.connected:
+            async with self.context.on_devices():
+                await self._updates.stay(self.context.start_version)
+            return
+        async for manifest in self.weights:
+            left_out = self._standby.has_left or skips(self._updates.version, manifest.version, every=self.every)
+            if left_out or not await self._standby.goes_on(self._updates.take(manifest)):
+                self._updates.skip(manifest)
+            self.weights.finish(manifest)
+        if self._updates.version < 0:
+            raise FlowrlError(
+                f"{self.replica_name}: the weights edge ended before its first message; "
+                "a trainer publishes its initial weights before its first batch"
+            )
+
+    # Checkpoints
+
+    async def snapshot(self) -> dict[str, Prefix]:
+        """The tokens of unfinished responses so far, by sample id, or request id of a turn.
+
+        Their invocations wait until `resume`. Responses for evaluation are not included: they are requested again.
+        """
+        return await self._responses.snapshot()
+
+    async def resume(self) -> None:
+        """Let the invocations continue after a checkpoint."""
+        self._responses.resume()
+
+    # Shared devices
+
+    async def on_acquire(self) -> None:
+        if self.context.gpus and self._asleep:
+            await self._sampler.wake()
+            self._asleep = False
+
+    async def on_release(self) -> None:
+        """On CPU the cores are free as soon as the node does not use them; a GPU's memory has to be released."""
+        if self.context.gpus:
+            await self._sampler.sleep()
+            self._asleep = True
+
+    # Samples
+
+    async def _generate(self, prompt: Prompt) -> None:
+        if self.rollouts.was_sent():
+            return
+        sample = await self._sample(prompt, self.sampling, priority_of(self.prompts.ticket(prompt)))
+        self.context.metric("tokens_generated", sample.response_tokens - len(prompt.prefix_token_ids))
+        self.context.ledger.generated(sample)
+        await self.rollouts.send(sample)
+
+    async def _answer(self, prompt: Prompt) -> Sample:
+        sample = await self._sample(prompt, self.evaluation.as_told(prompt), EVALUATION)
+        self.context.metric("tokens_evaluated", sample.response_tokens)
+        return sample
+
+    async def _sample(self, prompt: Prompt, sampling: Sampling, priority: int) -> Sample:
+        """Generate one sample, with more than one request if checkpoints interrupt it."""
+        asked = TokenRequest(
+            prompt.sample_id,
+            prompt.token_ids,
+            sampling,
+            prompt.seed,
+            priority,
+            prefix=_prefix(prompt),
+            kept=priority != EVALUATION,
+        )
+        return self._finished(prompt, await self._responses.respond(asked))
+
+    # Turns of episodes
+
+    async def _reply(self, turn: Turn) -> Reply:
+        arrived_s, held_out = time.monotonic(), turn.ticket < 0
+        sampling = (self.evaluation if held_out else self.sampling).limited(turn.max_tokens, turn.stop)
+        priority = EVALUATION if held_out else priority_of(turn.ticket)
+        asked = TokenRequest(
+            turn.request_id, turn.token_ids, sampling, turn.seed, priority, prefix=_prefix(turn), kept=not held_out
+        )
+        try:
+            reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
+        except ResponseLost as lost:
+            self._book_lost(turn, Response(lost.response.parts[1:], lost.response.started_s), arrived_s)
+            raise
+        self._count(turn, reply.token_ids.size - turn.prefix_token_ids.size)
+        self.context.ledger.request(turn, reply)
+        return reply
+
+    def _count(self, turn: Turn, num_tokens: int) -> None:
+        """Count tokens that were sampled for the turn."""
+        of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
+        kind = "tokens_evaluated" if turn.ticket < 0 else of_training
+        self.context.metric(kind, num_tokens)
+
+    def _book_lost(self, turn: Turn, sampled: Response, arrived_s: float) -> None:
+        """Book what was sampled for a turn that another replica is asked; that one has the checkpoint's prefix too."""
+        self._count(turn, len(sampled))
+        after = replace(turn, token_ids=np.concatenate([turn.token_ids, turn.prefix_token_ids]))
+        self.context.ledger.request_lost(after, self._replied(after, sampled, arrived_s), GENERATOR_DIED)
+
+    def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
+        parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
+        return Reply(
+            request_id=turn.request_id,
+            token_ids=response.token_ids,
+            behavior_logprobs=response.logprobs,
+            versions=response.versions,
+            finish_reason=response.finish_reason,
+            message=parsed.message,
+            malformed=parsed.malformed,
+            cached_tokens=response.cached_tokens,
+            queued_s=response.started_s - arrived_s,
+            generated_s=time.monotonic() - response.started_s,
+            generator=self.replica_name,
+        )
+
+    def _finished(self, prompt: Prompt, response: Response) -> Sample:
+        num_prompt, num_response = len(prompt.token_ids), len(response)
+        mask = np.zeros(num_prompt + num_response, np.bool_)
+        mask[num_prompt:] = True
+        return Sample.of(
+            prompt,
+            response_text=self._sampler.text(response.token_ids),
+            token_ids=np.concatenate([prompt.token_ids, response.token_ids]).astype(np.int32),
+            policy_mask=mask,
+            behavior_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), response.logprobs]),
+            versions=np.concatenate([np.full(num_prompt, -1, np.int32), response.versions]),
+            prompt_tokens=num_prompt,
+            truncated=response.finish_reason != "stop",
+            generator=self.replica_name,
+            generated_s=time.time(),
+        )
+
+
+def _prefix(asked: Prompt | Turn) -> Completion:
+    """The tokens generated before a checkpoint, as the first part; empty if there are none."""
+    return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")

@@ -1,0 +1,144 @@
+"""Responses of one generator to requests for tokens, across checkpoints and weight updates.
+
+A response may take several requests to vLLM: one that a checkpoint of an earlier life interrupted continues from its
+prefix. Everything asked for waits at the gate, which an update or a checkpoint closes and opens. The end of vLLM's
+process ends that wait too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from flowrl.graph.node import Context
+from flowrl.messages import Float32, Int32
+from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates
+from flowrl.nodes.vllm_engine.sampling import NOTHING, Completion, Response, Sampling
+from flowrl.nodes.vllm_engine.vllm_processes import EngineDied
+from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+
+Prefix = tuple[Int32, Float32, Int32]
+"""token_ids, logprobs, versions of an unfinished response"""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRequest:
+    """What a response is asked for."""
+
+    key: str
+    """Unique among the requests that are open."""
+    token_ids: Int32
+    """The context."""
+    sampling: Sampling
+    seed: int
+    priority: int
+    """vLLM serves the smaller one first."""
+    prefix: Completion = NOTHING
+    """The beginning of the response, sampled before."""
+    kept: bool = False
+    """Whether a checkpoint keeps the tokens so far, under `key`."""
+
+
+class ResponseLost(EngineDied):
+    """vLLM's process ended during this response, which has the tokens that had arrived."""
+
+    def __init__(self, text: str, response: Response) -> None:
+        super().__init__(text)
+        self.response = response
+
+
+class Responses:
+    """The open requests of one sampler."""
+
+    def __init__(self, sampler: VllmSampler, updates: WeightUpdates, gate: UpdateGate, context: Context) -> None:
+        self._sampler = sampler
+        self._updates = updates
+        self._gate = gate
+        self._context = context
+        self._open: dict[str, Response] = {}
+        """Key -> a response that is started, not finished and kept by checkpoints."""
+        self.running: dict[str, tuple[Response, asyncio.Task[Completion]]] = {}
+        """Request id in vLLM -> its response and its task."""
+        self._checkpoint = asyncio.Event()
+        """Set while a checkpoint is taken."""
+        self._stopped_s = 0.0
+        """When the last checkpoint began."""
+        self._num_requests = 0
+
+    async def respond(self, asked: TokenRequest) -> Response:
+        """Sample until the response ends. Cancelling this ends its request in vLLM. Raises ResponseLost."""
+        response = Response([asked.prefix])
+        if asked.kept:
+            self._open[asked.key] = response
+        try:
+            while response.finish_reason in ("", "abort") and len(response) < asked.sampling.max_tokens:
+                await self._at_gate()
+                response.started_s = response.started_s or time.monotonic()
+                with self._context.busy("generate"):
+                    response.parts.append(await self._request(asked, response))
+        except EngineDied as death:
+            response.parts.append(death.arrived)
+            raise ResponseLost(str(death), response) from None
+        finally:
+            self._open.pop(asked.key, None)
+        return response
+
+    async def _at_gate(self) -> None:
+        while not self._gate.is_open:
+            with self._context.waiting("new weights, or the end of a checkpoint"):
+                async with self._sampler.required():
+                    await self._gate.passed()
+
+    async def _request(self, asked: TokenRequest, response: Response) -> Completion:
+        self._num_requests += 1
+        request_id = f"{asked.key}#{self._num_requests}"
+        work = asyncio.create_task(
+            self._sampler.complete(
+                request_id,
+                [*asked.token_ids.tolist(), *response.token_ids.tolist()],
+                asked.sampling,
+                generated=len(response),
+                seed=asked.seed,
+                salt=str(self._updates.version),
+                priority=asked.priority,
+            )
+        )
+        self.running[request_id] = response, work
+        try:
+            return await self._outcome(work)
+        finally:
+            work.cancel()  # if this coroutine was cancelled, this ends the request in vLLM
+            del self.running[request_id]
+
+    async def _outcome(self, work: asyncio.Task[Completion]) -> Completion:
+        """The result of `work`. If a checkpoint found it unfinished, it is returned only after that checkpoint."""
+        while not work.done():
+            checkpoint = asyncio.ensure_future(self._checkpoint.wait())
+            await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)
+            checkpoint.cancel()
+            if not work.done():
+                await self._at_gate()
+        return work.result()
+
+    async def snapshot(self) -> dict[str, Prefix]:
+        """The tokens so far of the responses that checkpoints keep. Their invocations wait until `resume`."""
+        self._stopped_s = time.monotonic()
+        self._gate.close("checkpoint")
+        while ended := self._ended_in_vllm():
+            await asyncio.wait(ended)  # their invocations continue to their sends, which the checkpoint keeps
+        self._checkpoint.set()
+        parts = {id(response): self._sampler.so_far(key) for key, (response, _) in self.running.items()}
+        prefixes = {key: Response([*r.parts, parts.get(id(r)) or NOTHING]) for key, r in self._open.items()}
+        return {key: (r.token_ids, r.logprobs, r.versions) for key, r in prefixes.items() if len(r)}
+
+    def _ended_in_vllm(self) -> list[asyncio.Task[Completion]]:
+        """The requests that vLLM has ended, but whose result has not arrived here yet."""
+        running = [(work, self._sampler.so_far(key)) for key, (_, work) in self.running.items() if not work.done()]
+        return [work for work, so_far in running if so_far is None]
+
+    def resume(self) -> None:
+        """Let the invocations continue after a checkpoint."""
+        self._checkpoint.clear()
+        self._gate.open("checkpoint")
+        self._context.gauge("checkpoint_pause_s", time.monotonic() - self._stopped_s)

@@ -1,0 +1,1 @@
+"""Nodes that compare the members of a group: advantages, filters, selection."""

@@ -1,0 +1,109 @@
+"""Computes advantages from rewards by comparing the members of one group with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In, Members, Out, join
+from flowrl.messages import Group, Sample, Scored
+from flowrl.nodes.curricula.curriculum import GroupOutcome, Noted, report_outcome
+from flowrl.nodes.groups.dynamic import DynamicSampling, GroupFilter
+from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
+from flowrl.training.advantage.estimate import Estimate, unvalued
+
+
+class GroupAdvantage(Node):
+    """Collects the `size` members of a group and assigns each of their policy tokens its advantage.
+
+    `estimate` is an estimator's name or an `Estimate` with further settings. With `dynamic`, groups without a
+    learning signal are filtered; without it, all groups with enough members to compare are trained on.
+
+    Under `gae`, samples without values leave their advantages unset: the batcher, which needs the same
+    estimate, sends the whole batch to a Critic. `outcomes` tells a source with a curriculum how groups were rewarded.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    groups: Out[Group]
+    outcomes: Call[GroupOutcome, Noted]
+
+    def __init__(
+        self, estimate: Estimate | Estimator = "group_norm", *, size: int, dynamic: DynamicSampling | None = None
+    ) -> None:
+        self.estimate = estimate if isinstance(estimate, Estimate) else Estimate(estimate)
+        self.size = size
+        self.dynamic = dynamic
+        self._filter = GroupFilter(dynamic)
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
+
+    def check(self, facts: Any) -> list[str]:
+        problems = self.estimate.problems()
+        if self.size < 1:
+            problems.append(f"the group size is {self.size}; it needs at least 1")
+        elif self.size < 2 and self.estimate.estimator in GROUP_ESTIMATORS:
+            problems.append(
+                f"estimator {self.estimate.estimator!r} compares the members of a group, but the group size is 1"
+            )
+        return problems + (self.dynamic.problems() if self.dynamic is not None else [])
+
+    def notes(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.notes()
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            await self._settle(members, members.items)
+
+    async def _settle(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
+        """Filter the group or send it; `taken` are the messages that delivered its samples."""
+        await report_outcome(self.outcomes, members.items)
+        reason = self._why_filtered(members)
+        if reason:
+            for sample in taken:
+                self.scored.drop(sample, reason, state="filtered")
+            self._filter.assert_within(self.name)
+        else:
+            await self.groups.send(self.group(members), made_from=taken)
+
+    def group(self, members: Members[Scored]) -> Group:
+        """The group of `members` with its advantages."""
+        waits = self.estimate.estimator == "gae" and any(sample.values is None for sample in members.items)
+        return Group(
+            group_id=members.group_id,
+            samples=unvalued(members.items) if waits else self.estimate.trainable(members.items),
+            group_size=members.size,
+            metrics=self._filter.since_kept(),
+        )
+
+    def _why_filtered(self, members: Members[Scored]) -> str:
+        """The reason why the group is not trained on; "" if it is."""
+        if len(members.items) < 2 and self.estimate.estimator in GROUP_ESTIMATORS:
+            return "group_too_small"
+        return self._filter.judge(members.items)
+
+    def state(self) -> Mapping[str, Any]:
+        return self._filter.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._filter.load_state(state)
+
+
+class JoinedAdvantage(GroupAdvantage):
+    """A GroupAdvantage for a graph with a Reference parallel to the reward: joins both branches by sample."""
+
+    referenced: In[Sample]
+
+    def facts(self) -> Facts:
+        return dataclasses.replace(super().facts(), joins=("scored", "referenced"))
+
+    async def run(self) -> None:
+        async for pairs in join(self.scored, self.referenced).groups(self.size):
+            samples = tuple(dataclasses.replace(s, ref_logprobs=r.ref_logprobs) for s, r in pairs.items)
+            members = Members(pairs.group_id, pairs.ticket, pairs.size, samples, pairs.lost)
+            await self._settle(members, [scored for scored, _ in pairs.items])

@@ -1,0 +1,106 @@
+"""Ranks the answers to one prompt by comparing them with each other, two at a time.
+
+Each pair of answers is asked about once; which of the two comes first alternates, so that a preference for the first
+place nearly evens out over a group. An answer's score is its share of comparisons won.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.node import Context
+from flowrl.messages import Sample
+from flowrl.tasks import KnownRows, Row, Task, asked_columns, load_rows
+from flowrl.tasks.reward_calls.away import AWAY_S, Patience
+from flowrl.tasks.reward_calls.judge import BadReward
+from flowrl.tasks.reward_calls.reward_client import RewardClient
+from flowrl.tasks.reward_calls.signatures import SECOND
+from flowrl.tasks.rewards import MODEL, VERIFIER, Part, check_reward, needs_rows, open_reward, parse_reward
+from flowrl.tasks.row_reading.indexed_rows import joined
+
+COMPARED_S = 60.0
+"""Longest comparison of all answers to one prompt."""
+
+
+class Comparisons:
+    """Asks the pairwise reward `text`: a function `(prompts, firsts, seconds, **columns)`, or a server.
+
+    It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column, and
+    the conversation, which is that of the sample's row in `task`. Raises ConfigError for the words of other rewards.
+    """
+
+    def __init__(self, text: str, task: Task, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
+        self.parts: tuple[Part, ...] = parse_reward(text)
+        for part in self.parts:
+            if part.place in (VERIFIER, MODEL):
+                raise ConfigError(
+                    f"--prefer names {part.place}, which scores one answer; a comparison of two is a function "
+                    "(prompts, firsts, seconds), as FILE.py:FUNCTION, or a server"
+                )
+        self._task = task
+        self._known: KnownRows | None = None
+        """The rows of the task, where the reward gets more of them than their columns."""
+        self._timeout_s = timeout_s
+        self._away_s = away_s
+        self._client: RewardClient | None = None
+
+    def preflight(self) -> None:
+        """Load the function, and compare two answers to the first row. Raises ConfigError."""
+        wrong = [part.place for part in check_reward(self.parts, ()) if not part.urls and part.convention != "pairwise"]
+        if wrong:
+            raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
+        rows = load_rows(self._task, whole=True)
+        row = joined(rows.train, rows.held_out)[0]
+        check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])
+        asyncio.run(self._trial(row))
+
+    async def _trial(self, row: Row) -> None:
+        client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
+        answer, columns = row.answer or "", {**row.columns, **asked_columns(self.parts, self._task, row)}
+        try:
+            await client.ask([row.prompt], [answer], [{**columns, SECOND: f"{answer} "}])
+        except BadReward as bad:
+            raise ConfigError(f"the trial comparison failed: {bad}; fix the function, or start the server") from bad
+        finally:
+            await client.close()
+
+    def open(self, context: Context) -> None:
+        """Load the function; heavy. The node of `context` waits for the comparisons."""
+        check_reward(self.parts, ())
+        self._known = KnownRows(self._task) if needs_rows(self.parts) else None
+        patience = Patience(self._away_s, context.outside, context.progress)
+        self._client = open_reward(self.parts, timeout_s=self._timeout_s, patience=patience)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def shares_won(self, samples: Sequence[Sample]) -> list[float]:
+        """The share of comparisons that each sample wins. Raises BadReward, or ServersAway, which ends the run."""
+        assert self._client is not None, "`open` comes first"
+        if len(samples) < 2:
+            return [0.0] * len(samples)
+        pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in itertools.combinations(range(len(samples)), 2)]
+        columns = [self._columns(sample) for sample in samples]
+        verdicts = await self._client.ask(
+            [samples[first].prompt_text for first, _ in pairs],
+            [samples[first].response_text for first, _ in pairs],
+            [{**columns[first], SECOND: samples[second].response_text} for first, second in pairs],
+        )
+        won = [0.0] * len(samples)
+        for (first, second), likely in zip(pairs, verdicts.rewards, strict=True):
+            if not 0.0 <= likely <= 1.0:
+                raise BadReward("reward_malformed", f"a comparison gave {json.dumps(likely)}; it needs 0 to 1")
+            won[first] += likely
+            won[second] += 1.0 - likely
+        return [share / (len(samples) - 1) for share in won]
+
+    def _columns(self, sample: Sample) -> dict[str, Any]:
+        row = None if self._known is None else self._known.get(sample.prompt_id)
+        return {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}

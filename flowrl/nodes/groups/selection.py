@@ -1,0 +1,240 @@
+"""Nodes that select members of a group: the best one to imitate, or the best against the worst.
+
+They compare the reward after shaping. Members that are not selected are filtered with a reason. With `dynamic`,
+groups without a learning signal are filtered first, whole.
+If rewards are equal, the first member counts as the better one, so that a run is reproducible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call, In, Members, Out
+from flowrl.messages import Group, Scored, Trainable
+from flowrl.nodes.curricula.curriculum import GroupOutcome, Noted, report_outcome
+from flowrl.nodes.groups.dynamic import DynamicSampling, GroupFilter
+from flowrl.nodes.groups.judged import Judged
+from flowrl.nodes.groups.one_sequence import require_one_sequence
+from flowrl.nodes.groups.pairwise import COMPARED_S, Comparisons
+from flowrl.tasks import Task
+from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.judge import BadReward
+from flowrl.training.advantage.advantages import all_equal
+from flowrl.training.advantage.estimate import trainable, whole_reward
+from flowrl.training.advantage.seat_credit import require_one_seat
+
+PairReference = Literal["round", "initial"]
+
+
+class Selection(Node):
+    """What nodes that select members of a group have in common.
+
+    `outcomes` tells a source with a curriculum how groups were rewarded.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    outcomes: Call[GroupOutcome, Noted]
+
+    def __init__(self, dynamic: DynamicSampling | None) -> None:
+        self.dynamic = dynamic
+        self._filter = GroupFilter(dynamic)
+        self._judged = Judged()
+
+    def _filtered(self, samples: Sequence[Scored]) -> bool:
+        """Drop the members of a group that has no learning signal; whether that was done."""
+        reason = self._filter.judge(samples)
+        if reason:
+            self._judged.add(samples, passed_on=())
+            for sample in samples:
+                self.scored.drop(sample, reason, state="filtered")
+            self._filter.assert_within(self.name)
+        return bool(reason)
+
+    def _filter_problems(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.problems()
+
+    def notes(self) -> list[str]:
+        return [] if self.dynamic is None else self.dynamic.notes()
+
+    def state(self) -> Mapping[str, Any]:
+        filtered = {} if self.dynamic is None else {"filter": self._filter.state()}
+        return {**self._judged.state(), **filtered}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._judged.load_state({name: value for name, value in state.items() if name != "filter"})
+        if self.dynamic is not None and "filter" in state:
+            self._filter.load_state(state["filter"])
+
+
+class BestOfN(Selection):
+    """Passes on the best of each group's `size` members with advantage 1 (RAFT, arXiv 2304.06767).
+
+    The others are filtered as `not_best`. With `least_reward`, a group whose best member has a lower raw
+    reward is filtered completely, as `below_least`.
+    """
+
+    groups: Out[Group]
+
+    def __init__(self, *, size: int, least_reward: float | None = None, dynamic: DynamicSampling | None = None) -> None:
+        super().__init__(dynamic)
+        self.size = size
+        self.least_reward = least_reward
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",), as_data=True)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = [] if self.size >= 2 else [f"the group size is {self.size}; the best of a group needs at least 2"]
+        return problems + self._filter_problems()
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            require_one_seat(members.items, "a BestOfN")
+            await report_outcome(self.outcomes, members.items)
+            if self._filtered(members.items):
+                continue
+            best = ranked(members.items)[0]
+            kept = self.least_reward is None or best.raw_reward >= self.least_reward
+            self._judged.add(members.items, passed_on=[best] if kept else ())
+            for sample in members.items:
+                if sample is not best:
+                    self.scored.drop(sample, "not_best", state="filtered")
+            if kept:
+                await self.groups.send(self.group(members, best), made_from=[best])
+            else:
+                self.scored.drop(best, "below_least", state="filtered")
+                self._judged.assert_some_pass(self.name, "below_least")
+
+    def group(self, members: Members[Scored], best: Scored) -> Group:
+        """A group of one sample in which training raises the probability of every policy token."""
+        sample = trainable(best, best.whole_mask.astype(np.float64))
+        return Group(members.group_id, (sample,), members.size, self._judged.take())
+
+
+class PairMaker(Selection):
+    """Makes a pair from each group: the best of its `size` members is chosen, the worst rejected.
+
+    A group without a difference is filtered as `tie`, the members in between as `not_paired`, a group with
+    fewer than two scored members as `group_too_small`. With `reference="round"` the reference is the weights
+    that sampled the pair, whose logprobs every sample carries; with "initial" an upstream Reference node
+    provides the reference logprobs. `prefer` is a pairwise reward for `task` (`flowrl.nodes.groups.pairwise`): the best
+    is then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails, after
+    `timeout_s` (None: 60) too; servers that cannot be reached are waited for `away_s`.
+    """
+
+    groups: Out[Group]
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        reference: PairReference = "round",
+        prefer: str = "",
+        task: Task | None = None,
+        dynamic: DynamicSampling | None = None,
+        timeout_s: float | None = None,
+        away_s: float = AWAY_S,
+    ) -> None:
+        super().__init__(dynamic)
+        self.size = size
+        self.task = task
+        limit_s = COMPARED_S if timeout_s is None else timeout_s
+        self._comparisons = Comparisons(prefer, task or Task(), timeout_s=limit_s, away_s=away_s) if prefer else None
+        self.reference: PairReference = reference
+
+    def facts(self) -> Facts:
+        return Facts(
+            group_size=self.size,
+            drops=True,
+            keeps_lineage=False,
+            optional=("outcomes",),
+            correction="" if self.reference == "round" else None,
+            correct_by="compare with another reference (--reference.weights initial)",
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        problems = []
+        if self.size < 2:
+            problems.append(f"the group size is {self.size}; a pair needs at least 2")
+        if self.reference not in get_args(PairReference):
+            problems.append(f"reference is {self.reference!r}; it has to be round or initial")
+        if self._comparisons is not None and self.task is None:
+            problems.append("prefer= needs task=, whose rows it is tried out on")
+        return problems + self._filter_problems()
+
+    def preflight(self) -> None:
+        if self._comparisons is not None:
+            self._comparisons.preflight()
+
+    async def setup(self) -> None:
+        if self._comparisons is not None:
+            await self.blocking(self._comparisons.open, self.context)
+
+    async def close(self) -> None:
+        if self._comparisons is not None:
+            await self._comparisons.close()
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            await report_outcome(self.outcomes, members.items)
+            if self._filtered(members.items):
+                continue
+            try:
+                compared = await self._compared(members.items)
+            except BadReward as bad:
+                self.context.metric(bad.reason, 1)
+                for sample in members.items:
+                    self.scored.drop(sample, bad.reason, state="failed")
+                continue
+            pair, reason = self.pair(compared)
+            pair = tuple(sample for chosen in pair for sample in members.items if sample.sample_id == chosen.sample_id)
+            self._judged.add(members.items, passed_on=pair)
+            paired = {sample.sample_id for sample in pair}
+            for sample in members.items:
+                if sample.sample_id not in paired:
+                    self.scored.drop(sample, reason, state="filtered")
+            if pair:
+                await self.groups.send(self.group(members, *pair), made_from=pair)
+            else:
+                self._judged.assert_some_pass(self.name, reason)
+
+    async def _compared(self, samples: Sequence[Scored]) -> Sequence[Scored]:
+        """The samples with the share of comparisons that each has won as their reward, if they are compared."""
+        if self._comparisons is None:
+            return samples
+        with self.context.busy("compare"):
+            won = await self._comparisons.shares_won(samples)
+        return [replace(sample, reward=share) for sample, share in zip(samples, won, strict=True)]
+
+    def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
+        """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""
+        require_one_seat(samples, "a PairMaker")
+        require_one_sequence(samples, "a PairMaker")
+        if len(samples) < 2:
+            return (), "group_too_small"
+        if all_equal([whole_reward(sample) for sample in samples]):
+            return (), "tie"
+        order = ranked(samples)
+        return (order[0], order[-1]), "not_paired"
+
+    def group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
+        """The pair as neighbours that stay together."""
+        pair = tuple(self._labelled(sample, label, members.group_id) for sample, label in ((chosen, 1), (rejected, -1)))
+        return Group(members.group_id, pair, members.size, self._judged.take())
+
+    def _labelled(self, sample: Scored, label: int, pair: str) -> Trainable:
+        labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=pair)
+        return labelled if self.reference == "initial" else replace(labelled, ref_logprobs=sample.behavior_logprobs)
+
+
+def ranked(samples: Sequence[Scored]) -> list[Scored]:
+    """The samples, best first; equal ones keep their order."""
+    return sorted(samples, key=lambda sample: -whole_reward(sample))

@@ -1,0 +1,1 @@
+"""Nodes that score samples: reward functions, reward models, process rewards."""

@@ -1,0 +1,133 @@
+"""The reward node calls a reward function for each sample and shapes its verdict.
+
+Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. While no reward
+server can be reached the node waits on the outside: until one answers, or, with the end of the run, after `away_s`. A
+sample without a verdict fails, with the reason in the ledger; a function that fails `FAILURES_IN_A_ROW`
+times in a row ends the run, because no sample would ever be trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.errors import FlowrlError, SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Sample, Scored
+from flowrl.nodes.rewarding.reward_functions import RewardFunctions
+from flowrl.nodes.rewarding.shaping import Shaping
+from flowrl.tasks import Task, reward_parts
+from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
+from flowrl.tasks.rewards import adapted_text, names_model, samples_at_once
+
+FAILURES_IN_A_ROW = 256
+
+
+class Reward(Node):
+    """Scores samples by the verifier of `task`, or by `function` if one is given.
+
+    `function` is a function defined at the top of a file, or a reward as text (`flowrl.tasks.rewards`):
+    `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
+    `flowrl.tasks.reward_calls.judge` for a function's signature. Synchronous functions run in `concurrency` worker
+    processes, which are killed after `timeout_s`; of `async` functions `concurrency` calls run at a time. Both get one
+    sample a call, or up to 64 that wait if they expect many. Servers are asked about `concurrency` samples at a time.
+    None means 1, 4 for check=code, or 64 for servers. Servers that cannot be reached are waited for
+    `away_s`, all of them at once; then the run ends.
+    """
+
+    rollouts: In[Sample]
+    scored: Out[Scored]
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        function: str | Callable[..., Any] | None = None,
+        timeout_s: float = 10.0,
+        concurrency: int | None = None,
+        away_s: float = AWAY_S,
+        shaping: Shaping | None = None,
+    ) -> None:
+        self.task = task
+        self.parts = reward_parts(task, function)
+        self.timeout_s = timeout_s
+        self._processes = concurrency
+        self.away_s = away_s
+        self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
+        self.shaping = shaping or Shaping()
+        self._failures = 0
+
+    def facts(self) -> Facts:
+        return Facts(drops=True, concurrency=self.concurrency)
+
+    @property
+    def concurrency(self) -> int:
+        """Samples that are asked about at a time."""
+        return samples_at_once(self._functions.parts, self._processes)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = self.shaping.problems()
+        if compared := [part.place for part in self.parts if part.convention == "pairwise"]:
+            problems.append(
+                f"{compared[0]} compares two responses, and a reward scores one; PairMaker(prefer) takes it"
+            )
+        if names_model(self.task.reward):
+            problems.append(f"its reward {self.task.reward!r} names a reward model; a RewardModel node scores with one")
+        if self.timeout_s <= 0:
+            problems.append(f"timeout_s is {self.timeout_s}; it has to be above 0")
+        if self._processes is not None and self._processes < 1:
+            problems.append(f"concurrency is {self._processes}; it needs at least 1")
+        if self.away_s < 0:
+            problems.append(f"away_s is {self.away_s}; it needs at least 0")
+        return problems
+
+    def notes(self) -> list[str]:
+        found = adapted_text(self.parts)
+        return [] if found is None else [found]
+
+    def preflight(self) -> str | None:
+        return self._functions.preflight()
+
+    async def setup(self) -> None:
+        await self.blocking(self._functions.open, self.context)
+
+    async def run(self) -> None:
+        await self.rollouts.each(self._score, concurrency=self.concurrency)
+
+    async def close(self) -> None:
+        await self._functions.close()
+
+    async def _score(self, sample: Sample) -> None:
+        try:
+            with self.context.busy("score"):
+                verdicts = await self._functions.ask(sample)
+        except BadReward as bad:
+            self._count_failure(bad)
+            raise SampleFailed(bad.reason) from bad
+        self._failures = 0
+        scored = self.scored_sample(sample, verdicts)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
+        """`sample` with the shaped reward, on which it is trained, and the verdict before shaping."""
+        parts = {name: values[0] for name, values in verdicts.logs.items()}
+        reward = self.shaping.shaped(
+            verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated
+        )
+        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+        return Scored(**fields, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts, scored_s=time.time())
+
+    def _count_failure(self, bad: BadReward) -> None:
+        """Report the first of consecutive failures, and raise if only failures occur."""
+        self._failures += 1
+        self.context.metric(bad.reason, 1)
+        if self._failures == 1:
+            self.context.progress(f"a sample failed: {bad}")
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise FlowrlError(f"the reward failed for {self._failures} samples in a row; the last time: {bad}")

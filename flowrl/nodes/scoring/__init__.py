@@ -1,0 +1,1 @@
+"""Nodes that compute with a fixed or second model: reference, critic, teacher."""

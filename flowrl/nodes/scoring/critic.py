@@ -1,0 +1,187 @@
+"""The critic computes the value of the state before every policy token, one batch at a time, at one version.
+
+Invariants
+- The critic computes no values before the first weights message is applied, because the trainer draws
+  the initial head.
+- Weights change between requests, never inside one, so all values of a reply have the reply's version.
+- A version counts as held when it is loaded; tickets may wait for that.
+
+Waits: a request waits for the first weights and for the load or the request before it; the body ends
+when every caller has closed and the weights edge has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowrl.errors import FlowrlError
+from flowrl.graph.facts import Facts
+from flowrl.graph.ports import In, Serve
+from flowrl.messages import Float32, ValueQuestion, Values, Weights
+from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
+from flowrl.training.layouts import refused
+from flowrl.training.model.trainable import check_scalar
+from flowrl.training.settings import Dtype, Layout
+from flowrl.weights.backends import receiver
+from flowrl.weights.fetched import Receiver
+from flowrl.weights.module import load_published
+from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
+from flowrl.weights.shm import SegmentLost
+
+if TYPE_CHECKING:
+    from flowrl.training.scoring.passes import Masked
+
+
+class Critic(ScoringNode):
+    """Computes values for a batcher's samples, with the newest weights from the trainer on its latest edge.
+
+    `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
+    `layout`: whether prefixes that samples share are computed once, see `ZeroSettings`.
+    """
+
+    cpus = 1
+
+    requests: Serve[ValueQuestion, Values]
+    weights: In[Weights]
+
+    def __init__(
+        self, policy: Policy, *, dtype: Dtype = "float32", token_budget: int = 8192, layout: Layout = "auto"
+    ) -> None:
+        self.policy = policy
+        self.dtype: Dtype = dtype
+        self.token_budget = token_budget
+        self.layout: Layout = layout
+        self.version = -1
+        self._content = -1
+        """The version whose tensors are loaded; older than `version` after an unchanged version."""
+        self._first = asyncio.Event()
+        """Set as soon as weights have been loaded once."""
+        self._model_in_use = asyncio.Lock()
+        self._receiver: Receiver
+
+    # Declarations for the graph
+
+    def facts(self) -> Facts:
+        return Facts(
+            concurrency=1,
+            token_budget=self.token_budget,
+            weights_in_host_memory=True,
+            weights_dtype=self.dtype,
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        if self.token_budget < 1:
+            return [f"token_budget is {self.token_budget}; it needs at least the longest sample"]
+        return [*gpu_problems(self.gpus), *refused(self.layout, scoring_layout(self.policy, self.layout))]
+
+    def notes(self) -> list[str]:
+        return [note(scoring_layout(self.policy, self.layout))]
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        if (model_dir := known_directory(self.policy)) is not None:
+            check_scalar(model_dir, trust_remote_code=self.policy.trust_remote_code)
+
+    # Lifecycle
+
+    async def setup(self) -> None:
+        self._receiver = receiver(self.context.weight_routes, self._replica, self.context.run_id)
+        await self.blocking(self._load)
+
+    def _load(self) -> None:
+        """Build the network; the first weights message brings its parameter values."""
+        source = resolve(self.policy, progress=self.context.progress)
+        from flowrl.training.model.loading import ModelLoad
+
+        trusted = self.policy.trust_remote_code
+        self.open_model(ModelLoad(source, "scalar", dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
+        self.context.progress("ready")
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_weights())
+            await self.requests.each(self._value, concurrency=1)
+
+    async def close(self) -> None:
+        await super().close()
+        if hasattr(self, "_receiver"):
+            self._receiver.close()
+
+    @property
+    def _replica(self) -> str:
+        return f"{self.name}/{self.context.replica}"
+
+    # Weights
+
+    async def _follow_weights(self) -> None:
+        async for manifest in self.weights:
+            async with self._model_in_use:
+                await self._take(manifest)
+            self.weights.finish(manifest)
+        if not self._first.is_set():
+            raise FlowrlError(
+                f"{self._replica}: the weights edge ended before its first message; "
+                "a trainer publishes its initial weights before its first batch"
+            )
+
+    async def _take(self, manifest: Weights) -> None:
+        """Bring the model to the manifest's version, unless newer weights replaced that version meanwhile."""
+        if manifest.version <= self.version:
+            return
+        if manifest.base_version != self._content:
+            try:
+                with self.context.busy("load"):
+                    await self.blocking(self._replace, manifest)
+            except SegmentLost:
+                return  # there is a newer manifest
+        self.version, self._content = manifest.version, manifest.base_version
+        self.context.ledger.holds(self._replica, manifest.policy, manifest.version)
+        self._first.set()
+
+    def _replace(self, manifest: Weights) -> None:
+        assert self.scoring is not None, "`setup` opens it"
+        fetched = self._receiver.fetch(manifest)
+        try:
+            self.scoring.every(load_published, fetched.update)
+        finally:
+            fetched.close()
+        if manifest.probe_logprobs:
+            self._probe(manifest)
+
+    def _probe(self, manifest: Weights) -> None:
+        """Check that our values of a few fixed sequences match the trainer's."""
+        sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
+        masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
+        found = self._values_of([*zip(sequences, masks, strict=True)])
+        difference = mismatch(manifest, [values[1:].tolist() for values in found])
+        self.context.gauge("value_mismatch", difference)
+        dtype = coarser(manifest, self.dtype)
+        if not difference <= TOLERANCE[dtype]:
+            raise ProbeMismatch(
+                f"{self._replica} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
+                f"probe sequences differ from the trainer's by {difference:.4g} on average; with {dtype}, "
+                f"rounding explains up to {TOLERANCE[dtype]:g}. Give the Critic and its Trainer the same model "
+                "and dtype"
+            )
+
+    # Values
+
+    async def _value(self, asked: ValueQuestion) -> Values:
+        with self.context.waiting("the critic's first weights"):
+            await self._first.wait()
+        async with self._model_in_use:
+            with self.context.busy("value"):
+                values = await self.blocking(self._values_of, asked.sequences)
+            return Values(version=self.version, values=np.concatenate(values))
+
+    def _values_of(self, items: Sequence[Masked]) -> list[Float32]:
+        """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
+        from flowrl.training.scoring.passes import values_of_pass
+
+        return self.scores(values_of_pass, items)

@@ -1,0 +1,169 @@
+"""Distillation: a teacher scores every token that the student sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Float32, Group, Sample, Scored
+from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
+from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
+from flowrl.nodes.groups.one_sequence import require_one_sequence
+from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
+from flowrl.nodes.scoring.shared_pass import SharedPass
+from flowrl.training.advantage.advantages import Array, distillation_advantages
+from flowrl.training.advantage.estimate import trainable
+from flowrl.training.layouts import refused
+from flowrl.training.model.trainable import check_policy
+from flowrl.training.settings import Dtype, Layout
+
+Judgement = tuple[Float32, Float32]
+"""(log p of the policy tokens at their positions, 0 elsewhere; the last hidden state of each policy token)."""
+
+
+class Teacher(ScoringNode):
+    """Adds `teacher_logprobs` to the samples of `student`, whose vocabulary has to equal the teacher's.
+
+    A sample's reward is the mean over its policy tokens of log π_teacher − log π_b, a per-token estimate
+    of −KL(π_b‖π_teacher). `temperature` has to equal the generator's: logits are divided by it. With
+    `exact`, samples also carry the teacher's hidden states, which the objective `ReverseKL` needs.
+
+    At most `batch` samples wait for a pass at the same time. One pass takes at most `token_budget` tokens, padding
+    included, or a single longer sample. `layout`: whether prefixes that samples share are computed once, see
+    `ZeroSettings`.
+    """
+
+    cpus = 1
+
+    rollouts: In[Sample]
+    scored: Out[Scored]
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        student: Policy,
+        temperature: float = 1.0,
+        dtype: Dtype = "float32",
+        exact: bool = False,
+        token_budget: int = 8192,
+        batch: int = 64,
+        layout: Layout = "auto",
+    ) -> None:
+        self.policy = policy
+        self.student = student
+        self.temperature = temperature
+        self.dtype: Dtype = dtype
+        self.exact = exact
+        self.token_budget = token_budget
+        self.batch = batch
+        self.layout: Layout = layout
+        self._pass = SharedPass(self._judge_all)
+
+    def facts(self) -> Facts:
+        return Facts(concurrency=self.batch)
+
+    def check(self, facts: Any) -> list[str]:
+        problem = vocabulary_problem(self.student, self.policy)
+        problems = [problem] if problem else []
+        if self.temperature <= 0:
+            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        for name in ("token_budget", "batch"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems += gpu_problems(self.gpus)
+        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+
+    def notes(self) -> list[str]:
+        return [note(scoring_layout(self.policy, self.layout))]
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        if (model_dir := known_directory(self.policy)) is not None:
+            check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
+        if untold(self.student, self.policy):
+            require_same_vocabulary(self.student, self.policy)
+
+    async def setup(self) -> None:
+        await self.blocking(self._load)
+
+    def _load(self) -> None:
+        from flowrl.training.model.loading import ModelLoad
+
+        source = resolve(self.policy, progress=self.context.progress)
+        trusted = self.policy.trust_remote_code
+        self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
+
+    async def run(self) -> None:
+        await self.rollouts.each(self._judge, concurrency=self.batch)
+
+    async def _judge(self, sample: Sample) -> None:
+        require_one_sequence([sample], "a Teacher")
+        logprobs, hidden = await self._pass.ask(sample)
+        scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    async def _judge_all(self, samples: list[Sample]) -> list[Judgement]:
+        with self.context.busy("teach"):
+            return await self.blocking(self._judgements, samples)
+
+    def _judgements(self, samples: Sequence[Sample]) -> list[Judgement]:
+        from flowrl.training.scoring.passes import judgements_of
+
+        items = [(sample.token_ids, sample.policy_mask) for sample in samples]
+        return self.scores(judgements_of, items, self.temperature)
+
+
+class TeacherAdvantage(Node):
+    """Collects the `size` members of a group and computes each policy token's advantage from the teacher.
+
+    The members are not compared with each other, so a group of one is enough. `negate` inverts the sign: a
+    control experiment that has to make the student worse.
+    """
+
+    keyed_state = True
+
+    scored: In[Scored]
+    groups: Out[Group]
+
+    def __init__(self, *, size: int, negate: bool = False) -> None:
+        self.size = size
+        self.negate = negate
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.size >= 1 else [f"the group size is {self.size}; it needs at least 1"]
+
+    async def run(self) -> None:
+        async for members in self.scored.groups(self.size):
+            samples = tuple(trainable(sample, self.advantages(sample)) for sample in members.items)
+            await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
+
+    def advantages(self, sample: Scored) -> Array:
+        """The advantages of every token of `sample`. Raises ConfigError if no teacher has scored it."""
+        if sample.teacher_logprobs is None:
+            raise ConfigError(
+                f"{self.name}: sample {sample.sample_id} carries no teacher logprobs; connect a Teacher node "
+                "between generator and advantage"
+            )
+        advantages = distillation_advantages(sample.teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
+        return -advantages if self.negate else advantages
+
+
+def scored_by_teacher(sample: Sample, teacher_logprobs: Float32, hidden: Float32 | None = None) -> Scored:
+    """`sample` with the teacher's logprobs, and their mean distance from the behavior policy's as its reward."""
+    gap_T = distillation_advantages(teacher_logprobs, sample.behavior_logprobs, sample.policy_mask)
+    reward = float(gap_T.sum()) / max(1, sample.response_tokens)
+    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+    fields |= {"teacher_logprobs": teacher_logprobs, "teacher_hidden": hidden}
+    return Scored(**fields, reward=reward, raw_reward=reward, scored_s=time.time())

@@ -1,0 +1,1 @@
+"""Where groups enter the graph: rows of tasks, data files and environments."""

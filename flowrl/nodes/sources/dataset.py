@@ -1,0 +1,184 @@
+"""Demonstrations for SFT: the task's own answers replace a generator's responses.
+
+They are recorded in the same ledger as rollouts, so an SFT run can be audited like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from flowrl.cache import Progress
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
+from flowrl.nodes.sources.given_sample import given_sample
+from flowrl.nodes.sources.row_source import RowPart
+from flowrl.nodes.sources.source import PromptSource
+from flowrl.nodes.sources.too_long import TooLong, refuse_long, shortened
+from flowrl.tasks import Row, Rows, Task, load_demonstrations
+from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
+
+Trained = Literal["all", "last"]
+
+
+class DemonstrationSource(PromptSource):
+    """Sends the prompt of every row of a task, also of those that answer the same prompt in several ways."""
+
+    row_noun = "conversations"
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        epochs: int | None = None,
+        max_tokens: int = 2048,
+        part: RowPart = "train",
+        too_long: TooLong = "drop",
+    ) -> None:
+        # What is an error is found by `Demonstrations`, which has the whole conversation.
+        passed: TooLong = "truncate" if too_long == "truncate" else "drop"
+        super().__init__(task, policy, epochs=epochs, max_prompt_tokens=max_tokens, part=part, too_long=passed)
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)  # the limit is that of the whole conversation
+
+    def read(self) -> Rows:
+        return load_demonstrations(self.task, whole=self.part == "all")
+
+
+class Demonstrations(Node):
+    """Turns each prompt into a conversation that ends with its row's answer.
+
+    `trained` says which assistant turns are trained: all, or the last, which is the answer. Rows of more than
+    `max_tokens` tokens are dropped with the reason `too_long`, lose their beginning, or are an error, by `too_long`.
+    """
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        max_tokens: int = 2048,
+        part: RowPart = "train",
+        trained: Trained = "all",
+        too_long: TooLong = "drop",
+    ) -> None:
+        self.task = task
+        self.policy = policy
+        self.max_tokens = max_tokens
+        self.part: RowPart = part
+        self.trained: Trained = trained
+        self.too_long: TooLong = too_long
+
+    def facts(self) -> Facts:
+        return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
+
+    def check(self, facts: object) -> list[str]:
+        return [f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else []
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        rows = self._read_rows()
+        _require_answers(self.task, rows)
+        check_tools(self.policy, rows)
+        check_masks(self.policy, rows, self.task.system_prompt, last=self.trained == "last")
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+
+    def _refuse_long(self, chat: Chat) -> None:
+        lengths = (len(chat.with_tools(row.tools).completion(row.turns, row.response)[0]) for row in self._read_rows())
+        refuse_long(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
+
+    async def setup(self) -> None:
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
+        self._rows = by_id(await self.blocking(self._read_rows))
+
+    def _read_rows(self) -> Sequence[Row]:
+        found = load_demonstrations(self.task, whole=self.part == "all")
+        if self.part == "all":
+            return joined(found.train, found.held_out)
+        return found.train if self.part == "train" else found.held_out
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            sample = self.demonstration(prompt)
+            if len(sample.token_ids) > self.max_tokens:
+                self.prompts.drop(prompt, "too_long")
+                continue
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+            await self.groups.send(Group(prompt.group_id, (sample,), 1))
+
+    def rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
+        """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
+        chat = chat.with_tools(row.tools)
+        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(row.turns, row.response)
+        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+
+    def demonstration(self, prompt: Prompt) -> Trainable:
+        """The sample of a model that gives the row's answer."""
+        row = self._rows[prompt.prompt_id]
+        token_ids, mask = self.rendered(self._chat, row)
+        return given_sample(
+            token_ids,
+            mask,
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            prompt_text=prompt.text,
+            response_text=str(row.answer),
+            generator=f"{self.name}/{self.context.replica}",
+            columns=prompt.columns,
+        )
+
+    def require_held_out(self) -> None:
+        if not load_demonstrations(self.task).held_out:
+            raise ConfigError(
+                f"{self.task.name!r} has no held-out rows to measure the loss on (one prompt in eight is held out); "
+                "add rows, or leave held_out out"
+            )
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
+        rows = load_demonstrations(self.task).held_out
+        samples = [self._held_out_sample(row, chat) for row in lowest(rows, most) if row.answer is not None]
+        return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
+
+    def _held_out_sample(self, row: Row, chat: Chat) -> Trainable:
+        return given_sample(
+            *self.rendered(chat, row),
+            sample_id=row.prompt_id,
+            group_id=row.prompt_id,
+            prompt_id=row.prompt_id,
+            prompt_text=row.prompt,
+            response_text=str(row.answer),
+        )
+
+
+def _require_answers(task: Task, rows: Sequence[Row]) -> None:
+    """Raise ConfigError unless every row has an answer that can be said."""
+    if without := [row for row in rows if row.answer is None]:
+        raise ConfigError(
+            f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "
+            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it, "
+            "or take rows without one out of the data (malformed=skip does not)"
+        )
+    if other := next((row for row in rows if not row.text_answer), None):
+        raise ConfigError(
+            f"{other.place}: the answer is {str(other.answer)[:60]!r}; to learn from it needs text, or the assistant's "
+            "turns; name the column that has them with answer="
+        )

@@ -1,0 +1,131 @@
+"""Answers of the data in the place of the student's samples, for distillation on both (GKD, arXiv 2306.13649)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Bool, Int32, Prompt, Sample
+from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.nodes.sources.row_source import RowPart
+from flowrl.nodes.sources.too_long import TooLong, refuse_long, shortened
+from flowrl.tasks import Row, Task, load_rows
+from flowrl.tasks.row_reading.indexed_rows import by_id, joined
+
+
+class GivenAnswers(Node):
+    """Answers a share of the groups with their rows' own answers, and passes the prompts of the others on.
+
+    Which groups depends on the run's seed and the group alone. Such a group has one sample, of its first member: the
+    others are filtered as `answer_given`. Its tokens bear version -1 and no behavior logprobs, for no policy has
+    sampled them; a Teacher's reward of it is the mean of the teacher's logprobs. Conversations of more than
+    `max_tokens` are dropped as `too_long`, lose their beginning, or are an error, by `too_long`. `part`: of which rows
+    the prompts are.
+    """
+
+    prompts: In[Prompt]
+    rollouts: Out[Sample]
+    others: Out[Prompt]
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        share: float,
+        max_tokens: int = 2048,
+        too_long: TooLong = "drop",
+        part: RowPart = "all",
+    ) -> None:
+        self.task = task
+        self.policy = policy
+        self.share = share
+        self.max_tokens = max_tokens
+        self.too_long: TooLong = too_long
+        self.part: RowPart = part
+
+    def facts(self) -> Facts:
+        return Facts(drops=True)
+
+    def check(self, facts: object) -> list[str]:
+        problems = [] if 0 < self.share <= 1 else [f"share is {self.share}; it has to be above 0, and at most 1"]
+        return problems + ([f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else [])
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        if without := sum(row.answer is None for row in self._all_rows()):
+            raise ConfigError(
+                f"{without} rows of {self.task.name!r} have no answer to learn from; set the option answer= of the "
+                "task to the column that holds it, or take rows without one out of the data (malformed=skip does not)"
+            )
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+
+    def _refuse_long(self, chat: Chat) -> None:
+        found = load_rows(self.task, whole=self.part == "all")
+        rows = joined(found.train, found.held_out) if self.part == "all" else found.train
+        lengths = (len(self._rendered(chat, row)[0]) for row in rows)
+        refuse_long(lengths, self.max_tokens, option="max_answer_tokens", task=self.task.name)
+
+    def _all_rows(self) -> Sequence[Row]:
+        found = load_rows(self.task, whole=True)
+        return joined(found.train, found.held_out)
+
+    async def setup(self) -> None:
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
+        self._rows = by_id(await self.blocking(self._all_rows))
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            if not self.is_given(prompt.group_id):
+                await self.others.send(prompt)
+            elif prompt.member:
+                self.prompts.drop(prompt, "answer_given", state="filtered")
+            else:
+                await self._give(prompt)
+
+    def is_given(self, group_id: str) -> bool:
+        """Whether the group has the data's answer."""
+        return random.Random(f"{self.context.seed}/{group_id}").random() < self.share
+
+    async def _give(self, prompt: Prompt) -> None:
+        sample = self.sample(prompt)
+        if len(sample.token_ids) > self.max_tokens:
+            self.prompts.drop(prompt, "too_long")
+            return
+        self.context.metric("answers_given", 1)
+        self.context.metric("tokens_generated", sample.response_tokens)
+        self.context.ledger.generated(sample)
+        await self.rollouts.send(sample)
+
+    def _rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
+        """(ids, mask) of a prompt with its answer; the mask marks the answer."""
+        token_ids, mask = chat.with_tools(row.tools).completion(row.turns, row.response)
+        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+
+    def sample(self, prompt: Prompt) -> Sample:
+        """The sample of a model that gives the row's answer."""
+        row = self._rows[prompt.prompt_id]
+        token_ids, mask = self._rendered(self._chat, row)
+        return Sample.of(
+            prompt,
+            response_text=str(row.answer),
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.full(len(token_ids), -1, np.int32),
+            prompt_tokens=int(np.flatnonzero(mask)[0]),
+            truncated=False,
+            generator=f"{self.name}/{self.context.replica}",
+            generated_s=time.time(),
+        )

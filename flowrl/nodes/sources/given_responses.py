@@ -1,0 +1,79 @@
+"""Responses that a file has: they replace a generator's, so that rewards can score them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Chat, Policy, tokenizer_of
+from flowrl.tasks import Task, load_demonstrations
+from flowrl.tasks.row_reading.indexed_rows import by_id, joined
+
+
+class GivenResponses(Node):
+    """Sends each prompt with the response in the column `column` of its row, as tokens of `policy`."""
+
+    prompts: In[Prompt]
+    rollouts: Out[Sample]
+
+    def __init__(self, task: Task, policy: Policy, *, column: str = "response", max_tokens: int = 1 << 20) -> None:
+        self.task = task
+        self.policy = policy
+        self.column = column
+        self.max_tokens = max_tokens
+
+    def facts(self) -> Facts:
+        return Facts(longest_response=self.max_tokens)
+
+    def preflight(self) -> None:
+        for source in self.task.made_sources:
+            raise ConfigError(
+                f"{source} makes its rows, which have no responses to be scored; name a file of responses with --task"
+            )
+        found = load_demonstrations(self.task, whole=True)
+        rows = joined(found.train, found.held_out)
+        if lacking := [row for row in rows if not isinstance(row.columns.get(self.column), str)]:
+            columns = ", ".join(lacking[0].columns) or "the prompt alone"
+            raise ConfigError(
+                f"{len(lacking)} of {len(rows)} rows of {self.task.source!r} have no text to be scored in the column "
+                f"{self.column!r} (the first has {columns}); name the column with --response"
+            )
+
+    async def setup(self) -> None:
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
+        found = await self.blocking(load_demonstrations, self.task, whole=True)
+        self._rows = by_id(joined(found.train, found.held_out))
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            sample = await self.blocking(self.sample, prompt)
+            self.context.ledger.generated(sample)
+            await self.rollouts.send(sample)
+
+    def sample(self, prompt: Prompt) -> Sample:
+        """The prompt with its row's response."""
+        response: Any = prompt.columns[self.column]
+        row = self._rows[prompt.prompt_id]
+        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, response)
+        columns = {name: value for name, value in prompt.columns.items() if name != self.column}
+        return Sample.of(
+            prompt,
+            response_text=response,
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.where(mask, self.context.start_version, -1).astype(np.int32),
+            prompt_tokens=int((~mask).sum()),
+            truncated=False,
+            generator=f"{self.name}/{self.context.replica}",
+            columns=columns,
+            generated_s=time.time(),
+        )

@@ -1,0 +1,248 @@
+"""Preference data as samples instead of rollouts: pairs of completions, or single completions with a label.
+
+They are recorded in the same ledger as rollouts: each completion is a member of its row's group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from flowrl.cache import Progress
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Members, Out
+from flowrl.messages import Group, Mismatched, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
+from flowrl.models.tokens.chat import ReplyMessage
+from flowrl.nodes.sources.source import PromptSource
+from flowrl.nodes.sources.too_long import TooLong, refuse_long
+from flowrl.tasks import Row, Rows, Task, load_preferences
+from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
+from flowrl.tasks.row_reading.tool_shapes import text_of
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Which preferences: plain data, for the nodes that need them."""
+
+    task: Task
+    """Rows with `chosen` and `rejected`, or with `completion` and `label`."""
+    policy: Policy
+    """Whose tokenizer and chat template render them."""
+    kind: Literal["pairs", "labelled"] = "pairs"
+    max_tokens: int = 1024
+    """Longest conversation, prompt and completion together."""
+    too_long: TooLong = "drop"
+    """What becomes of rows with a longer one: they are dropped, their prompts lose their beginning, or an error."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("pairs", "labelled"):
+            raise ConfigError(f"kind is {self.kind!r}; choose pairs or labelled")
+        if self.max_tokens < 2:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a conversation needs at least 2")
+
+    @property
+    def group_size(self) -> int:
+        """The number of completions of one row."""
+        return 2 if self.kind == "pairs" else 1
+
+    def rows(self) -> Rows:
+        """All rows; a process reads them only once."""
+        return load_preferences(self.task, self.kind)
+
+    def chat(self, progress: Progress = silent) -> Chat:
+        """The chat that renders the rows."""
+        return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
+
+
+class PreferenceSource(PromptSource):
+    """Sends the prompt of every training row, once for each of its completions."""
+
+    def __init__(self, data: Preferences, *, epochs: int | None = None, seed: int | None = None) -> None:
+        super().__init__(
+            data.task,
+            data.policy,
+            repeat=data.group_size,
+            epochs=epochs,
+            seed=seed,
+            max_prompt_tokens=data.max_tokens,
+            too_long="truncate" if data.too_long == "truncate" else "drop",
+            answers_compared=False,
+        )
+        self.data = data
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)
+
+    def read(self) -> Rows:
+        return self.data.rows()
+
+
+class PreferenceDataset(Node):
+    """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
+
+    A row with a conversation of more than the data's `max_tokens` is dropped with the reason `too_long`, or its prompt
+    loses its beginning, or it is an error, by the data's `too_long`.
+    """
+
+    keyed_state = True
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(self, data: Preferences) -> None:
+        self.data = data
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.data.group_size, drops=True, keeps_lineage=False)
+
+    def preflight(self) -> None:
+        check_model(self.data.policy)
+        rows = self.data.rows()
+        check_tools(self.data.policy, joined(rows.train, rows.held_out))
+        if self.data.kind == "labelled":
+            mismatches(rows.train)
+        if self.data.too_long == "error" and not self.data.policy.built_in:
+            self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
+
+    def _refuse_long(self, rendered: Renderer) -> None:
+        lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
+        refuse_long(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
+
+    async def setup(self) -> None:
+        chat = await self.blocking(self.data.chat, self.context.progress)
+        self._render = Renderer(self.data, chat, (await self.blocking(self.data.rows)).train)
+        if self.data.too_long == "error":
+            await self.blocking(self._refuse_long, self._render)
+
+    async def run(self) -> None:
+        async for members in self.prompts.groups(self.data.group_size):
+            samples = self.samples(members.items)
+            if max(len(sample.token_ids) for sample in samples) > self.data.max_tokens:
+                for prompt in members.items:
+                    self.prompts.drop(prompt, "too_long")
+                continue
+            await self._send(members, samples)
+
+    async def _send(self, members: Members[Prompt], samples: tuple[Trainable, ...]) -> None:
+        for sample in samples:
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+        await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
+
+    def samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
+        """The completions of one row, with the ids that the ledger uses."""
+        rendered = self._render.row(prompts[0].prompt_id)
+        generator = f"{self.name}/{self.context.replica}"
+        return tuple(
+            replace(
+                sample,
+                sample_id=prompt.sample_id,
+                group_id=prompt.group_id,
+                epoch=prompt.epoch,
+                pair=prompt.group_id if self.data.kind == "pairs" else "",
+                generator=generator,
+                generated_s=time.time(),
+            )
+            for prompt, sample in zip(prompts, rendered, strict=True)
+        )
+
+
+class Renderer:
+    """Rows of one part, training or held-out, as samples."""
+
+    def __init__(self, data: Preferences, chat: Chat, rows: Sequence[Row]) -> None:
+        self._kind = data.kind
+        self._max_tokens = data.max_tokens
+        self._truncates = data.too_long == "truncate"
+        self._chat = chat
+        self._rows = by_id(rows)
+        self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
+
+    def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
+        return map(self.row, self._rows)
+
+    def row(self, row_id: str) -> tuple[Trainable, ...]:
+        """The pair as neighbours, chosen first, or the one labelled completion."""
+        row = self._rows[row_id]
+        if self._kind == "pairs":
+            both = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
+            return self._shortened(tuple(self._sample(row, member, *one) for member, one in enumerate(both)))
+        label = 1 if row.columns["label"] else -1
+        other = self._mismatches[row_id].columns["completion"]
+        ids, mask = self._chat.with_tools(row.tools).completion(row.turns, other)
+        mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
+        sample = self._sample(row, 0, row.columns["completion"], label)
+        return self._shortened((replace(sample, mismatched=mismatched),))
+
+    def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
+        """Completions that are too long lose the beginning of their prompt, all the same part of it."""
+        excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
+        if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
+            return samples
+        return tuple(_without_beginning(sample, excess) for sample in samples)
+
+    def _sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
+        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, reply)
+        return Trainable(
+            sample_id=f"{row.prompt_id}:{member}",
+            group_id=row.prompt_id,
+            prompt_id=row.prompt_id,
+            epoch=0,
+            member=member,
+            group_size=2 if self._kind == "pairs" else 1,
+            prompt_text=row.prompt,
+            response_text=reply if isinstance(reply, str) else text_of(reply),
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.full(len(token_ids), -1, np.int32),
+            prompt_tokens=int(np.argmax(mask)),
+            truncated=False,
+            generator="",
+            advantages=mask.astype(np.float32),
+            label=label,
+            pair=row.prompt_id if self._kind == "pairs" else row.columns.get("pair", ""),
+        )
+
+
+def _without_beginning(sample: Trainable, number: int) -> Trainable:
+    return replace(
+        sample,
+        token_ids=sample.token_ids[number:],
+        policy_mask=sample.policy_mask[number:],
+        behavior_logprobs=sample.behavior_logprobs[number:],
+        versions=sample.versions[number:],
+        advantages=sample.advantages[number:],
+        prompt_tokens=sample.prompt_tokens - number,
+    )
+
+
+def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
+    """For each row, the next row with another prompt in the order of their ids, which is practically random.
+
+    The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
+    Raises ConfigError if all prompts are the same.
+    """
+    ids, asked = (_digests(one) for one in (prompt_ids(rows), asked_ids(rows)))
+    order = np.argsort(ids)
+    ends = np.flatnonzero(asked[order] != np.roll(asked[order], -1))
+    if not ends.size:
+        raise ConfigError(
+            f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
+            "add rows with other prompts"
+        )
+    following = ends[np.searchsorted(ends, np.arange(len(order))) % len(ends)] + 1
+    found = np.zeros_like(order)
+    found[order] = order[following % len(order)]
+    return matched(rows, found)
+
+
+def _digests(found: Iterable[str]) -> Digests:
+    return np.fromiter((int(one, 16) for one in found), np.uint64)

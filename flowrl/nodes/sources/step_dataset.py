@@ -1,0 +1,181 @@
+"""Responses whose steps are labelled right or wrong, as samples that a process reward model is trained on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Batch, Group, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
+from flowrl.nodes.sources.too_long import TooLong, refuse_long
+from flowrl.tasks import Row, Task, load_demonstrations
+from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
+
+STEPS, LABELS = ("steps", "completions"), "labels"
+"""Columns of a row: its steps, a list of texts or one text with separators, and a label for each."""
+
+
+class StepDataset(Node):
+    """Sends each prompt with the steps of its row.
+
+    Those of more than `max_tokens` tokens are dropped as `too_long`, lose the beginning of their prompt, or are an
+    error, by `too_long`.
+    """
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        separator: str = "\\n",
+        max_tokens: int = 2048,
+        too_long: TooLong = "drop",
+    ) -> None:
+        self.task = task
+        self.policy = policy
+        self.separator = separator_of(separator)
+        self.max_tokens = max_tokens
+        self.too_long: TooLong = too_long
+
+    def facts(self) -> Facts:
+        return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        found = load_demonstrations(self.task)
+        for row in joined(found.train, found.held_out):
+            labelled_steps(row, self.separator)
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+
+    def _refuse_long(self, chat: Chat) -> None:
+        found = load_demonstrations(self.task)
+        rows = joined(found.train, found.held_out)
+        lengths = (len(self.sample(chat, row, sample_id="", group_id="").token_ids) for row in rows)
+        refuse_long(lengths, self.max_tokens, option="max_length", task=self.task.name)
+
+    def sample(self, chat: Chat, row: Row, **fields: Any) -> Trainable:
+        """The sample of a row, without the beginning of its prompt if that is to make it fit."""
+        most = self.max_tokens if self.too_long == "truncate" else None
+        return step_sample(chat, row, self.separator, most=most, **fields)
+
+    async def setup(self) -> None:
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
+        found = await self.blocking(load_demonstrations, self.task)
+        self._rows = by_id(found.train)
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            fields = {name: getattr(prompt, name) for name in ("sample_id", "group_id", "epoch", "member")}
+            sample = self.sample(self._chat, self._rows[prompt.prompt_id], **fields)
+            if len(sample.token_ids) > self.max_tokens:
+                self.prompts.drop(prompt, "too_long")
+                continue
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+            await self.groups.send(Group(prompt.group_id, (sample,), 1))
+
+
+class HeldOutSteps(Node):
+    """Sends up to `num_rows` held-out rows as one batch, on which a trainer is measured."""
+
+    batch: Out[Batch]
+
+    def __init__(self, data: StepDataset, *, num_rows: int = 256, token_budget: int = 8192) -> None:
+        self.data = data
+        self.num_rows = num_rows
+        self.token_budget = token_budget
+
+    def facts(self) -> Facts:
+        return Facts(keeps_lineage=False)
+
+    def preflight(self) -> None:
+        if not load_demonstrations(self.data.task).held_out:
+            raise ConfigError(
+                f"{self.data.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
+            )
+
+    async def setup(self) -> None:
+        self._samples = await self.blocking(self._render)
+
+    def _render(self) -> tuple[Trainable, ...]:
+        chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
+        rows = lowest(load_demonstrations(self.data.task).held_out, self.num_rows)
+        made = [self.data.sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id) for row in rows]
+        return tuple(sample for sample in made if len(sample.token_ids) <= self.data.max_tokens)
+
+    async def run(self) -> None:
+        if not self._samples:
+            raise ConfigError(f"all held-out rows have more than {self.data.max_tokens} tokens; raise max_length")
+        steps = sum(sample.response_tokens for sample in self._samples)
+        number = len(self._samples)
+        batch = Batch(self._samples, (), number, steps, num_groups=number, token_budget=self.token_budget)
+        await self.batch.send(batch)
+
+
+def labelled_steps(row: Row, separator: str) -> tuple[list[str], list[float]]:
+    """The steps of a row and their labels. Raises ConfigError for a row that has no such columns."""
+    steps: Any = next((row.columns[name] for name in STEPS if name in row.columns), None)
+    if isinstance(steps, str):
+        steps = split_steps(steps, separator)
+    labels: Any = row.columns.get(LABELS)
+    if not _texts(steps) or not isinstance(labels, Sequence) or isinstance(labels, str) or len(labels) != len(steps):
+        raise ConfigError(
+            f"the row of the prompt {row.prompt[:60]!r} has no `steps` (a list of texts, or one text with separators) "
+            f"and as many `labels`: it has {', '.join(row.columns) or 'the prompt alone'}"
+        )
+    if not all(isinstance(label, bool | int | float) and 0 <= label <= 1 for label in labels):
+        raise ConfigError(f"the row of the prompt {row.prompt[:60]!r} has the labels {list(labels)}; they are 0 to 1")
+    return list(steps), [float(label) for label in labels]
+
+
+def _texts(steps: Any) -> bool:
+    return isinstance(steps, Sequence) and bool(steps) and all(isinstance(step, str) for step in steps)
+
+
+def step_sample(chat: Chat, row: Row, separator: str, *, most: int | None = None, **fields: Any) -> Trainable:
+    """The sample of a row: its mask marks one token for each step, and `returns` has the labels there.
+
+    Of more than `most` tokens it loses those at the beginning, if one of the prompt is left.
+    """
+    steps, labels = labelled_steps(row, separator)
+    chat = chat.with_tools(row.tools)
+    token_ids, mask = step_tokens(chat, row.turns, steps, separator)
+    excess = 0 if most is None else len(token_ids) - most
+    if 0 < excess < len(chat.prompt(row.turns)[1]):
+        token_ids, mask = token_ids[excess:], mask[excess:]
+    returns = np.zeros(token_ids.size, np.float32)
+    returns[mask] = labels
+    return Trainable(
+        prompt_id=row.prompt_id,
+        epoch=fields.pop("epoch", 0),
+        member=fields.pop("member", 0),
+        group_size=1,
+        prompt_text=row.prompt,
+        response_text=separator.join(steps),
+        token_ids=token_ids,
+        policy_mask=mask,
+        behavior_logprobs=np.zeros(token_ids.size, np.float32),
+        versions=np.full(token_ids.size, -1, np.int32),
+        prompt_tokens=int(np.argmax(mask)),
+        truncated=False,
+        generator="",
+        generated_s=time.time(),
+        advantages=mask.astype(np.float32),
+        returns=returns,
+        **fields,
+    )

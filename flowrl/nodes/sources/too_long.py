@@ -1,0 +1,87 @@
+"""Prompts and conversations of more tokens than a limit: what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+from flowrl.messages import Bool, Int32
+from flowrl.models import Chat
+from flowrl.tasks import Row
+from flowrl.tasks.row_reading.indexed_rows import picked
+
+TooLong = Literal["drop", "truncate", "error"]
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """How many tokens a prompt may have."""
+
+    tokens: int | None = None
+    """None: as many as the model's context has room for, with one token of an answer."""
+    too_long: TooLong = "drop"
+    """Longer ones are left out and counted, lose their beginning, or are an error before training."""
+    option: str = "evaluate_max_prompt_tokens"
+    """What a user sets to raise `tokens`."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with it, as complete sentences."""
+        found = (
+            [] if self.tokens is None or self.tokens > 0 else [f"{self.option} is {self.tokens}; it needs at least 1"]
+        )
+        if self.too_long not in get_args(TooLong):
+            found.append(f"too_long is {self.too_long!r}; choose one of {', '.join(get_args(TooLong))}")
+        return found
+
+
+def within(rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, task: str) -> tuple[Sequence[Row], int]:
+    """The held-out rows of `task` that are asked, and how many prompts have more than `most` tokens.
+
+    These are asked without their beginning, or not asked, by `limit`. Raises ConfigError if they are an error, or if
+    nothing is left to ask.
+    """
+    lengths = [prompt_length(chat, row) for row in rows]
+    fitting = [index for index, length in enumerate(lengths) if length <= most]
+    num_long = len(rows) - len(fitting)
+    if not num_long or limit.too_long == "truncate":
+        return rows, num_long
+    if fitting and limit.too_long == "drop":
+        return picked(rows, fitting), num_long
+    bound, change = f"{limit.option} = {most}", "raise it"
+    if limit.tokens is None:
+        bound, change = f"the {most} tokens that the model's context has room for", "shorten them"
+    raise ConfigError(
+        f"{num_long} of {len(rows)} held-out prompts of {task!r} are longer than {bound}, the longest has "
+        f"{max(lengths)}; {change}, or set too_long to {'truncate' if not fitting else 'drop or truncate'}"
+    )
+
+
+def prompt_length(chat: Chat, row: Row) -> int:
+    """Tokens of a row's prompt."""
+    return len(chat.with_tools(row.tools).prompt(row.turns)[1])
+
+
+def shortened(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool]:
+    """The last `most` tokens; unchanged if the last turn that is trained would lose its beginning or its prompt."""
+    excess = len(token_ids) - most
+    return (token_ids[excess:], mask[excess:]) if 0 < excess < answer_start(mask) else (token_ids, mask)
+
+
+def answer_start(mask: Bool) -> int:
+    """Where the last trained turn begins."""
+    places = np.flatnonzero(~mask[: int(np.flatnonzero(mask)[-1])])
+    return int(places[-1]) + 1 if places.size else 0
+
+
+def refuse_long(lengths: Iterable[int], most: int, *, option: str, task: str, noun: str = "conversations") -> None:
+    """Raise ConfigError if one of these lengths is above `most`."""
+    lengths = list(lengths)
+    if long := [length for length in lengths if length > most]:
+        raise ConfigError(
+            f"{len(long)} of {len(lengths)} {noun} of {task!r} are longer than {option} = {most}, the longest "
+            f"has {max(long)}; raise it, or set too_long to drop or truncate"
+        )

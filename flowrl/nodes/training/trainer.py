@@ -1,0 +1,398 @@
+"""The trainer turns batches into versions. One replica is one ZeRO rank; all ranks run in lockstep.
+
+Invariants
+- Every batch makes exactly one version, also a batch without an update (all tokens masked, or a gradient
+  that is not finite): its version is published as `unchanged`, so tickets return.
+- The weights of `start_version` are published before the first batch, so generators hold exactly the
+  trainer's weights before they sample.
+- A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint. Its pieces, if it
+  comes in some, are finished together then.
+
+All heavy work runs in the node's one blocking thread, in the same order on every rank; the event loop
+stays free. The trainer waits for a batch (end of stream ends the run), for the other ranks inside
+collectives (the supervisor handles a dead rank), and for a checkpoint at the end of a batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from flowrl.disk_room import told_if_full
+from flowrl.graph.facts import Facts
+from flowrl.graph.footprint import Footprint, Share
+from flowrl.graph.node import Saved
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Batch, Bool, Weights
+from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.sizes.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
+from flowrl.nodes.model_memory import trainer_footprint
+from flowrl.nodes.training.batch_record import BatchRecord
+from flowrl.nodes.training.resident import ResidentNode
+from flowrl.nodes.training.trainer_parts import head_start, load_teacher, make_publisher, record_scores, split_alone
+from flowrl.nodes.training.whole_batches import why_whole
+from flowrl.runtime.ledger.ledger_client import Use
+from flowrl.training.batch.masks import loss_masks
+from flowrl.training.engine.deepspeed_names import setting_problems
+from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
+from flowrl.training.layouts import Decision, refused
+from flowrl.training.loss.distillation_objective import ReverseKL
+from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.model.trainable import check_trainable
+from flowrl.training.schedule import Schedule
+from flowrl.training.settings import Accumulate, LoRA, SequenceKind, ZeroSettings, attention_problems
+
+if TYPE_CHECKING:
+    from flowrl.training.batch.update import Update
+    from flowrl.training.learner import Learner
+    from flowrl.weights.publish import Publisher
+
+ROOM = "make room, or keep fewer with --keep; --resume goes on from the last checkpoint that is whole"
+
+
+class Trainer(ResidentNode):
+    """Trains `policy` with `objective` under DeepSpeed ZeRO and publishes its weights.
+
+    `lr` is the peak rate; `epochs` is the number of passes over each batch (the batcher's `optimizer_steps`
+    splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
+    rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
+    adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
+    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each, with the
+    attention of `sequence_parallel_kind`; or each `tensor_parallel_size`, a part of the layers' matrices each.
+    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts. Every `publish_every`th
+    version is published, every `probe_every`th publication carries the probe. The first `start_after` batches make
+    versions without an update, for an actor that waits until its critic has learnt.
+
+    With `accumulate` "auto" or "on" it begins with the groups of a batch that are finished, if its batcher can send
+    them: "on" is refused where batches have to be whole.
+
+    Batches from `held_out` are never trained on. The metrics contain the objective's stats on them: as
+    `held_out/NAME` for the last and for every `judge_every`th version, and as `held_out_before/NAME` in the
+    first line for the weights at the start.
+    """
+
+    cpus = 1
+    gang = True
+
+    batches: In[Batch]
+    held_out: In[Batch]
+    weights: Out[Weights]
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        objective: Objective | None = None,
+        lr: float = 1e-5,
+        schedule: Schedule | None = None,
+        epochs: int = 1,
+        temperature: float = 1.0,
+        zero: ZeroSettings | None = None,
+        lora: LoRA | None = None,
+        sequence_parallel_size: int = 1,
+        sequence_parallel_kind: SequenceKind = "ulysses",
+        tensor_parallel_size: int = 1,
+        router_aux_loss_coef: float = 0.0,
+        teacher: Policy | None = None,
+        publish_every: int = 1,
+        probe_every: int = 10,
+        start_after: int = 0,
+        judge_every: int = 0,
+        accumulate: Accumulate = "auto",
+    ) -> None:
+        self.policy = policy
+        self.objective: Objective = PolicyObjective() if objective is None else objective
+        self.lr = lr
+        self.schedule = schedule or Schedule()
+        self.epochs = epochs
+        self.temperature = temperature
+        self.zero = zero or ZeroSettings()
+        self.lora = lora or LoRA()
+        self.sequence_parallel_size = sequence_parallel_size
+        self.sequence_parallel_kind: SequenceKind = sequence_parallel_kind
+        self.tensor_parallel_size = tensor_parallel_size
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.teacher = teacher
+        self.publish_every = publish_every
+        self.probe_every = probe_every
+        self.start_after = start_after
+        self.judge_every = judge_every
+        self.accumulate: Accumulate = accumulate
+        self._held_out: list[Batch] = []
+        self.version = 0
+        self._published = -1
+        self._record = BatchRecord()
+        self._before: dict[str, Any] = {}
+        """Figures of the held-out batch for the first line."""
+        self._pieces: list[Batch] = []
+        """Pieces whose gradient is accumulated. They stay unfinished until their batch's step, so a snapshot between
+        two of them has them all, and a resumed run begins the batch again."""
+        self._learner: Learner
+        self._publisher: Publisher | None = None
+
+    # Declarations for the graph
+
+    def facts(self) -> Facts:
+        return Facts(
+            publish_every=self.publish_every,
+            optional=("weights", "held_out"),
+            adapter_rank=self.lora.synced_rank,
+            saves=self.policy.name,
+            layout=self._layout.layout,
+            ranks_per_part=max(1, self.sequence_parallel_size, self.tensor_parallel_size),
+            parted_by=("tensor" if self.tensor_parallel_size > 1 else "sequence") + "_parallel_size",
+            accumulate=self.accumulate,
+            correction=getattr(self.objective, "correction_name", None),
+            whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
+        )
+
+    def footprint(self, share: Share) -> Footprint | None:
+        scalar = getattr(self.objective, "head", "lm") == "scalar"
+        return trainer_footprint(self.policy, share, self.zero, self.lora, scalar=scalar, **self._shared)
+
+    def check(self, facts: Any) -> list[str]:
+        if not isinstance(self.objective, Objective):
+            return [
+                f"objective is {self.objective!r}, which is not an Objective; wrap a function as "
+                "FunctionObjective(function, columns=(...)), or let a class inherit from Objective"
+            ]
+        least = dict.fromkeys(("sequence_parallel_size", "tensor_parallel_size", "epochs", "publish_every"), 1)
+        least |= dict.fromkeys(("probe_every", "start_after", "judge_every"), 0)
+        problems = [
+            f"{name} is {getattr(self, name)}; it has to be {low} or more"
+            for name, low in least.items()
+            if getattr(self, name) < low
+        ]
+        if not 0 <= self.lr < math.inf:
+            problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
+        if self.objective.needs_mismatched and facts.groups_per_batch == 1:
+            problems.append("KTO's baseline is a mean over a batch, but a batch is 1 completion; it needs 2 or more")
+        if self.gpus > 1:
+            problems.append(f"gpus is {self.gpus:g}, but a rank trains on one GPU; use more ranks (replicas=)")
+        if self.temperature <= 0:
+            problems.append(f"temperature is {self.temperature}; it has to be above 0, and the generator's")
+        if self.accumulate not in get_args(Accumulate):
+            problems.append(f"accumulate is {self.accumulate!r}; choose one of {', '.join(get_args(Accumulate))}")
+        if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
+            problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
+        problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
+        problems += refused(self.zero.layout, self._layout)
+        problems += shared_problems(self.policy, self.zero, self.lora, **self._shared)
+        ranks, coef = self.sequence_parallel_size, self.router_aux_loss_coef
+        problems += balance_problems(self.policy, coef, self.objective.head, ranks)
+        return problems + setting_problems(self.zero.deepspeed) + lora_problems(self.lora, self.zero)
+
+    @property
+    def _layout(self) -> Decision:
+        return trainer_layout(self.policy, self.zero, self.sequence_parallel_kind)
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """How many ranks share a micro-batch, by what they divide, and how those with positions compute attention."""
+        kind = self.sequence_parallel_kind
+        return {"sequence": self.sequence_parallel_size, "kind": kind, "tensor": self.tensor_parallel_size}
+
+    def notes(self) -> list[str]:
+        return [note(self._layout), *shared_notes(**self._shared)]
+
+    def preflight(self) -> None:
+        check_model(self.policy)
+        model_dir = known_directory(self.policy)
+        if model_dir is not None:
+            kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
+            check_trainable(model_dir, self.objective.head, **kind, tensor_size=self.tensor_parallel_size)
+        check_training(self.zero, self.lora, model_dir=model_dir, trust_remote_code=self.policy.trust_remote_code)
+
+    def check_resume(self, saved: Saved) -> list[str]:
+        state = self._state_dir(str(saved.directory)) / TAG
+        return resume_problems(state, self.zero, saved.num_replicas, self.tensor_parallel_size)
+
+    # Lifecycle
+
+    async def setup(self) -> None:
+        self.version = self.context.start_version
+        if self.context.steps is None:
+            self.schedule.factor(self.version + 1, None)
+        self._learner = await self.blocking(self._load)
+
+    def _load(self) -> Learner:
+        """Meet the other ranks and load the model; collective."""
+        progress = self.context.progress
+        source = self._source()
+        progress("importing torch and DeepSpeed")
+        import torch
+
+        from flowrl.training.engine.async_io import is_built
+        from flowrl.training.engine.gang import Gang
+        from flowrl.training.engine.zero import ZeroEngine
+        from flowrl.training.learner import Learner
+
+        torch.set_num_threads(max(1, len(self.context.cores)))
+        torch.manual_seed(self.context.seed)
+        device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
+        here = self.context
+        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, **self._shared)
+        if self.zero.nvme_path and not is_built():
+            progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
+        progress("loading the model")
+        start = head_start(source) if self.objective.head == "scalar" else "policy"
+        kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
+        engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
+        if self.context.resume_dir is not None:
+            engine.load(self._state_dir(self.context.resume_dir))
+        if self.weights.connected:
+            self._publisher = make_publisher(self.context, self.policy, self.name, self.lora, engine, self.probe_every)
+        progress("ready")
+        return Learner(
+            engine,
+            self.objective,
+            epochs=self.epochs,
+            temperature=self.temperature,
+            max_staleness=None if self.context.own_clock else self.context.max_staleness,
+            teacher=load_teacher(self.teacher, self.objective, engine, self.context.progress),
+            router_aux_loss_coef=self.router_aux_loss_coef,
+        )
+
+    def _source(self) -> str:
+        """The model directory to start from. A checkpoint of an adapter does not contain the base model."""
+        if self.context.resume_dir is not None and not self.lora.rank:
+            return str(self._model_dir(self.context.resume_dir))
+        return resolve(self.policy, progress=self.context.progress)
+
+    async def run(self) -> None:
+        await self._publish(changed=True)
+        await self._take_held_out()
+        async for batch in self.batches:
+            await self._assert_bound(batch)
+            with self.context.busy("train"):
+                trained = await self.blocking(self._train, batch)
+            self._pieces.append(batch)
+            if trained is None:
+                self.batches.hold(batch)
+                continue
+            record, uses, changed = trained
+            self.version += 1
+            if self.context.replica == 0:
+                self.context.ledger.step(record, uses, policy=self.name)
+            if self.version % self.publish_every == 0:
+                await self._publish(changed=changed)
+            self._finish_pieces()  # before `step_done`, where a checkpoint may be taken
+            await self.context.step_done(self.version)
+        if self._published != self.version:  # `publish_every` skipped the last version
+            await self._publish(changed=True)
+
+    def _finish_pieces(self) -> None:
+        for piece in self._pieces:
+            self.batches.finish(piece)
+        self._pieces = []
+
+    async def _assert_bound(self, batch: Batch) -> None:
+        """If the tokens' versions are not this trainer's, the ledger checks the age of the groups."""
+        if self.context.own_clock and batch.samples:
+            groups = dict.fromkeys(sample.group_id for sample in batch.samples)
+            await self.context.ledger.assert_bound(self.name, self.version, tuple(groups))
+
+    async def _take_held_out(self) -> None:
+        """Store the held-out batches. Returns when their sender has closed, immediately if there is no sender."""
+        if self.held_out.live is not None:
+            async for batch in self.held_out:
+                self._held_out.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
+                self.held_out.finish(batch)
+
+    def resident(self) -> object:
+        return self._learner
+
+    async def close(self) -> None:
+        await super().close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    async def checkpoint(self, path: str) -> None:
+        """Save the model as a Hugging Face directory, and each rank's master weights and optimizer state."""
+        async with self.context.on_devices():
+            await self.blocking(self._save, path)
+
+    # Methods that run in the blocking thread; collective
+
+    def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
+        """Train a batch, or a piece of one. At the batch's end return its metrics line, the uses of all ranks, and
+        whether the weights changed; None before."""
+        part = self._split(batch)
+        masks = loss_masks(part.samples, part.mask_staleness, self.version)
+        step = self.version + 1
+        lr = self.lr * self.schedule.factor(step, self.context.steps)
+        if self.version == 0 and not batch.piece:
+            self._before = self._judged("held_out_before")
+        update = self._update(part, masks, lr)
+        self._record.add(part, masks, self.version)
+        if update is None or not batch.last:
+            return None
+        (stats, uses), num_groups = self._record.gathered(self._learner.engine.gang), self._record.num_groups
+        self._record = BatchRecord()
+        record = {"step": step, "lr": lr, "num_groups": num_groups}
+        if not self.objective.offline:  # offline data have no rewards that a batcher could report
+            record |= batch.metrics
+        record |= stats.metrics(offline=self.objective.offline) | update.metrics
+        record |= self._before | (self._judged("held_out") if self._is_judged(step) else {})
+        self._before = {}
+        return record, uses, update.changed
+
+    def _update(self, part: Batch, masks: Sequence[Bool], lr: float) -> Update | None:
+        """Train this rank's part; None if the batch is not complete with it."""
+        if self.version < self.start_after:
+            return self._learner.rest(part, masks, self.version)
+        if part.whole:
+            return self._learner.update(part, masks, self.version, lr)
+        return self._learner.add(part, masks, self.version, lr)
+
+    def _split(self, batch: Batch) -> Batch:
+        return batch if batch.step_ends else split_alone(batch, self.name, self.context.num_replicas)
+
+    def _is_judged(self, step: int) -> bool:
+        """Whether the held-out batch is evaluated with the weights that this step made."""
+        return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
+
+    def _judged(self, prefix: str) -> dict[str, Any]:
+        """The objective's stats on the held-out batch; collective, no gradient."""
+        return {
+            f"{prefix}/{name}": value
+            for batch in self._held_out
+            for name, value in self._learner.judge(self._split(batch)).items()
+        }
+
+    async def _publish(self, *, changed: bool) -> None:
+        """Make the current version readable and announce it; all ranks."""
+        publisher = self._publisher
+        if publisher is None:
+            self._published = self.version
+            return
+        skipped = self.version - self._published > 1  # versions that may have changed the weights
+        async with self.context.on_devices():
+            await self._publish_on_devices(publisher, "full" if changed or skipped else "unchanged")
+        self._published = self.version
+
+    async def _publish_on_devices(self, publisher: Publisher, kind: str) -> None:
+        with self.context.busy("publish"):
+            manifest = await self.blocking(publisher.publish, self.version, kind)
+            if manifest is not None:
+                await self.weights.send(manifest)
+            await self.blocking(publisher.transmit)
+
+    def _save(self, path: str) -> None:
+        engine = self._learner.engine
+        if self.objective.at_end:
+            record_scores(engine, self._judged("held_out"))
+        with told_if_full("the checkpoint", Path(path), ROOM):
+            engine.export(self._model_dir(path))
+            engine.save(self._state_dir(path))
+
+    def _model_dir(self, path: str) -> Path:
+        """A checkpoint directory itself holds the policy's model; other models are in subdirectories."""
+        return Path(path) if self.policy.name == Policy.name else Path(path) / self.policy.name
+
+    def _state_dir(self, path: str) -> Path:
+        return Path(path) / f"{self.name}_state"

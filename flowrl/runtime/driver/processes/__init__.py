@@ -1,0 +1,1 @@
+"""The host processes of a run, seen from the driver."""

@@ -1,0 +1,1 @@
+"""Ray: start or join it, create the actors, and notice how its processes end."""

@@ -1,0 +1,381 @@
+"""Ray: start or join it, place the hosts, create the actors.
+
+flowrl starts its own local Ray, unless RAY_ADDRESS is set or the driver runs inside a Ray job. The local Ray
+listens on the loopback address only, requires a token, and keeps its files in the user's own directory.
+On a cluster Ray copies the graph's directory as its `working_dir`; flowrl must be installed on every machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrl.channel.links.address import socket_root
+from flowrl.cpu_flags import cpu_flags
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.machine import Cluster, Machine, gpu_names
+from flowrl.graph.open_files import most_files
+from flowrl.orphans import adopt_orphans
+from flowrl.runtime.driver.ray_cluster import slow_start
+from flowrl.runtime.driver.ray_cluster.allocator import keeping
+from flowrl.runtime.driver.ray_cluster.guard import Guard
+from flowrl.runtime.driver.ray_cluster.lean_head import lean_head
+from flowrl.runtime.driver.ray_cluster.own_groups import own_groups
+from flowrl.runtime.driver.ray_cluster.quiet_ray import keep_quiet
+from flowrl.runtime.driver.ray_cluster.unless_ended import ProcessEnded, unless_ended
+from flowrl.runtime.host.processes import children, descendants, end_descendants
+
+R = TypeVar("R")
+
+PLACEMENT_TIMEOUT_S = 120.0
+ANSWER_WITHIN_S = 5.0
+HEAD_AWAY_S = 6.0
+"""How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
+ends the process after 60 s."""
+FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
+"""Beginnings of the names of environment variables that every process gets. CUDA_VISIBLE_DEVICES is the plan's."""
+ESSENTIAL = ("gcs_server", "raylet")
+EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
+
+
+@dataclass(frozen=True)
+class HostSlot:
+    """The resources that one host needs on its machine; `environment` derives its variables from them."""
+
+    host: str
+    cpus: float
+    gpus: int
+    """Whole devices that Ray reserves; the host sees those of its plan, see `claims`."""
+    cores: tuple[int, ...]
+    machine: int = 0
+    """Index into the cluster's machines."""
+
+
+def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
+    """Variables that set every library's thread count to the host's number of cores before anything is imported.
+
+    Hosts that have cores and no GPU compute models on them, and keep the memory that they had. `alone`: all hosts are
+    on one machine, so no library has to accept connections from another machine.
+    """
+    threads = str(max(1, len(slot.cores)))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {
+        **dict.fromkeys(names, threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
+        "PYTHONUNBUFFERED": "1",
+        **(LOOPBACK if alone else {}),
+        **(keeping(os.environ) if slot.cpus and not slot.gpus else {}),
+        **forwarded(os.environ),
+    }
+
+
+def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
+    """The user's settings of libraries, which every process gets, on other machines too."""
+    mine = {name: text for name, text in variables.items() if name.startswith(FORWARDED) or name in LOOPBACK}
+    return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}
+
+
+def _prints_logs() -> bool:
+    """Whether the driver prints what nodes and Ray's workers print."""
+    return bool(os.environ.get("FLOWRL_RAY_LOGS"))
+
+
+class RayCluster:
+    """The Ray on which this run executes. Call `start`, `place`, `spawn`, `stop` in this order."""
+
+    abandoned = False
+    """Whether this process has left a Ray without its shutdown. It must end by `os._exit`."""
+
+    def __init__(self) -> None:
+        self._placement: Any = None
+        self._guard: Guard | None = None
+        self._actors: dict[str, Any] = {}
+        self._places: tuple[str, ...] = ()
+        """Machine -> the resource that only it has."""
+        self._given_up: set[int] = set()
+        """Processes of starts that failed: Ray's library holds them, so the kernel keeps them as zombies."""
+        self.owned = False
+        """Whether flowrl started this Ray, and so stops it."""
+        self.started = False
+        self._alone = False
+        self._head: tuple[str, int] | None = None
+        self.lost = ""
+        """Name of the Ray process that has ended unexpectedly, "" if none has."""
+
+    def start(
+        self, *, graph_dir: Path, num_cpus: int, num_gpus: int, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Join the cluster of RAY_ADDRESS, or start a local Ray. `warn(text)` says that it is started again."""
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            check_address(address)
+        else:
+            _keep_to_this_machine()
+        import ray
+
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives all other processes priority
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no prestarted worker has a host's environment
+        self.started = True
+        quiet = {"log_to_driver": _prints_logs(), "logging_level": logging.ERROR}
+        if not _prints_logs():
+            keep_quiet()
+        if not address:
+            self.owned = True
+            adopt_orphans()
+            init = partial(
+                ray.init,
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                _temp_dir=str(ray_directory()),
+                **quiet,
+            )
+            try:
+                self._start_own(init, warn)
+            except FlowrlError:
+                raise
+            except Exception as error:  # Ray has no class for this: it raises built-in exceptions
+                why = " ".join(str(error).split())
+                raise FlowrlError(f"Ray did not start on this machine: {why}; check what else runs there") from error
+            return
+        runtime_env = None if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else self._runtime_env(graph_dir)
+        try:
+            ray.init(address=address, runtime_env=runtime_env, **quiet)
+        except ConnectionError as error:
+            raise _nobody(address, error) from None
+        except ray.exceptions.AuthenticationError as error:
+            why = " ".join(error.message.split())
+            raise ConfigError(f"RAY_ADDRESS={address} asks for a token ({why}); set RAY_AUTH_TOKEN to it") from None
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head = host.strip("[]"), int(port)
+
+    def _start_own(self, init: Callable[[], object], warn: Callable[[str], None]) -> None:
+        """Start flowrl's own Ray, again where the machine was too slow for Ray's limits."""
+        for further in reversed(range(slow_start.STARTS)):
+            before = descendants()
+            self._guard = Guard(secrets.token_hex(8))
+            try:
+                with own_groups(), lean_head(logs=_prints_logs()), self._guard.speaking():
+                    unless_ended(init, self.processes)
+                return
+            except ProcessEnded as ended:
+                if not further or not slow_start.was_too_slow(_logs(), ended.name):
+                    raise self.has_lost(ended.name) from None
+                warn(slow_start.AGAIN)
+                wait((ended.call,))  # Ray's library gives up by itself after 30 s
+            self._guard.dismiss()
+            end_descendants(but=before)
+            self._given_up |= {*self.processes().values()}
+
+    @staticmethod
+    def _runtime_env(graph_dir: Path) -> dict[str, Any]:
+        return {"working_dir": str(graph_dir), "excludes": EXCLUDES}
+
+    def machines(self) -> Cluster:
+        """The machines of the joined cluster, the driver's first."""
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+        self._places = tuple(_own_resource(node) for node in nodes)
+        return Cluster(
+            tuple(
+                Machine(
+                    tuple(range(int(node["Resources"].get("CPU", 0)))),
+                    int(node["Resources"].get("GPU", 0)),
+                    int(node["Resources"].get("memory", 0)),
+                    max_files=most_files() if node["NodeID"] == here else 0,
+                    cpu_flags=cpu_flags() if node["NodeID"] == here else frozenset(),
+                )
+                for node in nodes
+            )
+        )
+
+    def own_devices(self) -> tuple[str, ...] | None:
+        """The ids of this machine's GPUs in the plan's order, if this Ray is the run's own; None if it was joined."""
+        return gpu_names() if self.owned else None
+
+    def place(self, slots: Sequence[HostSlot]) -> None:
+        """Reserve one bundle per host. Raises ConfigError when the cluster cannot place them."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self._alone = len({slot.machine for slot in slots}) == 1
+        bundles = [self._bundle(slot) for slot in slots]
+        self._placement = placement_group(bundles, strategy="PACK")
+        reserve = partial(ray.wait, [self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        done, _ = self._while_ray_lives(reserve)
+        if not done:
+            has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            raise ConfigError(
+                f"the cluster cannot place the hosts: they need {bundles}, it has {has}; lower cpus/gpus/replicas"
+            )
+
+    def _cpus(self, slot: HostSlot) -> float:
+        """Cores that Ray reserves. A bundle needs some resource: the machine's own, where it has one; a share of a core
+        for a host without any would be too much where other hosts have them all."""
+        return slot.cpus if self._places else max(slot.cpus, 0.01)
+
+    def _bundle(self, slot: HostSlot) -> dict[str, float]:
+        bundle = {"CPU": self._cpus(slot)} if self._cpus(slot) else {}
+        if slot.gpus:
+            bundle["GPU"] = slot.gpus
+        if self._places:
+            bundle[self._places[slot.machine]] = 0.001
+        return bundle
+
+    def spawn(self, actor_class: type, index: int, slot: HostSlot, *args: Any) -> Any:
+        """Create the actor of one host in its bundle. Ray never restarts it."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote = ray.remote(actor_class).options(
+            num_cpus=self._cpus(slot),
+            num_gpus=slot.gpus,
+            max_restarts=0,
+            max_concurrency=64,
+            runtime_env={"env_vars": environment(slot, alone=self._alone)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
+        )
+        self._actors[slot.host] = remote.remote(*args)
+        return self._actors[slot.host]
+
+    def _while_ray_lives(self, call: Callable[[], R]) -> R:
+        """The result of a call in which Ray's library blocks. Raises FlowrlError as soon as a process of Ray's has
+        ended: the library would wait for it for half a minute."""
+        try:
+            return unless_ended(call, self.processes)
+        except ProcessEnded as ended:
+            raise self.has_lost(ended.name) from None
+
+    def head(self) -> tuple[str, int] | None:
+        """Address of the head of a joined cluster; None for flowrl's own Ray, whose processes are known."""
+        return self._head
+
+    def head_answers(self) -> bool:
+        """Whether the head answers. If it does not, Ray's library ends this process after a minute."""
+        if self._head is None:
+            return True
+        try:
+            socket.create_connection(self._head, timeout=ANSWER_WITHIN_S).close()
+        except OSError:
+            return False
+        return True
+
+    def processes(self) -> dict[str, int]:
+        """Name -> pid of the processes that the run's own Ray cannot work without."""
+        return children(*ESSENTIAL, but=self._given_up) if self.owned else {}
+
+    def has_lost(self, name: str) -> FlowrlError:
+        """Record that Ray's process `name` has ended: nothing calls Ray any more. Returns the error for the user."""
+        self.lost = name
+        if self.owned and slow_start.was_too_slow(_logs(), name):
+            return FlowrlError(slow_start.TOO_OFTEN)
+        logs = f"its logs are in {_logs()}; " if self.owned else ""
+        return FlowrlError(
+            f"Ray's {name} has ended (killed, out of memory, or crashed), which ended the run; {logs}continue with "
+            "--resume from the newest checkpoint"
+        )
+
+    def kill(self, host: str) -> None:
+        """End one host's process at once."""
+        import ray
+
+        actor = self._actors.pop(host, None)
+        if actor is not None and not self.lost:
+            ray.kill(actor, no_restart=True)
+
+    def stop(self) -> None:
+        """End every host and release the reserved resources; stop Ray if flowrl started it. Once."""
+        if not self.started:
+            return
+        self.started = False
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if not self.lost and not self.head_answers():
+            self.lost = "head"
+        for host in list(self._actors):
+            self.kill(host)
+        if self.lost or not ray.is_initialized():
+            self._abandon()
+            return
+        if self._placement is not None and not self.owned:
+            remove_placement_group(self._placement)
+        ray.shutdown()
+        if self._guard is not None:
+            self._guard.dismiss()
+
+    def _abandon(self) -> None:
+        """End a Ray that has lost a process or has not started, without its shutdown: that would wait for the lost
+        process for 10 to 20 s, and leaves the processes of a Ray that has not started.
+
+        Ray's library calls its shutdown when this process exits, too; `flowrl.cli.main` therefore ends by `os._exit`.
+        """
+        RayCluster.abandoned = True
+        if self.owned:
+            end_descendants()
+
+
+def _own_resource(node: Mapping[str, Any]) -> str:
+    """The resource that Ray gives to this machine alone. Its name is not always that of `NodeManagerAddress`."""
+    own = (name for name in node["Resources"] if name.startswith("node:") and not name.startswith("node:__"))
+    return next(own, f"node:{node['NodeManagerAddress']}")
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError unless a process listens at RAY_ADDRESS: Ray itself would retry for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not colon or not port.isdigit():
+        raise ConfigError(f"RAY_ADDRESS={address} is no address of a cluster's head node; write HOST:6379, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_WITHIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise _nobody(address, error) from None
+
+
+def _nobody(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or unset "
+        "RAY_ADDRESS to let flowrl start its own"
+    )
+
+
+def _keep_to_this_machine() -> None:
+    """Make flowrl's own Ray listen on loopback only, and require a token that nobody else knows.
+
+    Ray has no option for loopback only. It uses loopback on systems where it does not support clusters; this variable
+    declares that for any system. New processes read the variable; this process may have imported Ray already.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _logs() -> Path:
+    """Directory with the logs of the Ray that this process has started last."""
+    return max(ray_directory().glob(f"session_*_{os.getpid()}"), default=ray_directory() / "session_latest") / "logs"
+
+
+def ray_directory() -> Path:
+    """Directory for the sockets and logs of flowrl's own Ray: RAY_TMPDIR, or a private directory of the user."""
+    return Path(os.environ.get("RAY_TMPDIR") or socket_root() / "ray")

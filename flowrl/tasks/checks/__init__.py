@@ -1,0 +1,1 @@
+"""Checks of a response against the reference answer of its row."""

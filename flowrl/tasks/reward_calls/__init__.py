@@ -1,0 +1,1 @@
+"""Calls of reward functions and servers."""

@@ -1,0 +1,358 @@
+"""Rows of records: which column holds what, in the shapes that data come in.
+
+A record has a prompt and an answer, a conversation (`messages`, or ShareGPT's `conversations`), or Alpaca's
+`instruction`, `input` and `output`. Every record has a place, such as `train.jsonl:17`, which errors name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from flowrl.errors import ConfigError
+from flowrl.hub.name import HubName
+from flowrl.tasks.checks.answer_checks import CHECKS
+from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time
+from flowrl.tasks.records.formats import RawRow, files_at, records
+from flowrl.tasks.records.hub_rows import hub_files, hub_records
+from flowrl.tasks.records.malformed import LowScore, Malformed, Reading, missing_column
+from flowrl.tasks.row_reading.shapes import (
+    ALPACA,
+    ROLES,
+    Turns,
+    alpaca,
+    is_alpaca,
+    is_turn,
+    messages,
+    of_sharegpt,
+    with_system,
+)
+from flowrl.tasks.row_reading.tool_shapes import definitions, text_of
+from flowrl.tasks.row_reading.usable_answers import lacking
+from flowrl.tasks.rows import Row
+
+MALFORMED, WHERE = ("stop", "skip"), ("auto", "memory", "disk")
+"""Values of the options `malformed` and `rows`."""
+CONVERSATIONS, INSTRUCTION = "conversations", "instruction"
+"""Columns of ShareGPT and of Alpaca that hold the question."""
+NO_SCORE = "-"
+"""Value of the option `score` where rows have none, whatever their columns are."""
+NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Options of a task on disk: which column holds what."""
+
+    prompt: str = ""
+    """Text, or a conversation as a list of {role, content}; "" is `prompt`, or another shape where there is none."""
+    messages: str = ""
+    """A conversation, whose last turn is the answer if it is the assistant's and no answer is named; "" is `messages`
+    where there is no prompt."""
+    answer: str = ""
+    """Text, a number, or a list of one turn of the assistant's; "" is `answer`, or `completion` where there is none."""
+    score: str = "score"
+    """Column of an answer's score: among several answers to one prompt, the highest is taken. `-`: there is none."""
+    min_score: float = -math.inf
+    """Rows of a lower score are left out."""
+    chosen: str = "chosen"
+    """Column of a pair's better completion: a text, or messages that follow the prompt's or include them."""
+    rejected: str = "rejected"
+    completion: str = "completion"
+    """Column of a labelled completion; its `label` is true (desirable) or false."""
+    label: str = "label"
+    tools: str = "tools"
+    """Definitions of the tools that a conversation may call, as a list or as JSON text; none: there are none."""
+    split: str = "train"
+    """Datasets with several splits: the one to read."""
+    config: str = ""
+    """Datasets of the Hub with several configurations: the one to read."""
+    check: str = "exact"
+    """How responses are compared with answers: exact, math (the last number or formula, by math-verify), gsm8k (the
+    number after ####, or the last one), boxed (the last \\boxed{}), choice (the letter of a multiple choice), code (a
+    Python program, run in a sandbox against the answer's tests)."""
+    case_s: float = CASE_S
+    """For check=code: seconds for each test of an answer. A row's own column of this name takes precedence."""
+    total_s: float = TOTAL_S
+    """For check=code: seconds for all tests of one response. A row's own column takes precedence here, too."""
+    malformed: str = "stop"
+    """Rows that cannot be used: stop before training, or skip and count them."""
+    rows: str = "auto"
+    """Where rows are: memory; disk, from which each is read when it is needed; auto, which is disk for files of more
+    than 256 MiB."""
+
+    def __post_init__(self) -> None:
+        require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE)
+        for name, value in self.code_limits.items():
+            if self.check != "code":
+                raise ConfigError(f"option {name} of a task is for check=code, and this one has check={self.check}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"option {name} of a task is {value:g}; it has to be above 0")
+
+    @property
+    def prompt_column(self) -> str:
+        """The prompt's, named or not."""
+        return self.prompt or "prompt"
+
+    @property
+    def messages_column(self) -> str:
+        """The conversation's, named or not."""
+        return self.messages or "messages"
+
+    @property
+    def answer_column(self) -> str:
+        """The answer's, named or not."""
+        return self.answer or "answer"
+
+    @property
+    def code_limits(self) -> dict[str, float]:
+        """The columns that say how long programs of check=code may run, where that is not the default."""
+        given = {"case_s": (self.case_s, CASE_S), "total_s": (self.total_s, TOTAL_S)}
+        return {name: value for name, (value, usual) in given.items() if value != usual}
+
+
+def require_choices(keys: object, **choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless each of these options has one of its values."""
+    for name, known in choices.items():
+        if getattr(keys, name) not in known:
+            raise ConfigError(f"option {name} of a task is {getattr(keys, name)!r}; it needs {', or '.join(known)}")
+
+
+class PartOfSource(Protocol):
+    """Which part of a source is read."""
+
+    @property
+    def config(self) -> str: ...
+
+    @property
+    def split(self) -> str: ...
+
+
+def read_records(source: Path | HubName, keys: PartOfSource, reading: Reading) -> Iterator[tuple[str, RawRow]]:
+    """(place, record) of what is at a path, or of a dataset on the Hub. Raises ConfigError if it cannot be read."""
+    if isinstance(source, HubName):
+        return hub_records(source, reading, config=keys.config, split=keys.split)
+    _require_local(source, keys)
+    return records(source, reading, split=keys.split)
+
+
+def _require_local(source: Path, keys: PartOfSource) -> None:
+    if keys.config:
+        raise ConfigError(
+            f"{source} is on this machine, and config={keys.config} is for datasets of the Hub; leave it out"
+        )
+
+
+def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
+    """The files whose records these are, in order; a directory that save_to_disk wrote is one of them.
+
+    Raises ConfigError if there are none.
+    """
+    if isinstance(source, HubName):
+        return hub_files(source, config=keys.config, split=keys.split)
+    _require_local(source, keys)
+    found = files_at(source, keys.split)
+    return [source] if found is None else found
+
+
+def of_record(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -> tuple[Row, ...]:
+    """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`.
+
+    `compared`: the task's own verifier compares responses with its answer.
+    """
+    row = _row(place, record, keys)
+    row.require_short()
+    require_score(place, row.score, keys)
+    if keys.malformed == "skip" and (needed := lacking(keys.check, row, compared=compared)):
+        raise Malformed(f"{place}: the answer is {str(row.answer)[:60]!r}, and check={keys.check} needs {needed}")
+    return (row,)
+
+
+def _row(place: str, record: RawRow, keys: Keys) -> Row:
+    column = _asking_column(place, record, keys)
+    turns, reply = _asked(place, record, keys, column)
+    tools = tools_of(place, record, keys)
+    return Row(
+        turns,
+        _columns(place, record, keys, column, reply) | ({"tools": tools} if tools else {}),
+        score_of(place, record, keys),
+        as_messages=not isinstance(record[column], str),
+        tools=tools,
+        reply=reply if isinstance(reply, tuple) else (),
+        place=place,
+    )
+
+
+def _columns(place: str, record: RawRow, keys: Keys, column: str, reply: ReplyTurns) -> dict[str, Any]:
+    """What rewards get: the answer, and the columns that the record's shape does not use up."""
+    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
+    used |= {*ALPACA} if _is_alpacas(column, keys) else set()
+    found = {key: plain(value) for key, value in record.items() if key not in used}
+    if keys.check == "code":
+        found = {**found, **_times(place, record, keys)}
+    if isinstance(reply, Structured):
+        found["answer"] = plain(reply.value)
+    elif reply is not None:
+        found["answer"] = reply if isinstance(reply, str) else _text(place, text_of(reply), "answer")
+    return found
+
+
+def _times(place: str, record: RawRow, keys: Keys) -> dict[str, Any]:
+    """The columns that bound the programs of a row: its own, else those of the task's options."""
+    found: dict[str, Any] = {}
+    for name in ("case_s", "total_s"):
+        value = _number(record.get(name))
+        if value is not None and not is_time(value):
+            raise Malformed(f"{place}: the column {name!r} is {value!r}; it needs a number of seconds above 0")
+        if (limit := keys.code_limits.get(name) if value is None else value) is not None:
+            found[name] = limit
+    return found
+
+
+def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
+    """The definitions of a record's tools. A column that an option names has to be there. Raises Malformed."""
+    if keys.tools == "none":
+        return ()
+    if keys.tools not in record and keys.tools != "tools":
+        raise missing_column(place, record, keys.tools, "tools")
+    return definitions(place, record.get(keys.tools), keys.tools)
+
+
+@dataclass(frozen=True)
+class Structured:
+    """An answer that is no text but a list or mapping, as the tests of a program are: for rewards, not to be said."""
+
+    value: Any
+
+
+ReplyTurns = str | Turns | Structured | None
+"""A reference response: text, or turns where it calls tools."""
+
+
+def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
+    """The column that holds the question, which tells the record's shape. Raises Malformed without one.
+
+    A column that an option names has to be there: no other is taken in its place.
+    """
+    named = [name for name in (keys.prompt, keys.messages) if name]
+    for column in named or (keys.prompt_column, keys.messages_column, CONVERSATIONS):
+        if column in record:
+            return column
+    if not named and is_alpaca(record):
+        return INSTRUCTION
+    wanted = named[0] if named else keys.prompt_column
+    option = "messages" if wanted == keys.messages else "prompt"
+    close = difflib.get_close_matches(wanted, record, 1)
+    hint = f"did you mean {option}={close[0]}?" if close else f"set {option}= to one of {', '.join(record) or 'none'}"
+    other = "" if named else ", or messages= to that of a conversation"
+    raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
+
+
+def _asked(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, ReplyTurns]:
+    """The messages before the response, and the reference response if there is one."""
+    if _is_alpacas(column, keys):
+        turns = conversation(place, alpaca(place, record), "instruction with its input and history")
+        reply = _answer(place, record if keys.answer else {"answer": record["output"], **record}, keys)
+    elif column == keys.messages or column not in (keys.prompt_column, INSTRUCTION):
+        turns, reply = _messages(place, record, keys, column)
+    else:
+        turns, reply = conversation(place, record[column], "prompt"), _answer(place, record, keys)
+    return with_system(turns, record), reply
+
+
+def _is_alpacas(column: str, keys: Keys) -> bool:
+    """Whether the column with the question is Alpaca's, rather than named by an option."""
+    return column == INSTRUCTION and column not in (keys.prompt, keys.messages)
+
+
+def _messages(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, ReplyTurns]:
+    turns = conversation(place, record[column], f"column {column!r}", may_end=True)
+    if turns[-1]["role"] != "assistant":
+        return turns, _answer(place, record, keys)
+    if len(turns) < 2:
+        raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
+    if keys.answer:
+        return turns[:-1], _answer(place, record, keys)
+    return turns[:-1], plain_reply(place, turns[-1:], "last message")
+
+
+def plain_reply(place: str, turns: Turns, what: str) -> str | Turns:
+    """The text of a reply that is one message of text, else its turns. Raises Malformed for an empty one."""
+    if len(turns) == 1 and turns[0].keys() == {"role", "content"}:
+        return _text(place, turns[0]["content"], what)
+    return turns
+
+
+def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> Turns:
+    """The turns of a text or a list of turns, ShareGPT's too. With `may_end` the last may be the assistant's.
+
+    Raises Malformed.
+    """
+    value = of_sharegpt(value)
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    if isinstance(value, list) and value and all(is_turn(turn) for turn in value):
+        if may_end or value[-1]["role"] != "assistant":
+            return messages(place, value, what)
+        raise Malformed(f"{place}: the {what} ends with the assistant's turn; end it with the user's")
+    raise Malformed(
+        f"{place}: the {what} is {str(value)[:60]!r}; it needs text, or a list of {{'role': ..., 'content': text}} "
+        f"with the roles {', '.join(ROLES)}"
+    )
+
+
+def _answer(place: str, record: RawRow, keys: Keys) -> ReplyTurns:
+    if keys.answer and keys.answer not in record:
+        raise missing_column(place, record, keys.answer, "answer")
+    value = record[keys.answer] if keys.answer else record.get("answer", record.get("completion"))
+    if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
+        return plain_reply(place, messages(place, value, "answer"), "answer")
+    if isinstance(value, list | Mapping):
+        return Structured(value)
+    return None if value is None else _text(place, str(value), "answer")
+
+
+def _text(place: str, text: str, what: str) -> str:
+    if not text.strip():
+        raise Malformed(f"{place}: the {what} is empty, so there is nothing to learn from or to compare with")
+    return text
+
+
+def require_score(place: str, score: float, keys: Keys) -> None:
+    """Raises LowScore for a row whose score is below `min_score`."""
+    if score < keys.min_score:
+        raise LowScore(f"{place}: the score is {score:g}, below min_score={keys.min_score:g}")
+
+
+def score_of(place: str, record: RawRow, keys: Keys) -> float:
+    """The score of a record; 0 if it has none. Raises Malformed for one that is named or asked for, and no number."""
+    if keys.score not in record and keys.score not in ("score", NO_SCORE):
+        raise missing_column(place, record, keys.score, "score")
+    value = _number(record.get(keys.score, 0.0))
+    if isinstance(value, bool | int | float) and -sys.float_info.max <= value <= sys.float_info.max:
+        return float(value)
+    if keys.score == "score" and keys.min_score == -math.inf:  # a column that happens to have this name
+        return 0.0
+    raise Malformed(f"{place}: the score is {value!r}; it needs a finite number")
+
+
+def _number(value: Any) -> Any:
+    """The number that a cell of a CSV file holds as text; any other value as it is."""
+    return float(value) if isinstance(value, str) and NUMERAL.fullmatch(value) else value
+
+
+def plain(value: Any) -> Any:
+    """Convert to values that a message can carry: lists become tuples; dates and similar values become text."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, Iterable):
+        return tuple(plain(inner) for inner in value)
+    return str(value)

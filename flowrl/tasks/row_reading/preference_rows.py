@@ -1,0 +1,171 @@
+"""Preferences as rows: pairs of a chosen and a rejected completion, and single completions with a label.
+
+A row is identified by its prompt and its completions together, so a prompt may have many rows. The split
+depends only on the prompt: no prompt is both trained on and held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from flowrl.tasks.arithmetic import careless_answer
+from flowrl.tasks.records.formats import RawRow
+from flowrl.tasks.records.malformed import Malformed, missing_column
+from flowrl.tasks.row_reading.files import Keys, conversation, plain, plain_reply, require_score, score_of, tools_of
+from flowrl.tasks.row_reading.shapes import Turns
+from flowrl.tasks.row_reading.tool_shapes import text_of
+from flowrl.tasks.rows import Row
+
+Kind = Literal["pairs", "labelled"]
+PAIR = ("chosen", "rejected")
+LABELLED = ("completion", "label")
+
+
+class Preference(Row):
+    """A row whose columns are `chosen` and `rejected`, or `completion` and `label`."""
+
+    @property
+    def all_turns(self) -> Turns:
+        """Every message that the row has, those of its completions too unless they are text."""
+        given = [self.columns[name] for name in (*PAIR, "completion") if isinstance(self.columns.get(name), tuple)]
+        return (*self.turns, *itertools.chain.from_iterable(given))
+
+    @cached_property
+    def prompt_id(self) -> str:
+        """16 hex digits over the conversation and its completions."""
+        content = [*self.asked, *(self.columns[name] for name in (*PAIR, *LABELLED) if name in self.columns)]
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
+    """Sums with the right answer chosen and the answer without carrying rejected; other sums are left out."""
+    for row in asked:
+        wrong = careless_answer(row.prompt)
+        if wrong != row.answer:
+            pair = Preference(row.turns, {**row.columns, "chosen": row.answer, "rejected": wrong})
+            yield from (pair,) if kind == "pairs" else _both(pair)
+
+
+def of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
+    """The preferences of one record. A pair makes two labelled completions.
+
+    Raises Malformed, and LowScore where its score is below `min_score`.
+    """
+    found = _of_record(kind, keys, place, record)
+    require_score(place, score_of(place, record, keys), keys)
+    return found
+
+
+def _of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
+    if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
+        turns = _prompt(place, record, keys, (keys.completion,))
+        tools = tools_of(place, record, keys)
+        judged = {
+            "completion": _completion(place, record, keys, "completion", turns),
+            "label": _label(place, record, keys),
+        }
+        one = Preference(turns, _others(place, record, keys, tools) | judged, tools=tools, place=place)
+        one.require_short()
+        return (one,)
+    turns = _prompt(place, record, keys, (keys.chosen, keys.rejected))
+    chosen, rejected = (_completion(place, record, keys, name, turns) for name in PAIR)
+    if chosen == rejected:
+        said = chosen if isinstance(chosen, str) else text_of(chosen)
+        raise Malformed(f"{place}: chosen and rejected are the same, {said[:60]!r}; leave the row out")
+    tools = tools_of(place, record, keys)
+    columns = _others(place, record, keys, tools) | {"chosen": chosen, "rejected": rejected}
+    pair = Preference(turns, columns, tools=tools, place=place)
+    pair.require_short()
+    return (pair,) if kind == "pairs" else _both(pair)
+
+
+def _both(pair: Preference) -> tuple[Preference, ...]:
+    """The two completions of a pair as separate rows; the column `pair` distinguishes them from others."""
+    columns = {name: value for name, value in pair.columns.items() if name not in PAIR} | {"pair": pair.prompt_id}
+    judged = ({**columns, "completion": pair.columns[name], "label": name == "chosen"} for name in PAIR)
+    return tuple(Preference(pair.turns, one, tools=pair.tools, place=pair.place) for one in judged)
+
+
+def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
+    """The messages before the completion: the prompt's own, or those that whole conversations begin with alike."""
+    if keys.prompt_column in record:
+        return conversation(place, record[keys.prompt_column], "prompt")
+    if keys.prompt:
+        raise missing_column(place, record, keys.prompt, "prompt")
+    for column in columns:
+        if column not in record:
+            raise _lacks(place, record, column, column)
+    found = [record.get(column) for column in columns]
+    wholes = [whole for whole in found if isinstance(whole, list) and len(whole) > 1]
+    if wholes and len(wholes) == len(columns):
+        told = [conversation(place, whole, column, may_end=True) for whole, column in zip(wholes, columns, strict=True)]
+        return conversation(place, list(told[0][: _shared(told)]), f"{columns[0]} without its completion")
+    raise Malformed(
+        f"{place}: no column 'prompt', and {columns[0]!r} is not a conversation that begins with the prompt; "
+        "add such a column, or name the prompt's after the task's name: FILE:prompt=COLUMN"
+    )
+
+
+def _shared(told: Sequence[Turns]) -> int:
+    """Number of messages in the prompt: the longest common beginning after which all go on with the assistant's."""
+    most = min(map(len, told)) - 1
+    number = next((n for n in range(most) if any(one[n] != told[0][n] for one in told)), most)
+    return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)
+
+
+def _completion(place: str, record: RawRow, keys: Keys, name: str, turns: Turns) -> str | Turns:
+    """A completion given as text, or as turns from the assistant's first on, after the prompt's turns or without them.
+
+    Text where it is one turn without tool calls.
+    """
+    column: str = getattr(keys, name)
+    found = record.get(column)
+    if isinstance(found, list) and found:
+        told = conversation(place, found, column, may_end=True)
+        told = told[len(turns) :] if told[: len(turns)] == turns else told
+        ends = (told[0]["role"], told[-1]["role"]) if told else ()
+        found = plain_reply(place, told, column) if ends == ("assistant", "assistant") else None
+        if isinstance(found, tuple):
+            return found
+    if isinstance(found, str) and found.strip():
+        return found
+    raise _lacks(place, record, column, name)
+
+
+def _lacks(place: str, record: RawRow, column: str, option: str) -> Malformed:
+    there = f"is {str(record[column])[:60]!r}" if column in record else f"is missing (there are {', '.join(record)})"
+    return Malformed(
+        f"{place}: the column {column!r} {there}; it needs text, or the assistant's turn, alone or after the "
+        f"prompt's turns; to use another column, name it after the task's name: FILE:{option}=COLUMN"
+    )
+
+
+def _label(place: str, record: RawRow, keys: Keys) -> bool:
+    found = record.get(keys.label)
+    if isinstance(found, str):  # a cell of a CSV file
+        found = {"true": True, "1": True, "false": False, "0": False}.get(found.strip().lower(), found)
+    if found not in (True, False):  # 1 and 0 also match, as they equal True and False
+        there = f"is {str(found)[:60]!r}" if keys.label in record else f"is missing (there are {', '.join(record)})"
+        raise Malformed(
+            f"{place}: the column {keys.label!r} {there}; it needs true for a desirable completion and false for an "
+            "undesirable one; to use another column, name it after the task's name: FILE:label=COLUMN"
+        )
+    return bool(found)
+
+
+def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, Any]:
+    """The other columns, which rewards may need. Raises Malformed where an answer is named that is not there."""
+    if keys.answer and keys.answer not in record:
+        raise missing_column(place, record, keys.answer, "answer")
+    used = (keys.prompt_column, keys.chosen, keys.rejected, keys.completion, keys.label, keys.answer_column, "answer")
+    columns = {key: plain(value) for key, value in record.items() if key not in used}
+    if (answer := record.get(keys.answer_column)) is not None:
+        is_text = not isinstance(answer, list | Mapping)
+        columns["answer"] = str(answer) if is_text else json.dumps(answer, ensure_ascii=False, default=str)
+    return columns | ({"tools": tools} if tools else {})

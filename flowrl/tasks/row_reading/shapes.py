@@ -1,0 +1,118 @@
+"""Shapes that conversations come in: lists of {role, content}, ShareGPT's {from, value}, and Alpaca's columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.tasks.records.malformed import Malformed
+from flowrl.tasks.row_reading.tool_shapes import CALLS, message, of_function_call
+
+ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Who speaks -> the role."""
+ALPACA = ("instruction", "input", "output", "history")
+
+Turns = tuple[Mapping[str, Any], ...]
+
+
+def of_sharegpt(value: object) -> object:
+    """A list of {from, value} as one of {role, content}; anything else as it is."""
+    if not (isinstance(value, Sequence) and value and all(_is_sharegpt(turn) for turn in value)):
+        return value
+    return [_of_speaker(turn["from"], turn["value"]) for turn in value]
+
+
+def _of_speaker(speaker: str, value: str) -> Mapping[str, Any]:
+    if speaker == "function_call":
+        return {"role": "assistant", "content": "", CALLS: of_function_call(value)}
+    return {"role": SHAREGPT[speaker], "content": value}
+
+
+def _is_sharegpt(turn: object) -> bool:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+        return False
+    speaker = turn.get("from")
+    return isinstance(speaker, str) and speaker in SHAREGPT
+
+
+def is_alpaca(record: Mapping[str, Any]) -> bool:
+    """Whether the record has Alpaca's columns."""
+    return "instruction" in record and "output" in record
+
+
+def alpaca(place: str, record: Mapping[str, Any]) -> object:
+    """The conversation before the output: earlier rounds of `history`, then the instruction and its input.
+
+    Raises Malformed for a history of another form.
+    """
+    if not isinstance(record["instruction"], str):
+        return record["instruction"]
+    extra = record.get("input")
+    question = "\n\n".join(part for part in (record["instruction"], extra) if isinstance(part, str) and part.strip())
+    earlier = [
+        {"role": role, "content": text}
+        for told in _rounds(place, record.get("history"))
+        for role, text in zip(("user", "assistant"), told, strict=True)
+    ]
+    return [*earlier, {"role": "user", "content": question}] if earlier else question
+
+
+def _rounds(place: str, history: object) -> Sequence[Sequence[str]]:
+    """The earlier rounds, which a cell of a table may hold as JSON."""
+    found = _as_json(history) if isinstance(history, str) else history
+    if found is None:
+        return ()
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(map(_is_round, found)):
+        raise Malformed(
+            f"{place}: the history is {str(history)[:60]!r}; it needs a list of rounds, each a list of two texts: what "
+            "was asked, and the reply"
+        )
+    return found
+
+
+def _as_json(text: str) -> object:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_round(told: object) -> bool:
+    if not isinstance(told, Sequence) or isinstance(told, str):
+        return False
+    return len(told) == 2 and all(isinstance(text, str) for text in told)
+
+
+def with_system(turns: Turns, record: Mapping[str, Any]) -> Turns:
+    """The turns after the row's own system message, unless they begin with one."""
+    text = record.get("system")
+    if not isinstance(text, str) or not text.strip() or turns[0]["role"] == "system":
+        return turns
+    return ({"role": "system", "content": text}, *turns)
+
+
+def is_turn(turn: object) -> bool:
+    """Whether this is a message: a role with text, or with tool calls."""
+    if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
+        return False
+    content = turn.get("content")
+    return isinstance(content, str) or (content is None and bool(turn.get(CALLS)))
+
+
+def messages(place: str, value: Sequence[Mapping[str, Any]], what: str) -> Turns:
+    """The messages in one form. Raises Malformed."""
+    return tuple(message(place, turn, what) for turn in value)

@@ -1,0 +1,105 @@
+"""Tool definitions and tool calls, in the forms that data have them, as one form.
+
+A definition is `{"type": "function", "function": {"name", "description", "parameters"}}`, or the inner mapping alone. A
+call is `{"type": "function", "function": {"name", "arguments"}}`, with an `id` where the data have one, or
+`{"name", "arguments"}` alone. Arguments are a mapping. Lists, and arguments, may be written as JSON text. Null fields
+are left out: Parquet writes them where other rows have a value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flowrl.tasks.records.malformed import Malformed
+
+CALLS = "tool_calls"
+TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""Further fields of a message that chat templates read, each a text."""
+
+
+def definitions(place: str, value: object, column: str) -> tuple[Mapping[str, Any], ...]:
+    """The definitions in a row's column; () for null and for an empty list. Raises Malformed."""
+    found = _json(value)
+    if found is None or found == [] or (isinstance(found, str) and not found.strip()):
+        return ()
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(map(_is_definition, found)):
+        raise Malformed(
+            f"{place}: the column {column!r} is {str(value)[:60]!r}; it needs a list of tool definitions, each "
+            "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}, or that as JSON text; if it means "
+            "something else, write FILE:tools=none; to use another column, FILE:tools=COLUMN"
+        )
+    return tuple(_definition(one) for one in found)
+
+
+def _is_definition(value: object) -> bool:
+    inner = value.get("function", value) if isinstance(value, Mapping) else None
+    return isinstance(inner, Mapping) and isinstance(inner.get("name"), str) and bool(inner["name"])
+
+
+def _definition(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = without_nulls(value.get("function", value))
+    return {"type": "function", "function": inner}
+
+
+def message(place: str, turn: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A message with its role, content, calls and the further fields that templates read. Raises Malformed."""
+    found: dict[str, Any] = {"role": turn["role"], "content": turn.get("content") or ""}
+    if calls := _json(turn.get(CALLS)):
+        if turn["role"] != "assistant" or isinstance(calls, str) or not isinstance(calls, Sequence):
+            raise Malformed(
+                f"{place}: in the {what}, {CALLS} of the {turn['role']} are {str(calls)[:60]!r}; they need to be a "
+                "list of calls of the assistant"
+            )
+        found[CALLS] = tuple(_call(place, one, what) for one in calls)
+    return found | {name: turn[name] for name in TEXTS if isinstance(turn.get(name), str)}
+
+
+def _call(place: str, value: object, what: str) -> Mapping[str, Any]:
+    inner = value.get("function", value) if isinstance(value, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    given = inner.get("arguments", inner.get("parameters")) if isinstance(inner, Mapping) else None
+    arguments = {} if given in (None, "") else _json(given)
+    if not isinstance(value, Mapping) or not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+        raise Malformed(
+            f"{place}: in the {what}, a tool call is {str(value)[:80]!r}; it needs {{'function': {{'name': text, "
+            "'arguments': a mapping, or one as JSON text}}"
+        )
+    plain = arguments if isinstance(given, str) else without_nulls(arguments)
+    call = {"type": "function", "function": {"name": name, "arguments": plain}}
+    return {"id": value["id"], **call} if isinstance(value.get("id"), str) and value["id"] else call
+
+
+def of_function_call(value: str) -> object:
+    """The tool calls of ShareGPT's `function_call`, whose value is one call or a list of calls as JSON text."""
+    found = _json(value)
+    return [found] if isinstance(found, Mapping) else found
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without fields that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return tuple(without_nulls(inner) for inner in value)
+    return value
+
+
+def text_of(turns: Iterable[Mapping[str, Any]]) -> str:
+    """What is said in `turns`, for people and for verifiers; a call is a line of JSON with its name and arguments."""
+    lines = []
+    for turn in turns:
+        lines += [turn["content"]] if turn["content"].strip() else []
+        lines += [json.dumps(call["function"], ensure_ascii=False, default=list) for call in turn.get(CALLS, ())]
+    return "\n".join(lines)
+
+
+def _json(value: object) -> Any:
+    """What a text holds as JSON, else the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

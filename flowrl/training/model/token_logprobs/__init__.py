@@ -1,0 +1,1 @@
+"""Logprobs and entropies of tokens, from hidden states and the output layer."""

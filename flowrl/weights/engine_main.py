@@ -1,9 +1,0 @@
-"""The first module of a process that vLLM spawns; see `engine_process.begun_by_us`."""
-
-from __future__ import annotations
-
-from flowrl.weights.engine_process import adopt, collect_once_loaded
-
-if __name__ == "__mp_main__":  # the name that multiprocessing gives to the main module of what it spawns
-    adopt()
-    collect_once_loaded()
