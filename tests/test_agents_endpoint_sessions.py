@@ -7,6 +7,7 @@ import stat
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -277,16 +278,43 @@ def test_no_task_is_a_503_and_no_place_a_429() -> None:
     run(work())
 
 
+UTF_16 = '{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16")
+"""JSON is UTF-8; this has a surrogate, too, which no tokenizer can encode."""
+
+
 def test_bodies_that_are_no_json_objects() -> None:
     async def work() -> None:
         async with an_endpoint() as rig:
             headers = {"x-api-key": rig.access.api_key}
             async with aiohttp.ClientSession(headers=headers) as http:
-                for body in (b"", b"[1]", b"{", b'{"a": "\\ud800"}', b"[" * 100_000, b"\xff"):
+                for body in (b"", b"[1]", b"{", b'{"a": "\\ud800"}', b"[" * 100_000, b"\xff", UTF_16):
                     for path in ("chat/completions", "messages"):
                         async with http.post(f"{rig.endpoint.url}/v1/{path}", data=body) as response:
                             assert response.status == 400, body[:20]
                             assert "the body is" in (await response.json())["error"]["message"]
+
+    run(work())
+
+
+def test_headers_that_no_client_sends() -> None:
+    """A key of bytes that are no UTF-8 is a wrong key; a count of retries may have more digits than `int` reads."""
+
+    async def answered(rig: EndpointRig, *headers: bytes) -> bytes:
+        where = urlsplit(rig.endpoint.url)
+        body = b'{"model": "policy", "messages": [{"role": "user", "content": "7+5="}]}'
+        lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: here", b"Content-Length: %d" % len(body), *headers]
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(b"\r\n".join([*lines, b"", body]))
+        line = await reader.readline()
+        writer.close()
+        return line.split()[1]
+
+    async def work() -> None:
+        async with an_endpoint() as rig:
+            known = b"x-api-key: " + rig.access.api_key.encode()
+            assert await answered(rig, known) == b"200"
+            assert await answered(rig, b"x-api-key: \xff\xfe") == b"401"
+            assert await answered(rig, known, b"x-stainless-retry-count: " + b"1" * 5000) == b"200"
 
     run(work())
 

@@ -115,6 +115,17 @@ def test_a_server_that_stays_away_ends_the_run_after_the_wait() -> None:
         played.fail(1024)
 
 
+def test_attempts_that_fail_one_after_another_and_start_again_at_once_end_the_run() -> None:
+    """Of 1,280 attempts that are remembered, 1,024 are always open: the 256 before them have all failed."""
+    played = Played()
+    played.begin(1024)
+    with pytest.raises(FlowrlError, match=r"256 of the last 256 attempts .*mostly by env_unreachable"):
+        for _ in range(3 * 1024):
+            played.now_s += 0.05
+            played.fail(1)
+            played.begin(1)
+
+
 def test_further_attempts_wait_until_one_succeeds() -> None:
     async def scenario() -> None:
         played = Played()

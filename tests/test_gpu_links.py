@@ -18,6 +18,7 @@ from flowrl.graph.analysis.linked import linked, neighbours
 from flowrl.graph.analysis.place import HostPlan, spare_cores
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.gpu_links import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, parse_links, read_links
+from flowrl.graph.machine import gpu_names
 from flowrl.runtime.driver.ray_cluster.claims import visible_devices
 from tests.graph_nodes import grpo
 
@@ -90,6 +91,40 @@ def test_this_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         )
     ask_nvidia_smi.cache_clear()
     assert asked.read_text().split().count("topo") == 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "gib", "capability"),
+    [
+        ("GPU-01", 80, 8.0),
+        ("GPU-00", 4, 7.5),
+        ("GPU-01,GPU-00", 4, 7.5),
+        (" GPU-01,-1,GPU-00", 80, 8.0),
+        ("1", 4, 7.5),  # CUDA may number cards that differ in another order
+    ],
+)
+def test_a_card_that_is_not_visible_limits_nothing(
+    visible: str, gib: int, capability: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = answering("", ["NVIDIA T400 4GB", "NVIDIA A100 80GB PCIe"])(*QUERY)
+    command = tmp_path / "nvidia-smi"
+    answers = f'*name*) printf "%s\\n" "{rows}";; *memory*) printf "4096, 7.5\\n81920, 8.0\\n";;'
+    command.write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    ask_nvidia_smi.cache_clear()
+    (machine,) = Cluster.here().machines
+    ask_nvidia_smi.cache_clear()
+    assert (machine.gpu_bytes, machine.capability) == (gib << 30, capability)
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("", 0), ("-1", 0), ("0,1,", 2), ("0,-1,1", 1), (" 3 , GPU-a", 2)])
+def test_gpus_after_a_name_that_is_none_are_not_visible(
+    visible: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert len(gpu_names()) == gpus
 
 
 def test_cores_that_the_driver_does_not_tell_are_read_from_sysfs(tmp_path: Path) -> None:

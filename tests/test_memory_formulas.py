@@ -64,6 +64,7 @@ def test_parameters_are_counted_from_the_config(kind: str, sizes: dict[str, int]
         model = AutoModelForCausalLM.from_config(config)
     shape = ModelShape.of_config(config.to_dict(), "config.json")
     assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert ModelShape.of_config({**config.to_dict(), "text_config": None}, "config.json") == shape
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
+
 from flowrl.channel.encoding.envelope import Envelope
+from flowrl.errors import FlowrlError
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Sample
+from flowrl.messages import Prompt, Sample
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.outbound import Outbound
 from flowrl.runtime.telemetry.trace import TraceBuffer
-from flowrl.testing import sample
+from flowrl.testing import prompt, sample
 from tests.test_runtime_join import PLACE, Branch, Ledger
 from tests.ticks import ticks_until
+
+
+@pytest.mark.parametrize(
+    ("items", "found"),
+    [
+        ([], "0 messages (none) of 0 groups"),
+        ([sample()], "1 messages (Sample) of 0 groups"),
+        ([prompt(group_id="a"), sample()], "2 messages (Prompt, Sample) of 1 groups"),
+        ([prompt(group_id="a"), prompt(group_id="b")], "2 messages (Prompt) of 2 groups"),
+    ],
+)
+def test_only_the_prompts_of_one_group_are_admitted(items: list[Any], found: str) -> None:
+    """Before a ticket is asked for: the rows of the ledger are those of one group."""
+    out: Out[Any] = Out(None, "prompts", (Prompt,))
+    with pytest.raises(
+        FlowrlError, match=re.escape(f"the port 'prompts' takes the prompts of one group; it got {found}")
+    ):
+        asyncio.run(out.admit(items))
 
 
 class Edge:

@@ -1,6 +1,6 @@
-"""How the GPUs of a machine are joined, and which cores are beside each: `nvidia-smi topo -m`, and sysfs.
+"""How the GPUs of a machine are connected, and which cores are near each: `nvidia-smi topo -m`, and sysfs.
 
-`parse_links` is pure. `links_here` asks this machine; what it does not tell is not guessed.
+`parse_links` is pure. `links_here` queries this machine; what the machine does not report is not guessed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import cache
 from pathlib import Path
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-"""nvidia-smi underlines its heads, even in a pipe."""
+"""nvidia-smi underlines its column heads, even when it writes to a pipe."""
 ON_ONE_NODE = {"PIX": 4, "PXB": 3, "PHB": 2, "NODE": 1}
-"""Ways over PCIe that stay on one NUMA node -> how close: one switch, several, a host bridge, several of one node."""
+"""PCIe link within one NUMA node -> closeness: over one switch, several switches, one host bridge, several bridges."""
 NVLINK = 10
-"""Closeness of GPUs with NVLink, to which its lanes are added."""
+"""Closeness of GPUs connected by NVLink, to which the number of its lanes is added."""
 QUERY = ("--query-gpu=index,uuid,name,pci.bus_id", "--format=csv,noheader")
 
 Ask = Callable[..., str | None]
-"""What nvidia-smi prints with these arguments; None: nothing."""
+"""ask(arguments) -> what nvidia-smi prints; None: it prints nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class GpuLinks:
         return self.closeness(one, other) > NVLINK
 
     def groups(self, joined: Callable[[int, int], bool]) -> list[list[int]]:
-        """The GPUs in groups whose members are joined by steps, each in order."""
+        """The GPUs in groups whose members are joined directly or through other members; each group in order."""
         found: list[list[int]] = []
         for gpu in range(len(self)):
             mine = [group for group in found if any(joined(gpu, other) for other in group)]
@@ -56,13 +56,13 @@ class GpuLinks:
         return sorted(found)
 
     def of(self, gpus: Sequence[int]) -> GpuLinks:
-        """Those GPUs, numbered anew in that order."""
+        """The links of only `gpus`, renumbered in that order."""
         links = tuple(tuple(self.links[one][other] for other in gpus) for one in gpus)
         return GpuLinks(links, tuple(self.cores[gpu] for gpu in gpus))
 
 
 def parse_links(text: str) -> GpuLinks | None:
-    """Read what `nvidia-smi topo -m` prints; None if that is no matrix of GPUs."""
+    """Read what `nvidia-smi topo -m` prints; None if this is not a matrix of GPUs."""
     lines = [COLOUR.sub("", line) for line in text.splitlines()]
     rows = [[cell.strip() for cell in line.split("\t")] for line in lines if "\t" in line]
     head = next((row for row in rows if "GPU0" in row[1:]), [])
@@ -76,12 +76,12 @@ def parse_links(text: str) -> GpuLinks | None:
 
 
 def gpu_columns(names: Sequence[str] | dict[str, int]) -> list[str]:
-    """The heads that stand for GPUs; the others are network cards and affinities."""
+    """The column heads that name GPUs; the others are network cards and affinities."""
     return [name for name in names if re.fullmatch(r"GPU\d+", name)]
 
 
 def core_list(text: str) -> tuple[int, ...]:
-    """The cores of a list of the kernel's, as 0-3,8-11; () if it is none."""
+    """The cores of a list in the kernel's format, such as 0-3,8-11; () if `text` is not such a list."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         return ()
     spans = (span.partition("-") for span in text.split(","))
@@ -94,19 +94,35 @@ def links_here(visible: str | None) -> GpuLinks | None:
 
 
 def read_links(visible: str | None, ask: Ask, *, ordered: bool = False, sysfs: Path = Path("/sys")) -> GpuLinks | None:
-    """As `links_here`. `ordered`: CUDA numbers its devices as nvidia-smi does, whatever cards they are."""
+    """Like `links_here`. `ordered`: CUDA numbers its devices as nvidia-smi does, even if the cards differ."""
     links = parse_links(ask("topo", "-m") or "")
-    cards = [[cell.strip() for cell in line.split(",")] for line in (ask(*QUERY) or "").splitlines()]
-    if links is None or len(cards) != len(links) or any(len(card) != 4 for card in cards):
+    cards = _cards(ask(*QUERY))
+    if links is None or len(cards) != len(links):
         return None
     beside = (cores or _cores_of(card[3], sysfs) for cores, card in zip(links.cores, cards, strict=True))
     links = replace(links, cores=tuple(beside))
-    names = [str(index) for index in range(len(links))] if visible is None else visible.split(",")
+    numbers = _numbers(visible, cards, ordered)
+    return links.of(numbers) if numbers else None
+
+
+def visible_cards(visible: str | None) -> list[int]:
+    """nvidia-smi's numbers of the devices that CUDA_VISIBLE_DEVICES, `visible`, names; [] if that is not known."""
+    cards = _cards(ask_nvidia_smi(*QUERY))
+    return _numbers(visible, cards, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") if cards else []
+
+
+def _cards(told: str | None) -> list[list[str]]:
+    """The columns of QUERY for each card; [] if it was not answered."""
+    cards = [[cell.strip() for cell in line.split(",")] for line in (told or "").splitlines()]
+    return cards if all(len(card) == 4 for card in cards) else []
+
+
+def _numbers(visible: str | None, cards: Sequence[Sequence[str]], ordered: bool) -> list[int]:
+    """nvidia-smi's numbers of the visible devices. []: CUDA may number cards that differ in another order."""
+    names = [str(index) for index in range(len(cards))] if visible is None else visible.split(",")
     numbers = [_number(name.strip(), cards) for name in names if name.strip()]
     mixed = len({card[2] for card in cards}) > 1 and not ordered and all(name.strip().isdigit() for name in names)
-    if mixed or not numbers or None in numbers:
-        return None
-    return links.of([number for number in numbers if number is not None])
+    return [] if mixed or None in numbers else [number for number in numbers if number is not None]
 
 
 def _number(name: str, cards: Sequence[Sequence[str]]) -> int | None:
@@ -118,7 +134,7 @@ def _number(name: str, cards: Sequence[Sequence[str]]) -> int | None:
 
 
 def _cores_of(bus_id: str, sysfs: Path) -> tuple[int, ...]:
-    """Cores of the NUMA node of a PCI device, 00000000:1B:00.0; () if the kernel does not know it."""
+    """Cores of the NUMA node of a PCI device, such as 00000000:1B:00.0; () if the kernel does not know the node."""
     domain, _, rest = bus_id.lower().partition(":")
     try:
         node = (sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text().strip()
@@ -129,7 +145,7 @@ def _cores_of(bus_id: str, sysfs: Path) -> tuple[int, ...]:
 
 @cache
 def ask_nvidia_smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints; None without it. It may take seconds, and says the same each time."""
+    """What nvidia-smi prints; None if it is missing or fails. Cached: a call may take seconds, and nothing changes."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

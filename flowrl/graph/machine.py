@@ -7,11 +7,12 @@ import os
 import re
 import subprocess
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError
-from flowrl.graph.gpu_links import GpuLinks, links_here
+from flowrl.graph.gpu_links import GpuLinks, links_here, visible_cards
 from flowrl.graph.open_files import most_files
 
 GB = 1 << 30
@@ -68,11 +69,11 @@ class Machine:
     capability: float = 0.0
     """The least compute capability of its GPUs; 0: unknown."""
     links: GpuLinks | None = None
-    """How its GPUs are joined; None: not known."""
+    """How its GPUs are connected; None: not known."""
     max_files: int = 0
     """The most files that a process may open there; 0: unknown."""
     cpu_flags: frozenset[str] = frozenset()
-    """What its CPU can do, by the kernel's names; empty: unknown."""
+    """The feature flags of its CPU, by the kernel's names; empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class Cluster:
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """Read "2 x 8 x H100", machines x GPUs x card, or "2x cpus=32 gpus=8 memory=256"; several kinds are joined by
-        commas. A card is a name or its memory, as 24GB. Options may follow a card: cpus, memory and shm (GiB)."""
+        """Read "2 x 8 x H100" (machines x GPUs x card) or "2x cpus=32 gpus=8 memory=256"; commas separate several kinds
+        of machines. A card is a name or its memory, such as 24GB. Options may follow a card: cpus, memory and shm
+        (GiB)."""
         return Cluster(tuple(machine for part in text.split(",") for machine in _parse_machines(part.strip())))
 
 
@@ -151,7 +153,7 @@ def _number(part: str, name: str, text: str) -> float:
 
 
 def _card_gib(part: str, card: str) -> float:
-    """GiB of a card, by its name or as 24GB."""
+    """GiB of a card, which is a name or a size such as 24GB."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)", card, re.IGNORECASE):
         return float(match[1])
     if card.upper() in CARDS:
@@ -172,30 +174,39 @@ def gpu_names() -> tuple[str, ...]:
     """The GPUs of this machine that this process may use, in the order in which a plan counts them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+        names = (name.strip() for name in visible.split(","))
+        return tuple(takewhile(lambda name: name not in ("", "-1"), names))  # CUDA ignores what follows an invalid name
     found = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     return tuple(str(index) for index in range(len(found)))
 
 
+def _visible() -> str | None:
+    """CUDA_VISIBLE_DEVICES as CUDA reads it; None if it is not set."""
+    return ",".join(gpu_names()) if "CUDA_VISIBLE_DEVICES" in os.environ else None
+
+
 def _links_here(gpus: int) -> GpuLinks | None:
-    links = links_here(os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else None
+    links = links_here(_visible()) if gpus else None
     return links if links is not None and len(links) == gpus else None
 
 
 def _gpus_told() -> tuple[int, float]:
-    """(bytes of the smallest GPU, the least compute capability), as nvidia-smi tells; 0 where it does not."""
+    """(bytes of the smallest GPU, the least compute capability), as nvidia-smi reports them; 0 for one not reported."""
     command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return 0, 0.0
+    cards, numbers = told.splitlines(), visible_cards(_visible())
+    if numbers and max(numbers) < len(cards):
+        told = "\n".join(cards[number] for number in numbers)
     sizes = [int(size) for size in re.findall(r"^(\d+),", told, re.MULTILINE)]
     capabilities = [float(found) for found in re.findall(r", *(\d+\.\d+)$", told, re.MULTILINE)]
     return min(sizes, default=0) << 20, min(capabilities, default=0.0)
 
 
 def _shm_here() -> int:
-    """Free room in /dev/shm; 0 if there is none to ask."""
+    """Free bytes in /dev/shm; 0 if this machine has no /dev/shm."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:

@@ -6,10 +6,10 @@ run a port only carries names and types. The host process attaches the live side
 `In` is invariant and `Out` is covariant, so mypy rejects an edge whose message types do not match.
 
 When an item is "finished": in `async for x in self.port`, item x is finished when the body asks for the
-next one and the next process has accepted everything sent meanwhile. In `each`, when its task has
-returned. An item put on `hold` is finished by the `send(..., made_from=[x, ...])` that consumes it,
-or by `drop(x, reason)`. An item that ends without send, hold or drop is an error that names the
-node, unless the node has no out port.
+next item and the next process has accepted everything sent meanwhile. In `each`, an item is finished when
+its task has returned. An item put on `hold` is finished by the `send(..., made_from=[x, ...])` that
+consumes it, or by `drop(x, reason)`. An item that ends without send, hold or drop is an error that names
+the node, unless the node has no out port.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, overload
 
-from flowrl.messages import Message, Record, Tombstone
+from flowrl.errors import FlowrlError
+from flowrl.messages import Message, Prompt, Record, Tombstone
 
 T = TypeVar("T", bound=Message)
 T_co = TypeVar("T_co", bound=Message, covariant=True)
@@ -88,7 +89,7 @@ class Port:
         self.types = types
         self.live: Any = None
         self.connected = False
-        """True if the running graph has an edge here; the same for all replicas, also for one without own lanes."""
+        """True if the running graph has an edge here; the same for all replicas, even for one without own lanes."""
 
     def __repr__(self) -> str:
         names = ", ".join(t.__name__ for t in self.types)
@@ -150,8 +151,8 @@ class In(Port, Generic[T]):
         """Store `record()` with `item` in every checkpoint that finds the item unfinished.
 
         The resumed run begins the invocation again, with the record in the item's field `record`; a class without
-        this field raises ValueError. `record` must not wait. It is called while the invocation waits, and what the
-        node reported to the ledger until then is in the checkpoint too. A second `keep` replaces the first.
+        this field raises ValueError. `record` must not wait. It is called while the invocation waits. The checkpoint
+        also has what the node reported to the ledger until then. A second `keep` replaces the first.
         """
         self.live.keep(item, record)
 
@@ -217,8 +218,16 @@ class Out(Port, Generic[T_co]):
         """Send the members of one new group as soon as a ticket is free. For sources only.
 
         Waits for the ticket; the group is recorded in the ledger before its first message leaves. Returns
-        False when no further group is needed (`--steps` is reached, or the run is ending).
+        False when no further group is needed (`--steps` is reached, or the run is ending). Raises FlowrlError if
+        `items` are not the prompts of one group.
         """
+        groups = {item.group_id if isinstance(item, Prompt) else None for item in items}
+        if len(groups) != 1 or None in groups:
+            kinds = ", ".join(sorted({type(item).__name__ for item in items})) or "none"
+            raise FlowrlError(
+                f"admit on the port {self.name!r} takes the prompts of one group; it got {len(items)} messages "
+                f"({kinds}) of {len(groups - {None})} groups"
+            )
         return await self.live.admit(items)
 
     def was_sent(self) -> bool:
@@ -232,12 +241,12 @@ class Out(Port, Generic[T_co]):
 
     @property
     def num_untaken(self) -> int:
-        """Messages sent here that a consumer has not taken in yet; of several consumers the one with most counts."""
+        """Messages sent here that a consumer has not taken in yet; with several consumers, the largest count."""
         return self.live.num_untaken
 
     @property
     def num_unfinished(self) -> int:
-        """Messages sent here that a consumer has not finished yet; of several consumers the one with most counts."""
+        """Messages sent here that a consumer has not finished yet; with several consumers, the largest count."""
         return self.live.num_unfinished
 
     def close(self) -> None:
@@ -282,7 +291,7 @@ class Serve(Port, Generic[Req, Rep]):
     async def each(self, body: Callable[[Req], Awaitable[Rep]], *, concurrency: int = 64) -> None:
         """Answer every request with `body(request)` until every caller has closed.
 
-        A cancelled or abandoned request cancels its body. One that raises `flowrl.errors.OutOfService` takes this
-        replica out of service: this request and all later ones go to the other replicas.
+        A cancelled or abandoned request cancels its body. A body that raises `flowrl.errors.OutOfService` takes this
+        replica out of service: its request and all later ones go to the other replicas.
         """
         await self.live.serve(body, concurrency)

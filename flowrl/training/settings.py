@@ -1,4 +1,4 @@
-"""Settings of training: plain data, read in every process that builds the graph, so without torch."""
+"""Settings of training: plain data without torch, because every process that builds the graph reads them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "scalar"]
 """The output of a trained model: logprobs of tokens, or one number at a position (critic, reward model)."""
 Start = Literal["policy", "reward_model"]
-"""How a scalar head is initialised: newly drawn, or as it was saved."""
+"""How a scalar head is initialised. policy: drawn at random. reward_model: as it was saved."""
 Optimizer = Literal["adamw", "muon", "sgd"]
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"]
 Layout = Literal["auto", "rows", "tree"]
 Accumulate = Literal["auto", "on", "off"]
-"""Whether a trainer begins with the groups of a batch that are there: auto where it changes nothing but rounding."""
+"""Whether a trainer starts on the groups of a batch that have arrived. auto: where that changes only rounding."""
 SequenceKind = Literal["ulysses", "ring"]
-"""How ranks that have a slice of the positions each compute attention: with all positions of some heads, or with all
-heads and the keys and values of the other ranks one after the other."""
+"""How ranks that each have a slice of the positions compute attention. ulysses: a rank computes some heads over all
+positions. ring: a rank computes all heads of its positions, with the keys and values of one rank after another."""
 Sync = Literal["adapter", "merged"]
 Quantize = Literal["none", "nf4", "int8"]
 MOST_RANK = 512
-"""The largest rank that vLLM serves."""
+"""The largest LoRA rank that vLLM serves."""
 
 
 def attention_problems(attention: str | None, dtype: Dtype) -> list[str]:
-    """Whether the attention cannot compute in that dtype, as a complete sentence."""
+    """A complete sentence if this attention cannot compute in `dtype`; else an empty list."""
     if dtype != "float32" or attention is None or not attention.startswith(("flash_attention", "varlen")):
         return []
     return [f"attention is {attention!r}, which computes in 16 bits only, but dtype is float32; set bfloat16, or sdpa"]
@@ -47,7 +47,7 @@ class LoRA:
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     targets: tuple[str, ...] = ()
-    """Linear layers by the last part of their name, such as q_proj; without any: all but the output layer."""
+    """Linear layers to adapt, by the last part of their name, such as q_proj; empty: all except the output layer."""
     sync: Sync = "adapter"
     """What generators receive for every version: only the adapter, or whole weights with the adapter merged in."""
     quantize: Quantize = "none"
@@ -83,17 +83,17 @@ class ZeroSettings:
     """Memory, precision and optimizer of one trainer."""
 
     stage: int = 3
-    """ZeRO stage: what is sharded over ranks. 1 optimizer states, 2 and gradients, 3 and parameters."""
+    """ZeRO stage: what is sharded over ranks. 0: nothing; 1: optimizer states; 2: and gradients; 3: and parameters."""
     offload: Offload = "none"
-    """What is kept in host memory: optimizer states, or also the parameters (stage 3)."""
+    """What is kept in host memory. optimizer: the optimizer states; all: also the parameters (stage 3)."""
     nvme_path: str = ""
-    """Directory on a local disk that keeps offloaded data instead of host memory (stage 3); needs libaio."""
+    """Directory on a local disk where offloaded data is kept instead of in host memory (stage 3); needs libaio."""
     dtype: Dtype = "float32"
     """Type of parameters and activations; master weights and gradient sums are always fp32."""
     optimizer: Optimizer = "adamw"
-    """muon: DeepSpeed's, for the matrices of the layers; AdamW for embeddings, heads and vectors."""
+    """muon: DeepSpeed's Muon for the matrices of the layers, and AdamW for embeddings, heads and vectors."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay of the means of the gradient and of its square."""
+    """AdamW's decay rates of the running means of the gradient and of its square."""
     eps: float = 1e-8
     """Added to AdamW's denominator."""
     weight_decay: float = 0.0
@@ -103,24 +103,24 @@ class ZeroSettings:
     muon_lr_factor: float = 1.0
     """Learning rate of muon's matrices as a multiple of the trainer's lr, which applies to AdamW's parameters."""
     clip_grad_norm: float | None = None
-    """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps have one size."""
+    """Largest norm of the whole gradient; 0 does not clip. None: 1, or 0 with muon, whose steps have a fixed size."""
     attention: Attention | None = None
-    """transformers' implementation, or varlen: torch's own kernel for packed rows on a GPU, without a further package.
-    None: flash attention for bfloat16 on a GPU if it is installed, else sdpa."""
+    """An implementation of transformers, or varlen: torch's own kernel for packed rows on a GPU, which needs no further
+    package. None: flash attention for bfloat16 on a GPU if it is installed, else sdpa."""
     packing: bool | None = None
     """Put the sequences of a micro-batch into one row without padding; None: only with flash attention and varlen."""
     layout: Layout = "auto"
-    """tree: prefixes that sequences of a micro-batch share, as a group's prompt, are computed once. rows: a row for
-    each sequence. auto: trees where the model can and something is shared."""
+    """tree: a prefix that sequences of a micro-batch share, such as a group's prompt, is computed once. rows: one row
+    for each sequence. auto: trees where the model supports them and sharing saves enough tokens."""
     gradient_checkpointing: bool = False
-    """Compute each layer's activations again in the backward pass: less memory, more time."""
+    """Recompute each layer's activations in the backward pass: less memory, more time."""
     ema_decay: float = 0.0
     """Above 0: keep an exponential moving average of the weights and export it with every checkpoint."""
     keep_optimizer: bool = True
-    """Keep the optimizer's state in checkpoints; without it they are a third as large, and a resumed run begins with
-    new moments."""
+    """Keep the optimizer's state in checkpoints. Without it, checkpoints are a third as large, and a resumed run starts
+    with new moments."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed settings, as zero_optimization.overlap_comm=true; they override flowrl's."""
+    """Further DeepSpeed settings, such as zero_optimization.overlap_comm=true; they override flowrl's."""
 
     def __post_init__(self) -> None:
         choices = {"offload": Offload, "dtype": Dtype, "optimizer": Optimizer, "layout": Layout}
@@ -154,10 +154,10 @@ class ZeroSettings:
         for name in ("clipping", "weight_decay", "muon_lr_factor"):
             if not 0 <= getattr(self, name) < math.inf:
                 shown = "clip_grad_norm" if name == "clipping" else name
-                yield f"{shown} is {getattr(self, name)}; it has to be a number from 0 up"
-        shares = {"ema_decay": self.ema_decay, "momentum": self.momentum, "betas": max(self.betas)}
-        for name, share in shares.items():
-            if not 0 <= share < 1 or min(self.betas) < 0:
+                yield f"{shown} is {getattr(self, name)}; it has to be a finite number of at least 0"
+        shares = {"ema_decay": (self.ema_decay,), "momentum": (self.momentum,), "betas": self.betas}
+        for name, found in shares.items():
+            if not all(0 <= share < 1 for share in found):
                 yield f"{name} is {getattr(self, name)}; it has to lie between 0 and 1, 1 excluded"
         if not self.eps > 0:
             yield f"eps is {self.eps}; it has to be above 0"
@@ -182,6 +182,6 @@ class ZeroSettings:
         return 0.0 if self.optimizer == "muon" else 1.0
 
     def effective_stage(self, num_ranks: int) -> int:
-        """The ZeRO stage in effect. A single rank shards parameters only if offload needs it, to save the gathering."""
+        """The ZeRO stage in effect. To save the gathering, a single rank shards parameters only if offload needs it."""
         needs_3 = self.offload == "all" or self.nvme_path
         return min(self.stage, 2) if num_ranks == 1 and not needs_3 else self.stage

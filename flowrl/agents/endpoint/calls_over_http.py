@@ -86,7 +86,8 @@ class CallsOverHttp:
     async def _stream(
         self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
     ) -> web.StreamResponse:
-        """Until the first sign of life is due an error has its own status; after it, it is an event."""
+        """Before the first keep-alive is sent, an error has its own HTTP status; after it, an error is an event of the
+        stream."""
         response: web.StreamResponse | None = None
         while not await run.done_within(self._settings.keep_alive_s):
             response = response or await self._begun(request, headers)
@@ -112,7 +113,7 @@ class CallsOverHttp:
         return response
 
     def _headers(self, session: AgentSession, call: ApiCall) -> dict[str, str]:
-        """What the graph decides, whatever the call asks for."""
+        """What the graph decides, even if the call asks for something else."""
         temperature, top_p = session.task.temperature, session.task.top_p
         temperature = self._settings.temperature if temperature is None else temperature
         top_p = self._settings.top_p if top_p is None else top_p
@@ -121,7 +122,7 @@ class CallsOverHttp:
 
 
 def _with_limit(headers: dict[str, str], answer: CallAnswer) -> dict[str, str]:
-    """`headers` with the limit of the reply, which is known when the answer is."""
+    """`headers` with the limit of the reply, which is known only with the answer."""
     return {**headers, "x-flowrl-max-tokens": str(answer.max_tokens)}
 
 
@@ -135,9 +136,9 @@ def key_of(request: web.Request) -> str:
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:
-    """The body. Raises ApiProblem (400) for what is no object, or holds text that cannot be encoded."""
+    """The body. Raises ApiProblem (400) if it is not a JSON object, or contains text that cannot be encoded."""
     try:
-        body = json.loads(raw)
+        body = json.loads(raw.decode())
         if b"\\ud" in raw.lower():
             dumped(body).encode()
     except (ValueError, RecursionError) as problem:
@@ -149,4 +150,4 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
 
 def _is_retry(request: web.Request) -> bool:
     count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
+    return count.isdecimal() and count.strip("0") != ""

@@ -27,12 +27,12 @@ from flowrl.models.tokens.chat import Messages
 
 MOST_TEMPLATES = 64
 MOST_REMEMBERED = 4096
-"""Ended sessions whose clients are told that they have ended."""
+"""Maximum number of ended sessions whose clients are still told that the session has ended."""
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class SessionTable:
-    """Sessions by id. `close` ends none: those that are open when the run stops are not finished."""
+    """Sessions by id. `close` ends no session: those that are open when the run stops are not finished."""
 
     def __init__(self, sessions: Sessions, tokenizer: Any, settings: EndpointSettings) -> None:
         self.run_key = secrets.token_urlsafe(32)
@@ -47,11 +47,11 @@ class SessionTable:
         self._tasks: set[asyncio.Task[SampledCall]] = set()
 
     def is_full_with(self, more: int) -> bool:
-        """Whether no session can begin beside those that are open and `more` that are about to."""
+        """Whether no further session can start, given the open sessions and `more` that are about to start."""
         return len(self._open) + more >= self._settings.sessions
 
     def open(self, task: SessionTask) -> AgentSession:
-        """Begin a session. Raises ConfigError for an id that is no name, or is taken."""
+        """Begin a session. Raises ConfigError for an id that is malformed or taken."""
         name = task.session_id
         if not SESSION_ID.fullmatch(name) or name in self._open or name in self._ended:
             raise ConfigError(f"the session id {name!r} is taken, or has more than letters, digits, - and _")
@@ -138,7 +138,8 @@ class SessionTable:
         self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._look, name)
 
     def _look(self, name: str) -> None:
-        """End the session if it is idle; with a client that waits the next look is set when that one has left."""
+        """End the session if it is idle. While a client waits, there is no timer; the next one starts when the client
+        leaves."""
         del self._timers[name]
         session = self._open[name]
         left_s = session.active_s + self._settings.idle_s - asyncio.get_running_loop().time()
@@ -160,7 +161,8 @@ class SessionTable:
 
 
 def _equal(key: str, known: str) -> bool:
-    return hmac.compare_digest(key.encode(), known.encode())
+    sent = key.encode(errors="surrogatepass")  # bytes of a header that are no UTF-8 arrive as surrogates
+    return hmac.compare_digest(sent, known.encode())
 
 
 def _unknown_key() -> ApiProblem:

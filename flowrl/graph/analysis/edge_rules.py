@@ -133,7 +133,7 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
 
 
 def call_problems(graph: Graph) -> Iterator[str]:
-    """The numbers of call edges are in their ranges."""
+    """The numbers of call edges are in their valid ranges."""
     for edge in graph.edges:
         if edge.kind != "call":
             continue
@@ -163,10 +163,11 @@ def fixed_weights_problems(graph: Graph) -> Iterator[str]:
     for edge in graph.edges:
         facts, sent = (graph.placed[owner(port)].node.facts() for port in (edge.into, edge.out))
         why = facts.fixed_weights
-        if edge.kind == "latest" and facts.takes_every % sent.publish_every:
+        every = sent.publish_every
+        if edge.kind == "latest" and every > 0 and facts.takes_every % every:  # `count_problems` reports others
             yield (
                 f"{port_name(edge.into)} takes one version in {facts.takes_every}, but {port_name(edge.out)} sends "
-                f"one in {sent.publish_every}; make the first number a multiple of the second."
+                f"one in {every}; make the first number a multiple of the second."
             )
         if edge.kind == "latest" and why:
             yield f"{port_name(edge.out)} sends weights to {port_name(edge.into)}, which takes none: {why}."

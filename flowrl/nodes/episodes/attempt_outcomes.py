@@ -1,13 +1,15 @@
-"""How the last attempts at episodes ended, when further ones wait, and when the run ends.
+"""How the last attempts at episodes ended, when further attempts wait, and when the run ends.
 
-What fails fails soon, and what succeeds takes its time: of 1,024 episodes that begin together, a few of which cannot
-be played, the first to end have all failed. So attempts are judged in the order in which they began: the run ends if
-more than half of `LOOKED_BACK` failed that began before those that are still open, or if nothing has succeeded and as
-many have failed as there were at a time, at least `FIRST_ATTEMPTS`.
+Failures come early, successes take time: of 1,024 episodes that start together, a few of which cannot be played, the
+first to end have all failed. So attempts are judged in the order in which they started. The run ends if more than half
+of the attempts that are looked at have failed. These are `LOOKED_BACK` attempts that started before those that are
+still open. If none has succeeded, and as many have failed as were open at the same time (at least `FIRST_ATTEMPTS`),
+all of the last attempts, open ones included, are looked at before these, and these only if they started after the
+`PATIENCE_S` below: the open ones may outnumber all others.
 
-A server that environments or agents need may be away for a moment. Where the last `FIRST_ATTEMPTS` to end have all
-failed, further attempts wait, each until one succeeds or its pause is over; for `PATIENCE_S` from then on failures use
-up no retry and do not end the run, unless waiting cannot mend them.
+A server that environments or agents need may be away for a moment. If the last `FIRST_ATTEMPTS` attempts to end have
+all failed, each further attempt waits until an attempt succeeds or its own pause is over. For `PATIENCE_S` from then
+on, failures use up no retry and do not end the run, unless waiting cannot remove their cause (`NOT_BY_WAITING`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -26,18 +28,19 @@ from flowrl.graph.node import Context
 LOOKED_BACK = 256
 """Attempts among which failures are counted."""
 FIRST_ATTEMPTS = 16
-"""If so many attempts are over and all of them failed, something is wrong."""
+"""If this many attempts have ended and all of them failed, something is wrong."""
 PATIENCE_S = 60.0
 PAUSES_S = (5.0, 20.0)
-"""The shortest and the longest pause before an attempt while others only fail; it grows with the time they do."""
+"""The shortest and the longest pause before an attempt while all attempts fail; it grows with the time they do."""
 NOT_BY_WAITING = frozenset({"no_reward", "no_calls", "no_room", "env_malformed"})
-"""Causes that are in the environment or agent itself."""
+"""Causes that lie in the environment or agent itself, so that waiting does not help."""
 
 
 @dataclass(eq=False)
 class BegunAttempt:
     """One attempt; `cause` is "" after a success, None while it is open."""
 
+    began_s: float
     cause: str | None = None
 
 
@@ -49,7 +52,7 @@ class AttemptOutcomes:
         self._played = played
         self._now_s = now_s
         self._begun: deque[BegunAttempt] = deque()
-        """The last attempts that count, in the order in which they began."""
+        """The last attempts that count, in the order in which they started."""
         self._open = self._most_open = 0
         self._ended: deque[str] = deque(maxlen=FIRST_ATTEMPTS)
         """The causes of the last attempts to end; "" for one that succeeded."""
@@ -61,10 +64,10 @@ class AttemptOutcomes:
         self._last_texts: dict[str, str] = {}
         """The last failure of each cause."""
         self._events: set[str] = set()
-        """Events that have failed several attempts; zygotes may die a few times only."""
+        """Events that may fail several attempts at once. There are few, because zygotes may die only a few times."""
 
     async def ready(self) -> None:
-        """Wait before an attempt where the others only fail."""
+        """Wait before an attempt while all attempts fail."""
         if (for_s := self._failing_for_s()) is None or for_s >= PATIENCE_S:
             return
         shortest, longest = PAUSES_S
@@ -73,8 +76,8 @@ class AttemptOutcomes:
 
     @contextmanager
     def playing(self) -> Iterator[BegunAttempt]:
-        """An attempt that begins and ends here. One that neither succeeds nor fails does not count."""
-        attempt = BegunAttempt()
+        """An attempt that lasts as long as this context. An attempt that neither succeeds nor fails does not count."""
+        attempt = BegunAttempt(self._now_s())
         self._open += 1
         self._most_open = max(self._most_open, self._open)
         self._begun.append(attempt)
@@ -98,7 +101,7 @@ class AttemptOutcomes:
             self._recovered = asyncio.Event()
 
     def not_resumed(self, cause: str, text: str) -> None:
-        """A half-done attempt of a resumed run cannot go on, which is no failure."""
+        """A half-done attempt of a resumed run cannot continue; this is not a failure."""
         if cause not in self._not_resumed:
             self._context.progress(f"a half-done episode begins anew: {text}")
             self._not_resumed.add(cause)
@@ -107,8 +110,8 @@ class AttemptOutcomes:
     def failed(self, attempt: BegunAttempt, cause: str, text: str, *, event: str = "") -> bool:
         """An attempt failed; returns whether that uses up one of its episode's retries.
 
-        Raises FlowrlError if that is what mostly happens. Attempts that failed by one event count as one: hundreds may
-        be open when a zygote dies, once.
+        Raises FlowrlError if most attempts fail. Attempts that failed by the same event count as one: hundreds may be
+        open when a single zygote dies.
         """
         attempt.cause = cause
         if event and event in self._events:
@@ -129,12 +132,12 @@ class AttemptOutcomes:
         return not patient
 
     def _leave_out(self, attempt: BegunAttempt) -> None:
-        """It says nothing about whether attempts succeed."""
-        with suppress(ValueError):  # so many have begun since that it is not looked at
+        """Do not count an attempt that says nothing about whether attempts succeed."""
+        with suppress(ValueError):  # it is no longer among the last attempts
             self._begun.remove(attempt)
 
     def _note_failures(self, text: str) -> None:
-        """Note when the last attempts to end have all failed, and tell it."""
+        """Note when the last attempts to end have all failed, and report it."""
         only_fail = len(self._ended) == FIRST_ATTEMPTS and all(self._ended)
         if not only_fail or self._only_fail_since is not None or NOT_BY_WAITING.issuperset(self._ended):
             return
@@ -149,13 +152,18 @@ class AttemptOutcomes:
         return None if self._only_fail_since is None else self._now_s() - self._only_fail_since
 
     def _judged(self) -> str:
-        """What ends the run; "" if nothing does."""
+        """The message of the error that ends the run; "" if nothing ends it."""
         if not self._succeeded and self._num_failed >= max(FIRST_ATTEMPTS, self._most_open):
-            looked_at = list(self._begun)
-        elif len(self._begun) >= LOOKED_BACK + self._most_open:
-            looked_at = list(islice(self._begun, LOOKED_BACK))
-        else:
+            if message := self._mostly_failed(list(self._begun)):
+                return message
+            if self._only_fail_since is not None and self._begun[0].began_s < self._only_fail_since + PATIENCE_S:
+                return ""  # attempts that failed while a server may have been away
+        if len(self._begun) < LOOKED_BACK + self._most_open:
             return ""
+        return self._mostly_failed(list(islice(self._begun, LOOKED_BACK)))
+
+    def _mostly_failed(self, looked_at: Sequence[BegunAttempt]) -> str:
+        """The message if more than half of these attempts have failed; "" otherwise."""
         failed = Counter(attempt.cause for attempt in looked_at if attempt.cause)
         if 2 * failed.total() <= len(looked_at):
             return ""

@@ -1,18 +1,20 @@
 """`episodes/`: episodes of a run as text, for `flowrl show`. Plain lines of JSON, one for each attempt that has ended.
 
-`recent.jsonl` has the last attempts, whatever they came to; `chosen.jsonl` has those that failed and one in a hundred
+`recent.jsonl` has the last attempts, whatever their outcome; `chosen.jsonl` has those that failed and one in a hundred
 of the others, chosen by a hash of the sample's id, so that a resumed run chooses the same ones.
 
 Invariants
-- Each file is bounded: when it is full it becomes `NAME.before.jsonl`, which replaces the one before it.
-- Every line is whole, except that a killed process may leave an incomplete last one; the next writer removes it.
-- A failure to write is told once and ends nothing.
-- After a resume no line tells of what the resume has undone.
+- Each file is bounded: when it is full, it is renamed to `NAME.before.jsonl`, and replaces an earlier file of that
+  name.
+- Every line is complete, except that a killed process may leave an incomplete last one; the next writer removes it.
+- A failure to write is reported once and does not end the run.
+- After a resume, no line describes work that the resume has undone.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,23 +25,23 @@ RECENT, CHOSEN = "recent", "chosen"
 MOST_BYTES = 32 << 20
 """Largest size of one file; there are at most four files."""
 ONE_IN = 100
-"""One episode in so many is kept beside the recent and the failed ones."""
+"""One episode in this many is kept in addition to the recent and the failed ones."""
 
 EpisodeRow = Mapping[str, Any]
 
 
 class BoundedLines:
-    """Appends lines to a file of at most `most_lines` and MOST_BYTES; the full file before it stays beside it."""
+    """Appends lines to a file of at most `most_lines` and MOST_BYTES; the previous full file stays next to it."""
 
     def __init__(self, path: Path, *, most_lines: int | None = None) -> None:
         self._path = path
-        self._most_lines = most_lines
+        self._most_lines = most_lines if most_lines is not None else sys.maxsize
         path.parent.mkdir(exist_ok=True)
         self._open()
 
     def append(self, line: bytes) -> None:
         """Write one line. After an OSError the file may end with a part of it, and only `close` may be called."""
-        if self._size + len(line) > MOST_BYTES or self._num_lines == self._most_lines:
+        if self._size + len(line) > MOST_BYTES or self._num_lines >= self._most_lines:
             self._file.close()
             self._path.replace(before(self._path))
             self._open()
@@ -77,7 +79,7 @@ class KeptEpisodes:
             for name in names:
                 self._file(name).append(line)
         except OSError as problem:
-            self.close()  # the next one opens the files again, and cuts incomplete lines off
+            self.close()  # the next attempt opens the files again, and cuts incomplete lines off
             self._files.clear()
             if not self._warned:
                 self._warn(
@@ -97,7 +99,7 @@ class KeptEpisodes:
 
 
 def is_chosen(sample_id: str) -> bool:
-    """Whether an episode that did not fail is one of those that are kept for long."""
+    """Whether an episode that did not fail is one of those that `chosen.jsonl` keeps."""
     return zlib.crc32(sample_id.encode()) % ONE_IN == 0
 
 
@@ -137,7 +139,7 @@ def _files(run_dir: Path) -> Iterator[Path]:
 
 
 def _parsed(line: str) -> EpisodeRow | None:
-    """The record, None for a line that is none."""
+    """The record of a line; None if the line is no record."""
     try:
         record = json.loads(line)
     except ValueError:

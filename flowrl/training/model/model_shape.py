@@ -1,7 +1,7 @@
-"""The sizes of a causal language model, as its config.json says them, and what follows: its number of parameters.
+"""The sizes of a causal language model, from its config.json, and the number of parameters that follows from them.
 
-Decoders with gated feed-forward layers and RMS norms: Llama, Qwen, Mistral and their mixtures of experts. Needs no
-weights, so a config.json alone describes a model that is not on this machine.
+It covers decoders with gated feed-forward layers and RMS norms: Llama, Qwen, Mistral and their mixtures of experts. No
+weights are needed, so a config.json is enough for a model that is not on this machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NORMED = ("qwen3", "qwen3_moe")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 LOGITS_BYTES = 128 << 20
-"""Size of one chunk's logits in fp32. Measured on a CPU: smaller ones, which its cache would hold, are not faster."""
+"""Size of one chunk's logits in fp32. Measured on a CPU: smaller chunks, which fit into its cache, are not faster."""
 LOGITS_SHARE = 128
-"""On a GPU a chunk may have this part of its memory: 640 MiB of 80 GiB."""
+"""On a GPU a chunk may take the memory divided by this number: 640 MiB of 80 GiB."""
 
 
 def logits_bytes(device_bytes: int) -> int:
@@ -47,9 +47,9 @@ class ModelShape:
     tied: bool = False
     """Whether the output layer is the embedding."""
     experts: int = 0
-    """Experts of a layer; 0: no mixture."""
+    """Number of experts of a layer; 0: no mixture."""
     active_experts: int = 1
-    """Experts that compute a token."""
+    """Number of experts that compute a token."""
     biased: bool = False
     normed: bool = False
     dtype: str = "bfloat16"
@@ -58,7 +58,7 @@ class ModelShape:
     @classmethod
     def of_config(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         """The shape that a config.json describes. Raises ConfigError, naming `where`, if it lacks a size."""
-        config = {**config, **config.get("text_config", {})}
+        config = {**config, **(config.get("text_config") or {})}
         if lacking := [name for name in NEEDED if not isinstance(config.get(name), int)]:
             raise ConfigError(f"{where} has no {lacking[0]}; the memory of a model is estimated from its sizes")
         kind, heads, hidden = str(config.get("model_type", "")), config["num_attention_heads"], config["hidden_size"]
@@ -99,7 +99,7 @@ class ModelShape:
 
     @property
     def layer_vectors(self) -> int:
-        """Parameters of one decoder layer that are no matrices, and the router of a mixture."""
+        """Number of parameters of one decoder layer that are not in matrices, plus those of a mixture's router."""
         biases = self.query + 2 * self.key if self.biased else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.normed else 0)
         return norms + biases + self.hidden * self.experts
@@ -119,7 +119,7 @@ class ModelShape:
 
     @property
     def largest_tensor(self) -> int:
-        """Elements of the largest parameter; in a mixture two matrices of all experts of a layer are one."""
+        """Elements of the largest parameter; in a mixture, two matrices of all experts of a layer are one parameter."""
         return max(self.largest_matrix, 2 * self.hidden * self.feed_forward * self.experts)
 
     def adapter_parameters(self, rank: int) -> int:
@@ -147,6 +147,6 @@ def read_shape(path: Path) -> ModelShape | None:
     try:
         return ModelShape.of_config(config, str(file))
     except ConfigError:
-        if path.suffix == ".json":  # named for its sizes alone
+        if path.suffix == ".json":  # a config.json is named only for its sizes
             raise
         return None

@@ -76,7 +76,10 @@ def _prompts(given: Any) -> Sequence[RawPrompt]:
     """One or several prompts, each text or token ids."""
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
         given = [given]
-    return [_prompt(f"prompt[{n}]", prompt) for n, prompt in enumerate(fields.items("prompt", given))]
+    prompts = fields.items("prompt", given)
+    if not prompts:
+        raise invalid("prompt", "prompt has no prompts; give at least one")
+    return [_prompt(f"prompt[{n}]", prompt) for n, prompt in enumerate(prompts)]
 
 
 def _prompt(name: str, prompt: Any) -> RawPrompt:
@@ -91,7 +94,8 @@ def _prompt(name: str, prompt: Any) -> RawPrompt:
 
 
 def _wants_logprobs(asked: Any) -> bool:
-    """Whether logprobs are asked for: only 0, the sampled tokens alone, is served; those of others are not kept."""
+    """Whether logprobs are asked for. Only 0 is served, which asks for the sampled tokens' logprobs; no others are
+    kept."""
     if asked is not None and asked != 0:
         raise invalid("logprobs", f"logprobs={fields.short(asked)} asks for tokens that were not sampled; give 0")
     return asked is not None and asked is not False

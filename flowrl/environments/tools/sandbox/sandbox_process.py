@@ -1,9 +1,9 @@
-"""A sandbox, seen from outside: starts an interpreter that is shut in, gives it code, and ends it.
+"""A sandbox, seen from outside: starts an isolated interpreter, gives it code, and ends it.
 
-`sandbox_start` says what shuts it in. Nothing that comes from inside is believed to be more than text.
+`sandbox_start` describes the isolation. Everything that comes from inside is treated as text only.
 
-Waits: for the interpreter's start and for its answers, ended by them, by its end, or by the caller's cancellation,
-after which `end` has to be called; and in `end` for its end, which SIGTERM to its parent brings.
+Waits: for the interpreter's start and its answers, until they arrive, the interpreter ends, or the caller cancels,
+after which `end` has to be called; and in `end` for the interpreter's end, which SIGTERM to its parent causes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from flowrl.errors import FlowrlError
 
 SandboxKind = Literal["namespaces", "limits"]
 WORK = "/sandbox"
-"""As `sandbox_start` names it."""
+"""The same name as in `sandbox_start`."""
 LENGTH = struct.Struct("<I")
 START, INTERPRETER = (Path(__file__).with_name(f"sandbox_{name}.py") for name in ("start", "interpreter"))
 CPU_S = 600
-"""CPU seconds of the interpreter in all, for threads that go on between calls; a call itself has a limit of time."""
+"""Total CPU seconds of the interpreter, a limit for threads that continue between calls; each call has a time limit."""
 NUM_FILES = 64
 NUM_PROCESSES = 32
-"""Threads too. Namespaces alone count those of one sandbox; without them there are none besides the interpreter."""
+"""Most processes and threads of one sandbox. Only with namespaces are they counted for each sandbox; without
+namespaces, only the interpreter itself is allowed."""
 START_S = 30.0
 END_S = 10.0
 MESSAGE_BYTES = 4096
 
 
 class SandboxRefused(FlowrlError):
-    """The machine does not let the sandbox be built; the text says why."""
+    """The machine does not allow the sandbox; the text says why."""
 
 
 class SandboxEnded(FlowrlError):
@@ -53,7 +54,7 @@ class SandboxEnded(FlowrlError):
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """How an interpreter is shut in."""
+    """How an interpreter is isolated and limited."""
 
     kind: SandboxKind = "namespaces"
     memory_bytes: int = 1 << 30
@@ -65,7 +66,7 @@ class SandboxSettings:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one call came to."""
+    """The result of one call."""
 
     text: str
     failed: bool
@@ -92,6 +93,7 @@ class SandboxProcess:
         except OSError as problem:
             self._control.close()
             self._output.close()
+            shutil.rmtree(self._work, ignore_errors=True)
             raise SandboxRefused(f"no process could be started: {problem.strerror}") from None
         finally:
             theirs.close()
@@ -152,14 +154,14 @@ class SandboxProcess:
         try:
             await asyncio.wait_for(gone.wait(), END_S)
         except TimeoutError:
-            self._process.kill()  # the interpreter has that as its parent-death signal
+            self._process.kill()  # the interpreter then gets its parent-death signal
         finally:
             loop.remove_reader(process)
             os.close(process)
         self._process.wait()
 
     def _how_it_ended(self) -> str:
-        """The interpreter has closed its connection: it has ended, or ends now."""
+        """How the interpreter ended. It has closed its connection, so it has ended, or ends now."""
         try:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -206,7 +208,8 @@ class SandboxProcess:
 
 
 def interpreter() -> str:
-    """The path of this Python inside the sandbox. Its folder decides which packages it finds, so no link is left."""
+    """The path of this Python inside the sandbox. Python's folder decides which packages it finds, so links in the
+    folder's path are resolved."""
     folder, name = os.path.split(sys.executable)
     return f"{os.path.realpath(folder)}/{name}"
 
@@ -219,7 +222,7 @@ def interpreter_trees() -> set[str]:
 
 
 def _allowed(name: str, most: int) -> int:
-    """A limit may be lowered, and not raised."""
+    """The limit to set: a limit may be lowered, but not raised."""
     hard = resource.getrlimit(getattr(resource, name))[1]
     return most if hard == resource.RLIM_INFINITY else min(most, hard)
 
