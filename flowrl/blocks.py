@@ -66,7 +66,7 @@ __all__ = (
 )
 S = TypeVar("S", bound=Sample)
 ANSWERING = ("generator", "engine", "stop_strings", "probe_tolerance", "reward_timeout_s")
-"""What only evaluations use in a graph that samples nothing else."""
+"""Options that only evaluations use in a graph that samples nothing else."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class TrainerOptions(PolicyOptions):
     dtype: Dtype = "float32"
     """Data type of parameters and activations."""
     token_budget: int = 8192
-    """Most tokens of a micro-batch, padding included; a prefix that samples share counts once if the layout of `zero`
-    lets the trainer compute it once. Preference pairs are never split."""
+    """Maximum number of tokens in a micro-batch, padding included. A prefix that samples share counts once if the
+    layout of `zero` lets the trainer compute it once. Preference pairs are never split."""
     lora: LoRA = LoRA()
     """Train adapters of the policy instead of all its weights, as with --lora.rank 16."""
     zero: ZeroSettings = ZeroSettings()
@@ -89,33 +89,38 @@ class TrainerOptions(PolicyOptions):
     schedule: Schedule = Schedule()
     """Warm-up and decay of the learning rate."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961) beside the objective's; 0: none."""
+    """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961), added to the objective's loss; 0:
+    none."""
     accumulate: Accumulate = "auto"
-    """Begin backward passes on the groups of a batch while the others are on their way; auto: where only rounding
-    differs, and they do not come together. `flowrl check` says whether, and why not."""
+    """Start backward passes on the first groups of a batch while the others are still on their way. auto: only if
+    nothing but rounding differs and the groups do not all arrive together. `flowrl check` says whether this is done
+    and, if not, why."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from too_low(self, token_budget=1, router_aux_loss_coef=0)
         if not 0 <= self.lr < math.inf:
-            yield f"--lr is {self.lr}; it has to be a number from 0 up"
+            yield f"--lr is {self.lr}; it has to be a finite number of at least 0"
         yield from self.unused_settings("zero", "schedule")
         if not self.lora.rank:
             yield from unused(self, ("lora",), "all weights are trained; give --lora.rank too")
 
     def unused_settings(self, zero: str, schedule: str) -> Iterator[str]:
-        """A sentence for settings that the optimizer, or the schedule, of one trainer does not have."""
+        """A sentence for the settings in the blocks `zero` and `schedule` that one trainer's optimizer or schedule does
+        not have."""
         optimizer: str = getattr(self, zero).optimizer
         theirs = {"muon": (f"{zero}.momentum", f"{zero}.muon_lr_factor"), "adamw": (f"{zero}.betas", f"{zero}.eps")}
         for name in {"adamw": ("muon",), "sgd": ("muon", "adamw")}.get(optimizer, ()):
-            yield from unused(self, theirs[name], f"{optimizer} has no such setting; it is of {name}, leave this out")
+            yield from unused(
+                self, theirs[name], f"{optimizer} has no such setting, only {name} has it; leave this out"
+            )
         if getattr(self, schedule).decay == "constant":
             why = f"the rate does not fall; give --{schedule.replace('_', '-')}.decay too"
             yield from unused(self, (f"{schedule}.floor",), why)
 
     @property
     def packed_as(self) -> Layout:
-        """How the batches of the trainer are packed: as trees only where it computes those."""
+        """How the trainer's batches are packed: as trees only if the trainer can compute trees."""
         return trainer_layout(self.model, self.zero, self.trainer.sequence_parallel_kind).layout
 
     def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:
@@ -136,7 +141,7 @@ class TrainerOptions(PolicyOptions):
         )
 
     def scoring(self, size: ScoringSize) -> dict[str, Any]:
-        """Arguments of a node whose model only scores: what its role says, or what the trainer has."""
+        """Arguments of a node whose model only scores: the values of its role, or else those of the trainer."""
         return {
             "dtype": size.dtype or self.dtype,
             "token_budget": size.token_budget or self.token_budget,
@@ -149,21 +154,21 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
     """Options of graphs that measure the trained policy on held-out prompts."""
 
     evaluate: int = 512
-    """Held-out prompts that are answered before and after training; 0: none, and all rows of a file are trained on,
+    """Number of held-out prompts answered before and after training. 0: none, and all rows of a file are trained on,
     except in agent_tools."""
     evaluate_samples: int = 1
-    """Answers to each held-out prompt: one is greedy, several are sampled."""
+    """Number of answers to each held-out prompt: a single one is greedy, several are sampled."""
     evaluate_every: int = 0
     """Steps between evaluations during training; 0: none."""
     evaluate_also: tuple[str, ...] = ()
     """Further tasks to evaluate, each scored by its own verifier."""
     evaluate_task: tuple[str, ...] = ()
-    """Evaluate on all rows of these files or splits, and train on all rows of --task: test.jsonl:check=math, or with
-    a name and its own numbers gsm8k=test.jsonl:check=math,num=500,samples=4,temperature=0.6. --evaluate is not looked
-    at then."""
+    """Evaluate on all rows of these files or splits, and train on all rows of --task: test.jsonl:check=math, or with a
+    name and its own numbers gsm8k=test.jsonl:check=math,num=500,samples=4,temperature=0.6. --evaluate is then
+    ignored."""
     evaluate_max_prompt_tokens: int | None = None
-    """Most tokens of a held-out prompt; None: as many as a training prompt, or the model's context where those have no
-    limit. Longer ones are not asked and counted, or what --too-long says becomes of them."""
+    """Maximum number of tokens in a held-out prompt; None: the limit of training prompts, or the model's context if
+    they have no limit. Longer prompts are left out and counted, or treated as --too-long says."""
     probe_tolerance: float | None = None
     """Largest mean difference between a generator's logprobs of fixed sequences and the trainer's; None: by dtype."""
 
@@ -174,12 +179,12 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
         yield from self.timeout_problems()
         names = [one.name for one in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"--evaluate-task has two sets of the name {twice[0]}; name one of them, as in other=FILE"
+            yield f"--evaluate-task has two sets named {twice[0]}; give one another name, as in other=FILE"
         if not self.evaluates:
             why = "nothing is evaluated, for --evaluate is 0; leave this out, or ask held-out prompts: --evaluate 256"
             yield from unused(self, self.of_evaluations, why)
         elif self.evaluate_also and not self.evaluate:
-            yield "--evaluate-also asks --evaluate held-out rows of each task, and that is 0; give a number"
+            yield "--evaluate-also asks --evaluate held-out rows of each task, and --evaluate is 0; give a number"
 
     @property
     def held_out_prompts(self) -> PromptLimit:
@@ -193,7 +198,7 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
 
     @property
     def of_evaluations(self) -> tuple[str, ...]:
-        """The options that only evaluations use; without any they are refused."""
+        """The options that only evaluations use; they are refused in a run without evaluations."""
         return "evaluate_samples", "evaluate_every", "evaluate_also", "evaluate_max_prompt_tokens"
 
     @property
@@ -239,11 +244,12 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
     staleness: int = 1
     """Largest staleness of any trained token, in versions. 0 is synchronous."""
     on_limit: OnLimit = "wait"
-    """At the staleness limit, generation waits, or older tokens are masked out of the loss."""
+    """At the staleness limit, generation waits (wait), or tokens older than the limit are masked out of the loss
+    (mask)."""
     look_ahead: int = 1
-    """Groups among which the batcher may choose a finished one; 1 is admission order."""
+    """Number of groups among which the batcher may choose a finished one; 1: groups are taken in admission order."""
     groups_per_step: int = 16
-    """Prompts of one batch."""
+    """Number of prompts in one batch."""
     optimizer_steps: int = 1
     """Mini-batches into which a batch is split."""
     epochs: int = 1
@@ -267,7 +273,7 @@ class OnlineOptions(EvaluationOptions, SamplingOptions):
         )
 
     def make_trainer(self, objective: Objective, **settings: Any) -> Trainer:
-        """A trainer of the policy on samples of this temperature; `settings` are further arguments of `Trainer`."""
+        """A trainer of the policy for samples with this temperature; `settings` are further arguments of `Trainer`."""
         return super().make_trainer(objective, temperature=self.temperature, epochs=self.epochs, **settings)
 
 
@@ -278,9 +284,9 @@ class DatasetOptions(TrainerOptions):
     learning: ClassVar[Learning] = "rows"
 
     batch: int = 64
-    """Rows of one step."""
+    """Number of rows in one step."""
     epochs: int | None = None
-    """Passes over the data; None: as many as the steps need, or one without a number of steps."""
+    """Passes over the data; None: as many as the given number of steps needs, or one if no number of steps is given."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -294,9 +300,9 @@ class PreferenceOptions(DatasetOptions):
     learning: ClassVar[Learning] = "preferences"
 
     max_length: int = 1024
-    """Most tokens of a conversation."""
+    """Maximum number of tokens in a conversation."""
     too_long: TooLong = "drop"
-    """Longer ones are dropped and counted, lose their beginning, or are an error before training."""
+    """Longer conversations are dropped and counted, lose their beginning, or are an error before training."""
     held_out: int = 256
     """Held-out rows on which accuracy and changes of logprobs are measured; 0: none."""
     judge_every: int = 10
@@ -309,7 +315,7 @@ class PreferenceOptions(DatasetOptions):
             yield from unused(self, ("judge_every",), "there is nothing to measure on, for --held-out is 0")
 
     def preferences(self, rows: str, kind: Literal["pairs", "labelled"] = "pairs") -> Preferences:
-        """The preferences in `rows`, a file or dataset; if that is empty, the task's own."""
+        """The preferences in `rows`, a file or dataset; if `rows` is empty, the task's own."""
         task = replace(self.task, name=rows) if rows else self.task
         return Preferences(task, self.model, kind=kind, max_tokens=self.max_length, too_long=self.too_long)
 
@@ -323,10 +329,11 @@ def refer(
     *,
     placed: Mapping[str, Any] | None = None,
 ) -> tuple[Out[S], tuple[In[Weights], ...]]:
-    """Pass `rollouts` through a reference of that size, for a KL in the reward or the loss; None: there is none.
+    """Pass `rollouts` through a reference of the given size, for a KL in the reward or the loss. Without a size, add
+    none.
 
-    `placed` are the arguments of `Graph.add`, if not those for that size. Returns the port that what comes next is
-    connected to, and the ports that the graph has to admit `until`, too.
+    `placed` are the arguments of `Graph.add`; None: those for the size. Returns the port to connect to the next node,
+    and further ports that the graph has to pass to `Graph.admit` as `until`.
     """
     if size is None:
         return rollouts, ()
@@ -341,9 +348,10 @@ def refer(
 
 
 def evaluate(g: Graph, cfg: EvaluationOptions, generator: Generator, *, text: bool = False) -> None:
-    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` has none; `text`: its task has none.
+    """Add the evaluation node, whose prompts `generator` answers, unless `cfg` asks for no evaluation.
 
-    If the reward of held-out answers names a reward model, they are scored by the one that the graph has.
+    `text`: the trained task has texts and no prompts. If the reward of held-out answers names a reward model, they are
+    scored by the one that the graph has.
     """
     if not cfg.evaluates:
         return

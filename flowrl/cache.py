@@ -1,11 +1,17 @@
-"""Directories that flowrl creates once and keeps, as those of models.
+"""Directories that flowrl creates once and keeps, such as those of models.
 
-Invariants: a directory under its final name with its recipe is complete, because it gets that name by one atomic
-rename and loses it by another before anything in it is removed; one without a recipe is made again;
-one process creates it while all others wait for the lock, which is released at the latest when that process ends;
-one that may be removed is removed under its lock, and only if it has not been asked for in `unused_days`, while whoever
-asks for it later than a day after the last time takes the lock, too, unless this user may only read the cache;
-a lock is removed only by who holds it, when nothing else of the name is there. A removal never fails who asks.
+Invariants:
+- a directory that has its final name and its recipe is complete: one atomic rename gives it that name, and another
+  takes the name away before anything in it is removed;
+- a directory without a recipe is made again;
+- one process creates a directory while all others wait for its lock, which is released at the latest when that process
+  ends;
+- a directory that may be removed is removed under its lock, and only if nobody has asked for it in `unused_days`. A
+  process that asks for it more than a day after the last request also takes the lock, unless this user may only read
+  the cache;
+- a lock is removed only by the process that holds it, and only if nothing else of that name exists.
+
+If a removal fails, the request for a directory still succeeds.
 """
 
 from __future__ import annotations
@@ -30,9 +36,9 @@ RECIPE = "flowrl.json"
 """File that says what its directory was made from. Its mtime is the directory's last use, to within a day."""
 DAY_S = 24 * 60 * 60
 LEFTOVER_DAYS = 30
-"""What killed processes left is removed after so many days where directories themselves stay for good."""
+"""Days after which the remains of killed processes are removed, for kinds whose directories are kept for good."""
 ENTRY = re.compile(r"(.+-[0-9a-f]{12})(\.part-.+|\.lock)?")
-"""A name in the cache: a directory, one that is being made or removed, or the lock of both."""
+"""A name in the cache: a directory, a directory that is being made or removed, or a directory's lock."""
 LOCK = ".lock"
 Entries = Mapping[str, Path]
 """Suffix of a name, as ENTRY has it -> the path; "" is the suffix of the directory itself."""
@@ -45,7 +51,8 @@ def cache_dir() -> Path:
 
 
 def origin_of(directory: Path) -> Path:
-    """The directory that one in the cache was made from, if its recipe names an `origin`; any other as it is."""
+    """The directory from which a cached `directory` was made, if its recipe names an `origin`; else `directory`
+    itself."""
     try:
         recipe = json.loads((directory / RECIPE).read_text())
     except (OSError, ValueError):
@@ -67,9 +74,10 @@ def cached_directory(
     *,
     unused_days: int | None = None,
 ) -> Path:
-    """The same for directories of another `kind`, which are stored next to the models.
+    """As `cached_model`, for directories of another `kind`, which are stored next to the models.
 
-    With `unused_days`, those of this kind that nobody has asked for in so many days are removed when another is made.
+    With `unused_days`, directories of this kind that nobody has asked for in that many days are removed when another
+    one is made.
     """
     digest = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=6).hexdigest()
     final = cache_dir() / kind / f"{name}-{digest}"
@@ -87,7 +95,7 @@ def cached_directory(
 
 
 def _made_or_marked(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], progress: Progress) -> bool:
-    """Make a directory, or note that it was asked for just now. Whether it was made."""
+    """Make a directory, or note that it was asked for just now. Returns whether it was made."""
     final.parent.mkdir(parents=True, exist_ok=True)
     with _locked(final, progress):
         if new := _days_unused(final) is None:
@@ -132,21 +140,21 @@ def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], 
 
 
 def _sweep(home: Path, unused_days: int | None, progress: Progress) -> None:
-    """Remove what nobody has asked for in `unused_days`, and what killed processes left. What stays is said."""
+    """Remove directories that nobody has asked for in `unused_days`, and the remains of killed processes."""
     for name, entries in sorted(_entries(home).items()):
         _attempt(home / name, partial(_remove_old, home / name, entries, unused_days, progress), progress)
 
 
 def _attempt(directory: Path, remove: Callable[[], None], progress: Progress) -> None:
-    """Remove a directory, which need not succeed: what another user has made stays."""
+    """Try to remove a directory. A failure is only reported: a directory of another user stays."""
     try:
         remove()
     except OSError as problem:
-        progress(f"{directory} stays, for it cannot be removed: {problem.strerror or problem}")
+        progress(f"{directory} is kept because it cannot be removed: {problem.strerror or problem}")
 
 
 def _remove_old(final: Path, entries: Entries, unused_days: int | None, progress: Progress) -> None:
-    """Remove what is old of one name, unless somebody asks for it just now."""
+    """Remove the old entries of one name, unless another process holds its lock."""
     from filelock import FileLock, Timeout
 
     if not _old(entries, unused_days):
@@ -158,13 +166,14 @@ def _remove_old(final: Path, entries: Entries, unused_days: int | None, progress
                     (_discard if path == final else shutil.rmtree)(path)
                     progress(f"{path} is removed: {why}")
             if _entries(final.parent)[final.name].keys() == {LOCK}:
-                _lock_of(final).unlink()  # who waits for it sees that it has no name any more, and takes a new one
+                _lock_of(final).unlink()  # a process that waits for it sees that its file is gone, and takes a new one
     except Timeout:
         return
 
 
 def _old(entries: Entries, unused_days: int | None) -> dict[Path, str]:
-    """What may be removed of one name, each with the reason; the lock if it is all that is there."""
+    """The entries of one name that may be removed, each with the reason. The lock only if nothing else of the name
+    exists."""
     most = LEFTOVER_DAYS if unused_days is None else unused_days
     final = entries.get("")
     unused = _days_unused(final) if final else None
@@ -177,7 +186,8 @@ def _old(entries: Entries, unused_days: int | None) -> dict[Path, str]:
 
 
 def _entries(home: Path) -> Mapping[str, Entries]:
-    """What is there of each directory of a kind: itself, its lock, and what is made or removed of it or was left."""
+    """Name -> entries, for all directories of a kind: the directory, its lock, and parts being made or removed, or left
+    over."""
     found: dict[str, dict[str, Path]] = defaultdict(dict)
     for path in home.glob("*"):
         if match := ENTRY.fullmatch(path.name):
@@ -186,18 +196,19 @@ def _entries(home: Path) -> Mapping[str, Entries]:
 
 
 def _discard(directory: Path) -> None:
-    """Remove a directory, its name first: if this is cut off, nobody takes what is left of it for a complete one."""
+    """Remove a directory, its name first: if the removal is interrupted, nobody takes the rest for a complete
+    directory."""
     with tempfile.TemporaryDirectory(prefix=f"{directory.name}.part-removed-", dir=directory.parent) as bin_dir:
         directory.rename(Path(bin_dir) / directory.name)
 
 
 def _days_unused(directory: Path) -> float | None:
-    """Since it was last asked for; None if it is not there, or not complete."""
+    """Days since it was last asked for; None if it does not exist or is not complete."""
     return _days(directory / RECIPE)
 
 
 def _days(path: Path) -> float | None:
-    """Since it was last changed; None if it is not there."""
+    """Days since it was last changed; None if it does not exist."""
     try:
         return (time.time() - path.stat().st_mtime) / DAY_S
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
 """The `flowrl` command; `USAGE` lists what it can do.
 
-What a user got wrong is printed as one message without frames, and exits with 2. Everything heavy is
-imported inside the command that needs it.
+A user's mistake is printed as one message without a traceback, and the exit status is 2. Heavy modules are imported
+inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ class CheckOptions:
     """Check against this cluster instead of this machine: "2 x 8 x H100" (machines x GPUs x card), "1 x 1 x 24GB",
     or "2x cpus=32 gpus=8 memory=256" (GiB)."""
     preflight: bool = False
-    """Also try out what a run tries out before it starts: models, task, reward, a trial episode, chat template."""
+    """Also do the trials that a run does before it starts: models, task, reward, a trial episode, chat template."""
     config: Path | None = None
-    """Read options from this run file (YAML). Those given here have precedence."""
+    """Read options from this run file (YAML). Options on the command line take precedence."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0 fine, 1 an audit that failed, 2 a mistake or failure told."""
+    """Run one command and return its exit status.
+
+    0: it succeeded; 1: an audit, doctor or gpu-check failed; 2: a mistake or failure, which was printed; 130:
+    interrupted; 141: the reader of stdout has closed it.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
     if (
@@ -60,7 +64,7 @@ def _usage(args: Sequence[str]) -> int:
 
 
 def _asks_for_usage(args: Sequence[str]) -> bool:
-    """Whether help is asked for, of no command or of one that prints no help of its own."""
+    """Whether the arguments ask for help in general, or for help on a command that prints none of its own."""
     if args[0] in HELP:
         return True
     if args[0] not in COMMANDS or args[0] in OWN_HELP:
@@ -74,7 +78,7 @@ def _status(args: Sequence[str]) -> int:
     """The exit status of a command; a user's mistake or a failure is printed as one message."""
     try:
         status = _usage(args) if not args or _asks_for_usage(args) else _command(args[0])(args[1:])
-        sys.stdout.flush()  # a reader that has gone away is noticed here, and not when Python ends
+        sys.stdout.flush()  # a closed pipe is noticed here, and not when Python exits
         return status
     except GraphError as error:
         print(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", file=sys.stderr)
@@ -84,13 +88,13 @@ def _status(args: Sequence[str]) -> int:
         print("flowrl: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it once more at exit
         return 141
     return 2
 
 
 def setup(args: Sequence[str]) -> int:
-    """`flowrl setup`. The command itself comes here only as `python -m flowrl`: see `flowrl_setup.entry`."""
+    """`flowrl setup`. Only `python -m flowrl.cli setup` gets here; for the command, see `flowrl_setup.entry`."""
     from flowrl_setup import main as set_up
 
     return set_up(args)

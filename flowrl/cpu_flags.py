@@ -1,8 +1,8 @@
-"""What the CPU of this machine can do, as the kernel tells it, and whether that makes products in bfloat16 fast.
+"""What the kernel reports about this machine's CPU, and whether the CPU computes bfloat16 products fast.
 
-torch gives such products to oneDNN where the CPU has AVX512 with the extensions below or, on Arm, instructions for
-bfloat16. Elsewhere it computes them in loops of its own: on an AMD EPYC with AVX2 alone 10 GFLOP/s on a core, where
-float32 reaches 90, so that an update of SmolLM2-135M takes 69 s in place of 7 to 9.
+torch hands such products to oneDNN if the CPU has AVX512 with the extensions below or, on Arm, bfloat16 instructions.
+Otherwise it computes them in loops of its own. An AMD EPYC with only AVX2 then reaches 10 GFLOP/s per core, where
+float32 reaches 90, so an update of SmolLM2-135M takes 69 s instead of 7 to 9.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ FAST_ARM = frozenset({"bf16"})
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The names of its features ("avx2", "bf16"); empty where the kernel does not tell."""
+    """The names of the CPU's features ("avx2", "bf16"); empty if the kernel does not report them."""
     return frozenset(_field(cpuinfo, "flags", "Features").split())
 
 
 def cpu_maker(cpuinfo: Path = CPUINFO) -> str:
-    """ "GenuineIntel", "AuthenticAMD"; "" where the kernel does not tell, as on Arm."""
+    """ "GenuineIntel", "AuthenticAMD"; "" if the kernel does not report it, as on Arm."""
     return _field(cpuinfo, "vendor_id")
 
 
@@ -34,6 +34,6 @@ def _field(cpuinfo: Path, *names: str) -> str:
 
 
 def is_slow_in_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """False too where the kernel does not tell what the CPU has."""
+    """Whether bfloat16 products are slow on this CPU; False if the kernel does not report its features."""
     flags = cpu_flags(cpuinfo)
     return bool(flags) and not flags >= FAST_X86 and not flags >= FAST_ARM

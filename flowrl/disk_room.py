@@ -1,4 +1,4 @@
-"""Room on a disk for what is written there, and what is said if there is none."""
+"""Checks that a disk has room for what is written to it, and the errors for a full disk."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.hub.hub_problems import gigabytes
 
 RESERVE_BYTES = 1 << 30
-"""What a file leaves free on the disk of the cache."""
+"""Bytes that must stay free on the cache's disk when a file is written."""
 CHECKED_BYTES = 64 << 20
-"""Bytes between two looks at the disk."""
+"""Bytes written between two checks of the disk's free space."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LEFT_BYTES = 64 << 20
-"""A disk with less free than this, after a write to it has failed, is called full."""
+"""A disk with less free space than this after a failed write counts as full."""
 
 
 @contextmanager
 def told_if_full(what: str, directory: Path, otherwise: str) -> Iterator[None]:
-    """Turn the error of a write below `directory` into one sentence, if its disk is full.
+    """Replace the error of a write below `directory` by one sentence, if its disk is full.
 
-    torch and safetensors have errors of their own for that, which name neither the disk nor the file. `otherwise` is
-    what the user can do. Raises FlowrlError; another error stays as it is.
+    torch and safetensors raise their own errors for a full disk, which name neither the disk nor the file. `otherwise`
+    says what the user can do. Raises FlowrlError for a full disk; any other error passes unchanged.
     """
     try:
         yield
-    except Exception as failure:  # of whatever library writes
+    except Exception as failure:  # any library may be writing
         free = shutil.disk_usage(_existing(directory)).free
         by_number = isinstance(failure, OSError) and failure.errno in FULL
         if not by_number and free >= LEFT_BYTES:
@@ -44,18 +44,18 @@ def _existing(directory: Path) -> Path:
 
 
 class DiskRoom:
-    """The disk below one file in `home` while it is written.
+    """The free space on the disk of `home` while one file is written there.
 
-    `what` is kept in the file, and `otherwise` is what can be done beside naming another disk.
+    `what` names the content of the file, and `otherwise` what the user can do other than naming another disk.
     """
 
     def __init__(self, what: str, home: Path, otherwise: str = "") -> None:
         self._what, self._home, self._otherwise = what, home, otherwise
         self.num_bytes = self._checked = 0
-        """Bytes written, of which the writer tells."""
+        """Bytes written so far; the writer updates this."""
 
     def require(self) -> None:
-        """Raise ConfigError if the disk has no room for more; it is looked at every CHECKED_BYTES."""
+        """Raise ConfigError if the disk has no room for more; the disk is checked once every CHECKED_BYTES."""
         if self.num_bytes < self._checked:
             return
         self._checked = self.num_bytes + CHECKED_BYTES

@@ -1,4 +1,4 @@
-"""The messages of episodes: what environments ask of generators, and what they send on.
+"""The messages of episodes: the requests of environments to generators, the replies, and the finished episodes.
 
 Array axes: T tokens of an episode, N sampled tokens of a reply.
 """
@@ -24,16 +24,17 @@ class Episode(Scored):
     turns: int = 0
     """Number of replies."""
     attempts: int = 1
-    """Number of times that the episode was begun; all but the last were void."""
+    """Number of times that the episode was started; all attempts but the last were void."""
     environment: str = ""
     """The environment's name, without options."""
     cut: str = ""
     """What cut the episode off (a word); "" if it ended by its own rules."""
     masked: bool = False
-    """Whether it stays out of the loss, and is only compared with its group."""
+    """Whether the episode stays out of the loss and only takes part in the comparison within its group."""
     rewards_by_turn: tuple[tuple[int, float], ...] = ()
-    """(index of the turn's last policy token, reward) of each turn, in order. The index counts through all sequences;
-    the rewards are those after shaping, so their sum is `reward`, or of a seat's turns the seat's."""
+    """(index of the turn's last policy token, reward) of each turn, in order. The index counts through all sequences.
+    The rewards are those after shaping: their sum is `reward` or, over the turns of one seat, the reward of that
+    seat."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Turn(Message):
     token_ids: Int32
     """The whole context."""
     max_tokens: int
-    """Most tokens of the reply."""
+    """Maximum number of tokens in the reply."""
     stop: tuple[str, ...] = ()
     """Texts that end the reply, besides those of the generator's sampling."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -65,7 +66,7 @@ class Turn(Message):
     prefix_logprobs: Float32 = field(default_factory=no_logprobs)
     prefix_versions: Int32 = field(default_factory=no_ids)
     opponent: bool = False
-    """Asked of an opponent of the policy: its tokens are the environment's, and are not booked."""
+    """Whether an opponent of the policy is asked: its tokens count as the environment's, and are not booked."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class Reply(Message):
     finish_reason: str
     """stop | length"""
     message: Mapping[str, Any]
-    """The reply as a message of a conversation: role, content, and calls if it has some."""
+    """The reply as a message of a conversation: role, content, and tool calls if there are any."""
     malformed: str
-    """Why a call in the reply could not be parsed; "" if there is none, or all were."""
+    """Why a tool call in the reply could not be parsed; "" if there was no call or all were parsed."""
     cached_tokens: int
     """Tokens of the context whose keys and values were in the prefix cache."""
     queued_s: float
@@ -97,23 +98,24 @@ class Reply(Message):
 
 @dataclass(frozen=True)
 class EpisodeRecord(Record):
-    """What a checkpoint keeps of a half-done episode; T tokens of its context."""
+    """What a checkpoint keeps of an unfinished episode; T tokens of its context."""
 
     attempt: int = 0
     """From 0."""
     failed: int = 0
     """Attempts that the environment has made void."""
     seconds: float = 0.0
-    """Since the attempt began."""
+    """Seconds since the attempt started."""
     replies: tuple[Reply, ...] = ()
-    """Replies of the attempt's turns, in order; of an agent's program in that of their ends."""
+    """Replies of the attempt's turns, in order; for an agent's program, in the order in which they ended."""
     calls: tuple[bytes, ...] = ()
-    """Digests of what was asked for `replies` and, if there is one, for the open request; for agents' programs."""
+    """Only for agents' programs: digests of the requests that `replies` answer and, if there is one, of the open
+    request."""
     context_ids: Int32 = field(default_factory=no_ids)
-    """[T], everything fed and sampled until the newest request that it has asked."""
+    """[T], all tokens fed and sampled up to the episode's newest request."""
     first: tuple[Mapping[str, Any], ...] | None = None
-    """What the environment showed each seat at first, as plain data; None until it has."""
+    """What the environment showed each seat at first, as plain data; None before it has done so."""
     steps: tuple[Mapping[str, Any], ...] = ()
     """The environment's steps, as plain data."""
     state: bytes | None = None
-    """What the environment saved after the last of them; None if it saves nothing."""
+    """What the environment saved after the last of these steps; None if it saves nothing."""

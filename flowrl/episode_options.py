@@ -1,4 +1,4 @@
-"""Blocks of options of graphs that train the policy on episodes, and their evaluation."""
+"""Blocks of options of graphs that train the policy on episodes, and the evaluation of such graphs."""
 
 from __future__ import annotations
 
@@ -24,33 +24,35 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
 
     staleness: int = 2
     look_ahead: int | None = None  # type: ignore[assignment]  # only graphs of episodes derive it
-    """Groups among which the batcher may choose a finished one; 1 is admission order. None: those of one step, or 1
-    where that leaves no room: with a staleness below 2, and at --on-limit mask."""
+    """Number of groups among which the batcher may choose a finished one; 1: groups are taken in admission order. None:
+    the groups of one step, or 1 where that is impossible: with a staleness below 2, and with --on-limit mask."""
     num_prompts: int | None = None
-    """Train on the first so many rows of the environment or the task, in a mixture by weight; None: all."""
+    """Number of rows of the environment or the task to train on, from the first; a mixture divides it by weight. None:
+    all."""
     limits: Limits = Limits(tokens=2048)
-    """What bounds an episode, as in --limits.turns 8."""
+    """Limits of an episode, as in --limits.turns 8."""
     processes: int = 256
-    """Processes of environments, or of agents, at a time."""
+    """Maximum number of processes of environments, or of agents, at a time."""
     episodes_per_process: int = 1
-    """Episodes that a process plays, one after the other. More than 1 save the time of new processes; what a program or
-    an environment keeps in its modules is then there in the next episode."""
+    """Number of episodes that a process plays, one after the other. More than 1 saves the start of new processes, but
+    what a program or an environment keeps in its modules then still exists in the next episode."""
     memory_gb: float = 1.0
-    """GiB of data that each of them may take, beyond what its imports take."""
+    """GiB of data that each of these processes may take, beyond what its imports take."""
     affinity_margin: int | None = AFFINITY_MARGIN
-    """A session stays on its generator while that has at most so many more open requests than the least loaded. None:
-    each of its requests goes where least is open."""
+    """A session stays on its generator while this generator has at most this many more open requests than the least
+    loaded one. None: each request goes to the generator with the fewest open requests."""
     tool_parser: str = ""
-    """vLLM's parser that reads the policy's calls of tools, by the name that its server takes, such as hermes; none:
-    the tokenizer's response_template, if it has one."""
+    """vLLM's parser that reads the policy's tool calls, by its name in vLLM's server, such as hermes; empty: the
+    tokenizer's response_template, if it has one."""
     reasoning_parser: str = ""
-    """vLLM's parser that tells the policy's reasoning from its answer, such as qwen3."""
+    """vLLM's parser that separates the policy's reasoning from its answer, such as qwen3."""
     max_tokens: int = 256
-    """Most tokens of one reply."""
+    """Maximum number of tokens in one reply."""
     credit: Credit = "episode"
-    """A token has the advantage of its whole episode, or of its turn: of what follows, compared with the group."""
+    """A token has the advantage of its whole episode (episode), or of its turn (turn): of the rewards that follow,
+    compared with the group."""
     gamma: float = 1.0
-    """Discount of rewards from turn to turn; for credit by turn."""
+    """Discount of rewards from turn to turn; only for credit by turn."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -66,10 +68,10 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
 
     @property
     def window(self) -> int:
-        """`look_ahead`, or what follows from the other options.
+        """`look_ahead` or, if that is None, a value derived from the other options.
 
-        Groups of one step cost one version of the staleness: of 1 they would leave a synchronous run. With mask
-        batches have no window.
+        A window of one step's groups uses up one version of the staleness: with a staleness of 1, the run would become
+        synchronous. With `on_limit="mask"`, batches have no window.
         """
         if self.look_ahead is not None:
             return self.look_ahead
@@ -77,7 +79,7 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """The arguments of nodes with episodes that bound these and their processes."""
+        """The arguments with which nodes that play episodes limit the episodes and their processes."""
         return {
             "limits": self.limits,
             "processes": self.processes,
@@ -110,7 +112,7 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
 
     @property
     def shaping(self) -> Shaping:
-        """What becomes of an episode's reward before it is trained on."""
+        """How an episode's reward is shaped before it is trained on."""
         return Shaping(stop_penalty=self.stop_penalty, clip=self.reward_clip, negate=self.negate_rewards)
 
     def estimate(self, estimator: Estimator, **settings: Any) -> Estimate:
@@ -123,8 +125,8 @@ class EnvironmentOptions(EpisodeOptions):
     """Options of graphs that train the policy on episodes with an environment."""
 
     history: History = "append"
-    """Contexts keep what was sampled, or are what the template makes of the messages: then an episode has a further
-    sequence for each context that the template rewrites."""
+    """append: contexts keep the sampled tokens. template: contexts are what the template makes of the messages, and an
+    episode has a further sequence for each context that the template rewrites."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -148,10 +150,10 @@ class EnvironmentOptions(EpisodeOptions):
 def evaluate_episodes(
     g: Graph, cfg: EvaluationOptions, player: Environment | AgentProgram, generator: Generator
 ) -> None:
-    """Let `generator` serve episodes alone, and add the evaluation node, whose held-out rows `player` plays.
+    """Let `generator` serve only episodes, and add the evaluation node, whose held-out rows `player` plays.
 
-    They are those of its environment, or else of the task, for agents; with --evaluate-task the questions of those
-    sets. There is no evaluation if `cfg` has none to ask.
+    The held-out rows are those of the player's environment or, for agents without one, those of the task; with
+    --evaluate-task they are the questions of those sets. No evaluation is added if `cfg` asks for none.
     """
     g.ignore(generator.prompts)
     g.ignore(generator.rollouts)

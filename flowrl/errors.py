@@ -67,18 +67,18 @@ class SampleFailed(FlowrlError):
 
 
 class OutOfService(FlowrlError):
-    """Raised in the body of a Serve port: this replica answers no request any more, so its callers ask the others.
+    """Raised in the body of a Serve port: this replica no longer answers requests, so its callers ask the others.
 
-    A caller that has no other replica to ask raises it too.
+    A caller that has no other replica to ask also raises it.
     """
 
 
 class AttemptFailed(FlowrlError):
-    """An attempt at an episode is void, and nothing is known of the episode's reward.
+    """An attempt at an episode is void, and the episode's reward is unknown.
 
-    `cause` is a word for the ledger. Without `again`, a further attempt would fail in the same way. `played` is what
-    the node has of the attempt until then; None if it failed before its beginning. Attempts that one `event` has made
-    void together have its name; "" is an event of one attempt.
+    `cause` is a word for the ledger. `again` is False if a further attempt would fail in the same way. `played` is what
+    the node has of the attempt so far; None if the attempt failed before it started. Attempts that one event made void
+    together carry the event's name in `event`; "" means that the event concerns only this attempt.
     """
 
     def __init__(self, cause: str, text: str, *, again: bool = True, played: Any = None, event: str = "") -> None:

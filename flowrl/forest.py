@@ -1,13 +1,13 @@
-"""Sequences of tokens as a forest: every prefix that several of them share stands once. Needs numpy only.
+"""Sequences of tokens as a forest: a prefix that several of them share is stored once. Needs only numpy.
 
-The tokens stand in depth-first order: behind each token come the tokens that continue it, and nothing else, up to
-its `end`. So a token's ancestors are the places before it whose ends are behind it, and those that see a token
-are one range.
+The tokens are stored in depth-first order: each token is followed by the tokens that continue it, and nothing else, up
+to its `end`. So a token's ancestors are the earlier places whose ends lie after it, and the places that see a token are
+one range.
 
 Invariants, checked by property tests:
 - the places of a sequence, in their order, hold its tokens at the positions 0, 1, 2 ...;
-- place `t` is one of these or later than place `s` in the same sequence if and only if `s <= t < ends[s]`;
-- two sequences have the same place exactly as far as their tokens agree from the beginning;
+- place `t` is place `s`, or comes after it in some sequence, if and only if `s <= t < ends[s]`;
+- two sequences have the same places exactly as far as their tokens agree from the beginning;
 - `num_unique` is the number of places.
 """
 
@@ -30,9 +30,9 @@ class Forest:
 
     token_ids: Tokens
     positions: Places
-    """Number of tokens before it in its sequences."""
+    """Number of tokens before this place in its sequences."""
     ends: Places
-    """Place behind the last one that continues it."""
+    """The place after the last place that continues this one."""
     places: tuple[Places, ...]
     """For every sequence, in the given order, the place of each of its tokens."""
 
@@ -63,11 +63,11 @@ class Stem:
     stop: int
     end: int
     depth: int
-    """Number of stems before it on the way from the root."""
+    """Number of stems above this one on the path from the root."""
 
 
 def make_forest(sequences: Sequence[Tokens]) -> Forest:
-    """The forest of `sequences`, whatever their order."""
+    """The forest of `sequences`, which may be in any order."""
     places: list[Places] = [np.zeros(0, np.int64)] * len(sequences)
     tokens: list[Tokens] = [np.zeros(0, np.int32)]
     ends = np.zeros(sum(map(len, sequences)), np.int64)
@@ -88,7 +88,7 @@ def make_forest(sequences: Sequence[Tokens]) -> Forest:
 
 
 def extended(forest: Forest, added: int) -> Forest:
-    """`forest` with `added` sequences of one token behind it, which are not among its `places`."""
+    """`forest` followed by `added` sequences of one token each, which are not among its `places`."""
     size = len(forest)
     return Forest(
         np.concatenate((forest.token_ids, np.zeros(added, np.int32))),
@@ -110,7 +110,7 @@ class Prefixes:
     def add(self, sequence: Tokens) -> None:
         key = order_key(sequence)
         at = bisect_left(self._keys, key)
-        beside = self._sequences[max(0, at - 1) : at + 1]  # the longest common prefix is one with a neighbour
+        beside = self._sequences[max(0, at - 1) : at + 1]  # the longest common prefix is shared with a neighbour
         self.num_places += len(sequence) - max((num_shared(one, sequence) for one in beside), default=0)
         self._keys.insert(at, key)
         self._sequences.insert(at, sequence)
@@ -125,7 +125,7 @@ def num_unique(sequences: Sequence[Tokens]) -> int:
 
 
 def num_shared(one: Tokens, other: Tokens) -> int:
-    """Number of tokens at the beginning that are equal."""
+    """Number of equal tokens at the beginning."""
     size = min(one.size, other.size)
     different = np.flatnonzero(one[:size] != other[:size])
     return int(different[0]) if different.size else size

@@ -1,6 +1,6 @@
 """Blocks of options of graphs that learn from rewards: which groups are trained on, and the loss.
 
-They stand before the block of the graph's data: `class GRPO(AdvantageOptions, RewardOptions)`.
+As base classes, they come before the block of the graph's data: `class GRPO(AdvantageOptions, RewardOptions)`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class FilterOptions(PolicyOptions):
     """Options of graphs that may leave whole groups out, by their rewards."""
 
     dynamic_sampling: bool = False
-    """Filter groups whose rewards are all equal, which teach nothing, and sample others in their place."""
+    """Filter out groups whose rewards are all equal, which teach nothing, and sample others in their place."""
     mean_between: tuple[float, float] | None = None
-    """Filter groups whose mean raw reward is not between these two instead."""
+    """Instead, filter out groups whose mean raw reward is not between these two."""
     max_filtered_per_step: int | None = None
-    """The run ends with an error if more groups are filtered before a batch is full. None: 16 for each group of a
-    batch, and 256 or more; `flowrl check` says how many."""
+    """The run ends with an error if more groups than this are filtered out before a batch is full. None: 16 for each
+    group of a batch, but at least 256; `flowrl check` says how many."""
     curriculum: Curriculum = Curriculum()
-    """Which prompts are asked more often, by what the policy could do with them, as in --curriculum.chosen 0.5."""
+    """Which prompts are asked more often, by how well the policy has answered them, as in --curriculum.chosen 0.5."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -49,7 +49,7 @@ class FilterOptions(PolicyOptions):
         return self.dynamic_sampling or self.mean_between is not None
 
     def filtering(self, groups_per_step: int) -> DynamicSampling | None:
-        """Which groups a batch of so many is made of; None: all."""
+        """Which groups go into a batch of `groups_per_step`; None: all."""
         if not self.filters:
             return None
         return DynamicSampling(
@@ -64,7 +64,8 @@ class LossOptions(PolicyOptions):
     objective: PolicyObjective = PolicyObjective()
     """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.dual-clip 3."""
     reference: ReferenceSize = ReferenceSize()
-    """The reference, which has the initial weights. A KL adds it, in the loss unless adapters are trained."""
+    """The reference, which has the initial weights. A KL in the reward adds it, and so does a KL in the loss, unless
+    adapters are trained."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -99,13 +100,14 @@ class LossOptions(PolicyOptions):
 
     @property
     def compared_with(self) -> ReferenceSize | None:
-        """The size of the reference; None: no KL needs one, or that in the loss has it in a trainer of adapters."""
+        """The size of the reference; None: no KL needs one, or only the KL in the loss of a trainer of adapters, which
+        has it."""
         adapters = getattr(self, "lora", None)
         in_itself = adapters is not None and adapters.rank > 0
         return self.reference if self.kl_in_reward or (self.kl_in_loss and not in_itself) else None
 
     def loss(self, tokens: int | None) -> PolicyObjective:
-        """The loss; `tokens` is the length by which the constant aggregation divides, if none is given."""
+        """The loss; `tokens` is the length by which the constant aggregation divides, if the objective gives none."""
         if self.objective.aggregation != "constant" or self.objective.length is not None:
             return self.objective
         return replace(self.objective, length=tokens)
@@ -113,7 +115,7 @@ class LossOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class AdvantageOptions(LossOptions, FilterOptions):
-    """Options of graphs whose advantages are made of rewards."""
+    """Options of graphs whose advantages are computed from rewards."""
 
     normalise_rewards: bool = False
     """Subtract the running mean from each reward and divide by the running standard deviation."""
@@ -121,7 +123,7 @@ class AdvantageOptions(LossOptions, FilterOptions):
     """Normalise advantages over the batch; None: full for reinforce, reinforce_baseline and gae, otherwise off."""
 
     def of_advantages(self, estimate: Estimate) -> dict[str, Any]:
-        """Arguments of a batcher of groups whose advantages are made in that way."""
+        """Arguments of a batcher of groups whose advantages are computed by `estimate`."""
         usual = "full" if estimate.estimator in WHITENED_ESTIMATORS else "off"
         return {
             "whiten": self.whiten or usual,
@@ -135,7 +137,7 @@ class RewardKLOptions(AdvantageOptions):
     """Options of graphs that have no KL of their own, and may have one in the reward."""
 
     reward_kl_coef: float = 0.0
-    """Weight of the KL to the initial weights in the reward; above 0 adds a reference."""
+    """Weight of the KL to the initial weights in the reward; a weight above 0 adds a reference."""
     reward_kl: KlEstimator = "k1"
     """Estimator of that KL."""
     kl_before_baseline: bool = False
@@ -164,5 +166,5 @@ class RewardKLOptions(AdvantageOptions):
 
     @property
     def adaptive_kl(self) -> AdaptiveKL | None:
-        """What changes the weight of the KL in the reward."""
+        """What adapts the weight of the KL in the reward; None: the weight is constant."""
         return None if self.kl_target is None else AdaptiveKL(self.kl_target)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_type_hints
 from flowrl.errors import SchemaError
 
 _registry: dict[str, type[Message]] = {}
-"""Every message class of this process, by `type_name`; if several have one name, the newest."""
+"""Every message class of this process, by `type_name`; if several classes share a name, the newest."""
 _modules: dict[str, str] = {}
 """Module names that differ between processes -> the stable name that type names use instead."""
 INT64 = range(-(1 << 63), 1 << 64)
@@ -44,14 +44,14 @@ def type_name(cls: type) -> str:
 
 
 def _name_of_program(module: str) -> str:
-    """The module name of this process's program in a process that imports it."""
+    """The module name that this process's program has in a process that imports it."""
     program = sys.modules[module]
     spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
     return str(spec.name) if spec is not None else Path(file).stem if file else "__main__"
 
 
 def name_module(name: str, stable: str) -> None:
-    """Use `stable` in type names of the module `name`, if only this process calls the module `name`."""
+    """Use `stable` in type names in place of the module name `name`, which only this process gives the module."""
     _modules[name] = stable
 
 
@@ -97,7 +97,7 @@ def _spelt(hint: Any) -> str:
 def scalar_problem(value: str | int) -> str:
     """Why a text or an integer cannot be sent or stored; "" if it can."""
     if isinstance(value, int):
-        return "" if value in INT64 else f"the integer {_digits(value)}, beyond 64 bits; write it as text"
+        return "" if value in INT64 else f"the integer {_digits(value)}, beyond 64 bits; write it as a string"
     if value.isascii():
         return ""
     try:

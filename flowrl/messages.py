@@ -1,11 +1,11 @@
 """The messages that travel along edges.
 
-A message is a frozen dataclass, a subclass of `Message`. Its fields hold scalars, str, bytes, tuples, lists, dicts
-(or `MappingProxyType`), messages and numpy arrays and numbers. Every value keeps its type on every path: within a
-process, between processes, and in a checkpoint. `send` rejects values that cannot (a named tuple, an enum, an
-OrderedDict, a masked array, a torch tensor, an integer beyond 64 bits, text with lone surrogates).
-Arrays are read-only on arrival and valid until the item is finished; copy what has to live longer. A message
-is frozen after `send`: do not change lists and dicts in it either.
+A message is a frozen dataclass, a subclass of `Message`. Its fields hold scalars, str, bytes, tuples, lists, dicts (or
+`MappingProxyType`), messages and numpy arrays and numbers. Every value keeps its type on every path: within a process,
+between processes, and in a checkpoint. `send` rejects values whose type cannot be kept (a named tuple, an enum, an
+OrderedDict, a masked array, a torch tensor, an integer beyond 64 bits, text with lone surrogates). Arrays are read-only
+on arrival and valid until the item is finished; copy what has to live longer. A message is frozen after `send`: do not
+change lists and dicts in it either.
 
 Array axes: T tokens of one sample, prompt included.
 """
@@ -43,13 +43,13 @@ def no_logprobs() -> Float32:
 class Record(Message):
     """What a node has done for an item so far, for a checkpoint (`In.keep`). Subclasses add what the node needs.
 
-    The checkpoint fills in the `prefix_*` arrays (equal lengths): the tokens of the request `asked` so far.
+    The checkpoint fills in the `prefix_*` arrays (equal lengths): the tokens sampled so far for the request `asked`.
     """
 
     request_ids: tuple[str, ...] = ()
-    """Booked requests whose replies it holds: they stay valid in a resumed run."""
+    """Booked requests whose replies this record holds: these requests stay valid in a resumed run."""
     asked: str = ""
-    """Id of the request that is open, "" if none is."""
+    """Id of the open request, "" if there is none."""
     prefix_token_ids: Int32 = field(default_factory=no_ids)
     prefix_logprobs: Float32 = field(default_factory=no_logprobs)
     prefix_versions: Int32 = field(default_factory=no_ids)
@@ -79,21 +79,21 @@ class Prompt(Message):
     prefix_logprobs: Float32 = field(default_factory=no_logprobs)
     prefix_versions: Int32 = field(default_factory=no_ids)
     record: Record | None = None
-    """What a node had done for it when the checkpoint was taken (`In.keep`); None for a fresh prompt."""
+    """What a node had done for the prompt when the checkpoint was taken (`In.keep`); None for a fresh prompt."""
     top_k: int | None = None
     top_p: float | None = None
-    """Only for held-out prompts, as `top_k` and `temperature`: in place of the generator's."""
+    """Like `top_k` and `temperature`, only for held-out prompts: used in place of the generator's value."""
     temperature: float | None = None
-    """Only for held-out prompts: sampled with this temperature, not with the generator's."""
+    """Only for held-out prompts: used in place of the generator's temperature."""
 
 
 OF_PROMPT = ("sample_id", "group_id", "prompt_id", "epoch", "member", "group_size", "columns")
-"""What a sample has from its prompt."""
+"""The fields that a sample takes from its prompt."""
 
 
 @dataclass(frozen=True)
 class Branch(Message):
-    """A further sequence of an episode whose context was rewritten; arrays as those of `Sample`.
+    """A further sequence of an episode whose context was rewritten; its arrays are like those of `Sample`.
 
     `policy_mask` marks the tokens that were sampled and are in no earlier sequence of the sample.
     """
@@ -109,7 +109,7 @@ class Sample(Message):
     """A finished rollout: one class for single-turn, multi-turn, tools and images.
 
     `policy_mask` marks the tokens that the policy sampled; `behavior_logprobs` and `versions` are meaningful only there
-    (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`; `ref_logprobs` are of all.
+    (0 and -1 elsewhere). An episode may have several sequences: its own and `branches`; `ref_logprobs` cover all.
     """
 
     sample_id: str
@@ -138,7 +138,7 @@ class Sample(Message):
     teacher_logprobs: Float32 | None = None
     """Logprobs of the policy tokens under a teacher (distillation); 0 elsewhere."""
     teacher_hidden: Float32 | None = None
-    """[policy tokens, teacher's hidden size]: what the teacher's output layer makes its logits of."""
+    """[policy tokens, teacher's hidden size]: what the teacher's output layer computes its logits from."""
     values: Float32 | None = None
     """The critic's V of the state before each policy token; 0 elsewhere."""
     values_version: int = -1
@@ -158,7 +158,7 @@ class Sample(Message):
 
     @property
     def sequences(self) -> tuple[Sample | Branch, ...]:
-        """What has a sequence's arrays: the sample, and its branches."""
+        """Everything that has the arrays of a sequence: the sample itself, and its branches."""
         return (self, *self.branches)
 
     @property
@@ -249,9 +249,9 @@ class Batch(Message):
     """One optimizer batch, or one rank's part of it. A batch makes one version.
 
     `num_sequences` and `num_tokens` are those of the whole batch, so that every rank has the global denominators; a
-    sample counts as one sequence. `micro_batches` holds numbers of sequences, counted through all `samples`: indices
-    into `samples` if none has branches. All ranks have the same number of them. An empty one runs on padding,
-    because ZeRO-3's collectives need every rank.
+    sample counts as one sequence. `micro_batches` holds sequence numbers, counted through all `samples`; if no sample
+    has branches, they are indices into `samples`. All ranks have the same number of micro-batches. An empty micro-batch
+    runs on padding, because ZeRO-3's collectives need every rank.
     """
 
     samples: tuple[Trainable, ...]
@@ -262,20 +262,20 @@ class Batch(Message):
     mask_staleness: int = -1
     """>= 0: the trainer masks tokens older than this out of the loss (`on_limit="mask"`)."""
     token_budget: int = 0
-    """Tokens of one micro-batch, padding included, used by `split`; 0 is one micro-batch a step."""
+    """Maximum number of tokens in a micro-batch, padding included, used by `split`; 0: one micro-batch per step."""
     layout: str = "rows"
-    """Whether micro-batches are packed as rows or as trees of shared prefixes. auto: trees if something is shared;
-    `split` then says in its parts which of the two they are."""
+    """Whether micro-batches are packed as rows or as trees of shared prefixes. auto: trees if enough is shared. The
+    parts that `split` makes then say which of the two they are."""
     optimizer_steps: int = 1
     """Mini-batches the samples are cut into, in their order: one optimizer step each."""
     step_ends: tuple[int, ...] = ()
     """Set by `split`: number of micro-batches after which each optimizer step ends."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     piece: int = 0
-    """A batch may come in pieces, as its groups finish: the number of this one, from 0. All counts are the piece's."""
+    """A batch may come in pieces, as its groups finish: the number of this piece, from 0. Counts are the piece's."""
     last: bool = True
-    """Whether the batch is complete with it: its optimizer step follows. `metrics` are then those of the whole batch,
-    and empty before. A batch that comes whole is one piece, which is the last."""
+    """Whether this piece completes the batch, so that the optimizer step follows. `metrics` are those of the whole
+    batch in the last piece, and empty in earlier ones. A batch that comes whole is a single piece, the last."""
 
     @property
     def whole(self) -> bool:
@@ -285,7 +285,7 @@ class Batch(Message):
     def split(self, n: int) -> tuple[Batch, ...]:
         """The parts for `n` ranks: balanced by tokens, equal micro-batch counts (gang dispatch).
 
-        Raises ConfigError if one sequence alone, or one pair, exceeds the token budget.
+        Raises ConfigError if a single sequence, or a single pair, exceeds the token budget.
         """
         units, way = packed(self.samples), self.how_packed()
         owners = [number for number, sample in enumerate(self.samples) for _ in sample.sequences]
@@ -301,7 +301,7 @@ class Batch(Message):
         )
 
     def how_packed(self) -> packing.Packing:
-        """The way to pack its samples: as trees if these are asked for, or if they save more than rows lose."""
+        """How to pack the samples: as trees if the layout is "tree", or "auto" and they share enough prefixes."""
         twice = any(sample.mismatched is not None for sample in self.samples)
         passes = [found for sample in self.samples for found in _passes(sample, twice)]
         if self.layout == "tree" or (self.layout == "auto" and share([tokens for tokens, *_ in passes])):
@@ -310,14 +310,14 @@ class Batch(Message):
 
 
 def packed(samples: Sequence[Trainable]) -> list[packing.PackedUnit]:
-    """The units that one rank trains in one optimizer step, as numbers of sequences: pairs, and single samples."""
+    """The units that one rank trains in one optimizer step, pairs and single samples, as sequence numbers."""
     units = packing.units_of([s.pass_tokens for s in samples], [s.pair for s in samples])
     lengths = [[one.token_ids.size for one in s.sequences] if s.branches else [s.pass_tokens] for s in samples]
     return packing.by_sequence(units, lengths) if any(s.branches for s in samples) else units
 
 
 def _passes(sample: Trainable, twice: bool) -> list[tuple[Int32, ...]]:
-    """For each sequence its tokens in the pass over it, and if there are two in that over mismatched completions."""
+    """For each sequence, its tokens in the pass over it and, if `twice`, in the pass over mismatched completions."""
     other = sample.mismatched
     found = [(one.token_ids, one.token_ids if other is None else other.token_ids) for one in sample.sequences]
     return [one[: 1 + twice] for one in found]
@@ -325,8 +325,8 @@ def _passes(sample: Trainable, twice: bool) -> list[tuple[Int32, ...]]:
 
 @dataclass(frozen=True)
 class ValueQuestion(Message):
-    """All sequences of a batch, of which a critic is asked the values: one after the other, so that a question of any
-    number of samples is three arrays."""
+    """All sequences of a batch for which a critic is asked for values. They are stored one after the other, so that a
+    question about any number of samples is three arrays."""
 
     lengths: Int32
     token_ids: Int32
@@ -397,4 +397,4 @@ class Tombstone(Message):
     group_size: int = 0
     response_tokens: int = 0
     whole_group: bool = False
-    """With this sample its whole group was given up."""
+    """Whether the whole group was given up with this sample."""

@@ -1,4 +1,5 @@
-"""Adoption of orphans by a process, so that the end of what it started can be brought about and seen."""
+"""Lets a process adopt orphans, so that it can end, and see the end of, every process that it or a descendant
+started."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on a process becomes this one's child when its own parent, a descendant of this one, has ended."""
+    """From now on, a descendant of this process whose own parent has ended becomes a child of this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def child_pids() -> list[int]:
-    """Pids of this thread's; none where the kernel does not tell."""
+    """Pids of the main thread's children; empty if the kernel does not report them."""
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:
@@ -24,9 +25,9 @@ def child_pids() -> list[int]:
 
 
 def has_ended(process: int, within_s: float | None = 0.0) -> bool:
-    """Whether the process of a pidfd has ended, or does so in that time; None: wait for it.
+    """Whether the process of a pidfd has ended, or ends within that time; None: wait until it has ended.
 
-    `select.select` cannot watch the descriptors of a process with more than 1,024.
+    This uses `poll`, because `select.select` cannot watch all descriptors of a process with more than 1,024.
     """
     watch = select.poll()
     watch.register(process, select.POLLIN)

@@ -1,14 +1,14 @@
 """Split a batch into ranks, optimizer steps and micro-batches by the tokens that passes over them compute.
 
-Sequences are in padded rows (`ByRows`), or in trees of shared prefixes (`flowrl.tree_packing`). Needs numpy only.
+Sequences are in padded rows (`ByRows`), or in trees of shared prefixes (`flowrl.tree_packing`). Needs only numpy.
 
 Invariants, checked by a property test:
 - every sequence is in exactly one micro-batch of exactly one rank;
 - neighbours of one pair are in the same micro-batch, in their order;
-- the sequences of one sample are at the same rank in the same optimizer step, but may be in different micro-batches;
+- the sequences of one sample are on the same rank in the same optimizer step, but may be in different micro-batches;
 - an optimizer step trains the same samples for every number of ranks and every token budget;
-- all ranks have the same `step_ends`, hence the same number of micro-batches (ZeRO-3's collectives need
-  every rank in each of them); a rank with nothing to do has an empty one;
+- all ranks have the same `step_ends`, hence the same number of micro-batches (ZeRO-3's collectives need every rank in
+  each of them); a rank with nothing to do has an empty micro-batch;
 - a micro-batch padded to its longest sequence, or as a tree, holds at most `token_budget` tokens.
 """
 
@@ -34,7 +34,7 @@ class PackedUnit:
     """Tokens of its longest sequence."""
     num_tokens: int
     parts: tuple[PackedUnit, ...] = ()
-    """What may be in different micro-batches; () if nothing may."""
+    """The parts that may be in different micro-batches; () if the unit has to stay in one."""
 
     @property
     def padded(self) -> int:
@@ -73,7 +73,7 @@ def by_sequence(units: Sequence[PackedUnit], lengths: Sequence[Sequence[int]]) -
 
 
 def apart(units: Sequence[PackedUnit]) -> list[PackedUnit]:
-    """What has to be in one micro-batch, the longest first."""
+    """The units that each have to be in a single micro-batch, the longest first."""
     found = [part for unit in units for part in unit.parts or (unit,)]
     return sorted(found, key=lambda unit: (-unit.longest, unit.indices))
 
@@ -85,14 +85,14 @@ class RankPart:
     sequences: tuple[int, ...]
     """Indices of the whole batch's sequences, in this rank's order."""
     micro_batches: tuple[tuple[int, ...], ...]
-    """Indices of this rank's sequences."""
+    """Indices into `sequences`."""
     step_ends: tuple[int, ...]
     """Number of micro-batches after which each optimizer step ends; the same for all ranks."""
 
     def by_sample(self, owners: Sequence[int]) -> tuple[list[int], tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """The rank's samples, its micro-batches with sequences counted through these samples, and `step_ends`.
 
-        `owners` says of each of the whole batch's sequences which sample it belongs to.
+        `owners` has, for each sequence of the whole batch, the sample that it belongs to.
         """
         samples = list(dict.fromkeys(owners[sequence] for sequence in self.sequences))
         order = {sample: number for number, sample in enumerate(samples)}
@@ -112,7 +112,7 @@ class Packing(Protocol):
         """Indices of the units of one rank, cut so that each micro-batch stays within the budget."""
 
     def size(self, unit: PackedUnit) -> int:
-        """Tokens of a micro-batch of this unit alone."""
+        """Tokens of a micro-batch that holds only this unit."""
 
     def num_places(self, units: Sequence[PackedUnit]) -> int:
         """Tokens of a micro-batch of these units, padding included."""
@@ -161,7 +161,8 @@ def split(units: Sequence[PackedUnit], num_ranks: int, *, optimizer_steps: int, 
 def require_budget(
     units: Sequence[PackedUnit], token_budget: int, names: Sequence[str], packing: Packing | None = None
 ) -> None:
-    """Raise ConfigError if one sample alone, or one pair, exceeds the token budget. `names`: for each sequence."""
+    """Raise ConfigError if a single sequence, or a single pair, exceeds the token budget. `names`: one for each
+    sequence."""
     for unit in apart(units) if token_budget else ():
         size = (packing or ByRows(token_budget)).size(unit)
         if size > token_budget:

@@ -29,14 +29,15 @@ class PolicyOptions:
     task: Task = Task("arithmetic")
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
     time_share: tuple[str, ...] | None = None
-    """Nodes that use the same cores and GPUs in turns, by name, such as: generator trainer reference. None: models that
-    only score take turns with the trainer; without any name, no node takes turns."""
+    """Names of the nodes that use the same cores and GPUs, one at a time, such as: generator trainer reference. None:
+    models that only score share those of the trainer; without any name, no nodes share."""
     trust_remote_code: bool = False
-    """Run the Python files that come with models; holds for every model and library of the run."""
+    """Run the Python files that come with models; applies to every model and library of the run."""
     chat_template: str = ""
-    """File of a Jinja template in place of the policy's own; none: the last message's text, without a template."""
+    """File of a Jinja template to use in place of the policy's own; none: the last message's text, without a
+    template."""
     chat_template_kwargs: str = ""
-    """Values of the chat template's variables, as enable_thinking=false."""
+    """Values of the chat template's variables, such as enable_thinking=false."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """Another tokenizer than the policy's own, or other special tokens."""
 
@@ -57,17 +58,17 @@ class PolicyOptions:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether any role asks for GPUs. Then those that do not say have them too."""
+        """Whether any role asks for GPUs. If so, roles that do not say get GPUs as well."""
         return any(size.gpus for size in sizes_of(self).values())
 
     def place(self, size: Size, *, cpus: float | None = None) -> dict[str, Any]:
-        """The arguments of `Graph.add` for a role of this size, with `cpus` cores if it does not say."""
+        """The arguments of `Graph.add` for a role of this size, with `cpus` cores if the size does not say."""
         gpus = size.gpus if size.gpus is not None else float(self.uses_gpus)
         return {"replicas": size.replicas, "cpus": cpus if size.cpus is None else size.cpus, "gpus": gpus}
 
     def share_devices(self, g: Graph, *default: tuple[str, ...]) -> None:
-        """Let the nodes of --time-share use the same devices by turns. Without the option, those of each of `default`
-        that are in the graph. To be called when all nodes are added."""
+        """Let the nodes of --time-share use the same devices, one at a time. Without the option, do this for the nodes
+        of each tuple in `default` that are in the graph. Call this after all nodes have been added."""
         heavy = [name for name, placed in g.placed.items() if placed.heavy]
         if strange := [name for name in self.time_share or () if name not in heavy]:
             raise ConfigError(
@@ -126,11 +127,11 @@ class SamplingOptions(GeneratorOptions):
     learning: ClassVar[Learning] = "samples"
 
     max_tokens: int = 32
-    """Most tokens of a response."""
+    """Maximum number of tokens in a response."""
     temperature: float = 1.0
     """Sampling temperature."""
     group_size: int = 8
-    """Samples of one prompt."""
+    """Number of samples for one prompt."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -150,12 +151,13 @@ class SamplingOptions(GeneratorOptions):
 
 @dataclass(frozen=True)
 class TruncationOptions(GeneratorOptions):
-    """Options of graphs that train on none of the answers, which may come from a part of the distribution."""
+    """Options of graphs that do not train on the answers, so that these may be sampled from a part of the
+    distribution."""
 
     top_p: float = 1.0
     """Sample among the likeliest tokens whose probabilities sum up to this; 1: among all."""
     top_k: int = 0
-    """Sample among so many of the likeliest tokens; 0: among all."""
+    """Sample among this many of the likeliest tokens; 0: among all."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -164,14 +166,14 @@ class TruncationOptions(GeneratorOptions):
             yield f"--top-p is {self.top_p}; it has to be above 0 and at most 1"
 
     def untruncated_problems(self) -> Iterator[str]:
-        """A sentence if answers that are greedy are to be truncated too."""
+        """A sentence if --top-p or --top-k is set although answers are greedy."""
         if self.top_p != 1 or self.top_k:
             yield "--top-p and --top-k change nothing in greedy answers; leave them out, or set --temperature above 0"
 
 
 @dataclass(frozen=True)
 class AnswerOptions(TruncationOptions, SamplingOptions):
-    """Options of graphs that sample from the policy and train on nothing of it."""
+    """Options of graphs that sample from the policy and do not train on the samples."""
 
     def temperature_problems(self) -> Iterator[str]:
         if self.temperature == 0 and self.group_size == 1:

@@ -28,11 +28,11 @@ class PromptOptions(OnlineOptions):
     """Options of graphs that train the policy on its answers to the rows of a task."""
 
     max_prompt_tokens: int = 512
-    """Most tokens of a prompt."""
+    """Maximum number of tokens in a prompt."""
     too_long: TooLong = "drop"
     """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
     num_prompts: int | None = None
-    """Train on the first so many prompts of the task, in a mixture by weight; None: all."""
+    """Number of prompts of the task to train on, from the first; a mixture divides it by weight. None: all."""
     overlong_filter: bool = False
     """Keep responses that were cut off at `max_tokens` out of the loss. They still count in their group's baseline."""
 
@@ -73,9 +73,9 @@ class RewardOptions(ShapedReward, ScorerOptions, PromptOptions):
     """Options of graphs in which a node scores the policy's answers."""
 
     overlong_buffer: int = 0
-    """Tokens before `max_tokens` over which a penalty on long responses grows; 0: no penalty."""
+    """Number of tokens before `max_tokens` over which a penalty on long responses grows; 0: no penalty."""
     overlong_factor: float = 1.0
-    """That penalty at `max_tokens`."""
+    """Size of that penalty at `max_tokens`."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -85,7 +85,7 @@ class RewardOptions(ShapedReward, ScorerOptions, PromptOptions):
 
     @property
     def shaping(self) -> Shaping:
-        """What becomes of a reward before it is trained on."""
+        """How a reward is shaped before it is trained on."""
         overlong = Overlong(self.max_tokens, self.overlong_buffer, self.overlong_factor)
         return Shaping(
             stop_penalty=self.stop_penalty,

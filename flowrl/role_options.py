@@ -21,9 +21,9 @@ def too_low(options: object, **least: float) -> Iterator[str]:
 
 
 def unused(options: object, names: Iterable[str], why: str) -> Iterator[str]:
-    """A sentence if some of these options, which nothing uses now, have another value than by default.
+    """A sentence if any of these options, which nothing uses now, differs from its default.
 
-    A name is that of an option (`engine.dtype`), or of a block for all of its options.
+    A name is that of an option (`engine.dtype`), or that of a block, which means all of its options.
     """
     defaults = {one.name: one.default for one in fields(options)}  # type: ignore[arg-type]
     given = []
@@ -36,7 +36,7 @@ def unused(options: object, names: Iterable[str], why: str) -> Iterator[str]:
 
 
 def _changed(name: str, value: Any, default: Any) -> Iterator[str]:
-    """The option, or of a block its options, whose value is not the default."""
+    """The name of the option, or of each option in a block, whose value is not the default."""
     if is_dataclass(value):
         for one in fields(value):
             yield from _changed(f"{name}.{one.name}", getattr(value, one.name), getattr(default, one.name))
@@ -49,8 +49,8 @@ class TimedReward:
     """The time limit of a reward, wherever answers are scored."""
 
     reward_timeout_s: float | None = None
-    """Seconds after which a call of a reward function or server has failed; None: 10, and 60 for a comparison of the
-    answers to a prompt."""
+    """Seconds after which a call of a reward function or server counts as failed; None: 10, and 60 for a comparison of
+    the answers to a prompt."""
 
     @property
     def timed(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class TimedReward:
 
     @property
     def held_out_asking(self) -> dict[str, Any]:
-        """Arguments of the node that asks what scores held-out answers."""
+        """Arguments of the node that asks for the scores of held-out answers."""
         return self.timed
 
     def timeout_problems(self) -> Iterator[str]:
@@ -70,13 +70,13 @@ class TimedReward:
 
 @dataclass(frozen=True)
 class ShapedReward:
-    """What becomes of a reward, wherever it is trained on."""
+    """How a reward is shaped, wherever it is trained on."""
 
     reward_clip: tuple[float, float] | None = None
     """Bounds of the reward of a response or an episode, before it is compared with others; None: none."""
     stop_penalty: float | None = None
-    """The reward of what was cut off (a response at `max_tokens`, an episode at a limit) is scaled by this, in [0, 1],
-    or if below 0 is this."""
+    """For what was cut off (a response at `max_tokens`, an episode at a limit): a value in [0, 1] is a factor of the
+    reward, and a value below 0 replaces the reward."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Size:
     """How large a role is."""
 
     replicas: int = 1
-    """Processes of this role; of a trainer its ZeRO ranks."""
+    """Number of processes of this role; for a trainer, its ZeRO ranks."""
     gpus: float | None = None
-    """GPUs of each; None: one if any role of the graph has GPUs, else 0. With several, a generator splits its model
-    among them, and a model that only scores is sharded over them; a trainer's rank has one."""
+    """GPUs of each process; None: one if any role of the graph has GPUs, else 0. With several, a generator splits its
+    model among them, and a model that only scores is sharded over them; each rank of a trainer has one."""
     cpus: float | None = None
-    """Cores of each; None: by role."""
+    """Cores of each process; None: depends on the role."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,15 @@ class TrainerSize(Size):
     """The size of the policy's trainer."""
 
     sequence_parallel_size: int = 1
-    """Consecutive ranks that share each micro-batch: every one has a slice of its positions. Divides the number of
-    ranks, and with ulysses the model's attention heads."""
+    """Number of consecutive ranks that share each micro-batch: each rank has a slice of the positions. It has to divide
+    the number of ranks and, with ulysses, the number of the model's attention heads."""
     tensor_parallel_size: int = 1
-    """Consecutive ranks that share each micro-batch and have an equal part of every matrix of the layers each, at ZeRO
-    stage 0, 1 or 2. Divides the number of ranks, and the model's attention heads, those of keys included."""
+    """Number of consecutive ranks that share each micro-batch and each have an equal part of every matrix of the
+    layers, at ZeRO stage 0, 1 or 2. It has to divide the number of ranks and the numbers of the model's attention heads
+    and key heads."""
     sequence_parallel_kind: SequenceKind = "ulysses"
-    """Attention of such ranks. ulysses: they exchange, and each has all positions of some heads. ring: keys and values
-    travel from rank to rank, for any number of heads, by rows."""
+    """How ranks that share positions compute attention. ulysses: they exchange data, and each has all positions of some
+    heads. ring: keys and values travel from rank to rank, for any number of heads; batches are packed as rows."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,18 @@ class CriticTrainerSize:
     replicas: int | None = None
     """ZeRO ranks; None: as many as the policy's trainer."""
     sequence_parallel_size: int | None = None
-    """Consecutive ranks that share each micro-batch; None: as many as in the policy's trainer."""
+    """Number of consecutive ranks that share each micro-batch; None: as many as in the policy's trainer."""
     tensor_parallel_size: int | None = None
-    """Consecutive ranks that have a part of every matrix each; None: as many as in the policy's trainer."""
+    """Number of consecutive ranks that each have a part of every matrix; None: as many as in the policy's trainer."""
     sequence_parallel_kind: SequenceKind | None = None
     """Attention of ranks that share each micro-batch; None: that of the policy's trainer."""
     gpus: float | None = None
-    """GPUs of each; None: one if any role of the graph has GPUs, else 0."""
+    """GPUs of each process; None: one if any role of the graph has GPUs, else 0."""
     cpus: float | None = None
-    """Cores of each; None: by role."""
+    """Cores of each process; None: depends on the role."""
 
     def sized(self, like: TrainerSize) -> TrainerSize:
-        """The size for a policy's trainer of size `like`."""
+        """This size, with fields that are None taken from `like`, the size of the policy's trainer."""
         shared, divided = self.sequence_parallel_size, self.tensor_parallel_size
         size = TrainerSize(
             like.replicas if self.replicas is None else self.replicas,
@@ -145,11 +146,12 @@ class ScoringSize(Size):
     dtype: Dtype | None = None
     """Type of weights and computation; None: that of the trainer."""
     token_budget: int | None = None
-    """Most tokens of one pass, padding included; None: that of the trainer."""
+    """Maximum number of tokens in one pass, padding included; None: that of the trainer."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """Arguments of a node whose model only scores, in a graph without a trainer: what is not said is left out."""
+        """Arguments of a node whose model only scores, in a graph without a trainer: options that are None are left
+        out."""
         said = {"dtype": self.dtype, "token_budget": self.token_budget}
         return {name: value for name, value in said.items() if value is not None}
 
@@ -159,9 +161,9 @@ class ReferenceSize(ScoringSize):
     """The reference."""
 
     refresh_every: int = 0
-    """Steps after which the reference takes the policy's weights, again and again; 0: it keeps the initial ones."""
+    """The reference takes the policy's weights each time after this many steps; 0: it keeps its initial weights."""
     mixup: float = 1.0
-    """What it then takes: this share of the policy's weights, and the rest of its own."""
+    """Share of the policy's weights in what the reference then takes; the rest is from its own weights."""
 
     @property
     def refreshed(self) -> dict[str, Any]:
@@ -188,13 +190,13 @@ class RewardModelSize(ScoringSize, _Model):
     """The reward model."""
 
     model: str = ""
-    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none.
-    In a sum with functions where --task.reward says so: verifier + 0.5*reward_model."""
+    """Directory of a trained reward model, which scores responses in place of the task's own reward; empty: none. It is
+    part of a sum with functions if --task.reward says so: verifier + 0.5*reward_model."""
     normalise: bool | None = None
-    """Normalise its scores by the mean and standard deviation that it has stored; None: in ppo alone."""
+    """Normalise its scores by the mean and standard deviation that it has stored; None: only in ppo."""
     label: str = ""
-    """For a model with several labels: the one that is the score, by name or number; or a weighted sum of them, as
-    helpfulness=0.8,verbosity=-0.2. Each is logged."""
+    """For a model with several labels: the one that is the score, by name or number; or a weighted sum of them, such as
+    helpfulness=0.8,verbosity=-0.2. Each label is logged."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class CriticSize(ScoringSize, _Model):
 @dataclass(frozen=True)
 class _Weights:
     weights: Literal["round", "initial"] = "round"
-    """The weights that sampled the round, or the initial ones (adds a node)."""
+    """round: the weights that sampled the round. initial: the initial weights, which adds a node."""
 
 
 @dataclass(frozen=True)

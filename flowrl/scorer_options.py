@@ -22,15 +22,16 @@ class ScorerOptions(TimedReward, PolicyOptions):
     reward_model: RewardModelSize = RewardModelSize()
     """A reward model in place of the task's own reward, or in a sum with it."""
     step_separator: str = ""
-    """The reward model scores every step of a response, and this ends a step, as '\\n'; empty: it scores responses."""
+    """What ends a step, such as '\\n', if the reward model scores every step of a response; empty: it scores
+    responses."""
     of_steps: OfSteps = "min"
-    """What a response's reward is of the scores of its steps."""
+    """How a response's reward is computed from the scores of its steps."""
 
     reward_concurrency: int | None = None
-    """Processes of each reward function, calls of each `async` one, and samples that reward servers are asked about at
-    a time. None: 1, 4 for check=code, 64 for servers."""
+    """How many at a time: processes of each reward function, calls of each `async` function, and samples that reward
+    servers are asked about. None: 1, 4 for check=code, 64 for servers."""
     reward_away_s: float = AWAY_S
-    """Seconds for which reward servers that cannot be reached are tried again; then the run ends. 0: samples fail at
+    """Seconds for which reward servers that cannot be reached are tried again before the run ends. 0: samples fail at
     once."""
 
     def problems(self) -> Iterator[str]:
@@ -63,7 +64,8 @@ class ScorerOptions(TimedReward, PolicyOptions):
 
     @property
     def answers_compared(self) -> bool:
-        """Whether the task's own verifier scores responses, alone or in a sum; else nothing compares their answers."""
+        """Whether the task's own verifier scores responses, by itself or in a sum; if not, nothing compares the
+        answers."""
         return not self.reward_model.model or (names_model(self.task.reward) and self.task.compares)
 
     def make_scorer(self, task: Task) -> Reward | RewardModel:

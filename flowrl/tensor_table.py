@@ -1,8 +1,8 @@
 """The table of tensors in a manifest of weights, as columns.
 
-A model with hundreds of experts has some hundred thousand tensors. A message with a value for each field of each is
-refused by its receiver, which cannot know what decoding so many costs (`channel.cost`); a few arrays of any length cost
-it nothing.
+A model with hundreds of experts has some hundred thousand tensors. A message with one value for each field of each
+tensor is refused by its receiver, which cannot know what decoding so many values costs (`channel.cost`). A few arrays
+cost the receiver nothing, however long they are.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Divide units over ranks and into micro-batches by the tokens of their trees. Needs numpy only.
+"""Divide units over ranks and into micro-batches by the tokens of their trees. Needs only numpy.
 
 In depth-first order of their forest, units that share a prefix are neighbours. Both divisions cut this order into
 ranges, so a prefix is computed again only where a cut separates its sequences.
 
 Invariants, checked by a property test: those of `flowrl.packing`, and
 - the unique tokens of a micro-batch are within the budget, or it is a single unit;
-- the largest rank has at most one unit's tokens, and one hundredth, more than the best division into such ranges.
+- the largest rank exceeds that of the best division into such ranges by at most one unit's tokens plus one hundredth.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Passes = tuple[tuple[Tokens, ...], ...]
 LEAST_SHARED = 0.9
 """With the layout "auto", sequences are packed as trees if a forest has at most this share of their tokens."""
 COARSE = 100
-"""The size of the largest rank is searched in steps of a hundredth of its least value."""
+"""The size of the largest rank is searched to within a hundredth of its lower bound."""
 
 
 @dataclass(frozen=True)
 class ByTree:
-    """Trees; `passes` are those of each sequence of the batch, by its number."""
+    """Trees; `passes` holds the passes over each sequence of the batch, by the sequence's number."""
 
     token_budget: int
     passes: Sequence[Sequence[Tokens]]
@@ -63,7 +63,7 @@ class ByTree:
         return filled.size
 
     def _cut(self, ordered: Sequence[PackedUnit], cap: int) -> list[list[PackedUnit]]:
-        """Ranges of units of at most `cap` tokens; a larger unit is alone."""
+        """Ranges of units of at most `cap` tokens; a larger unit forms a range by itself."""
         parts: list[list[PackedUnit]] = []
         filled = _Filled()
         for unit in ordered:
@@ -85,7 +85,7 @@ class ByTree:
 
 
 def share(sequences: Sequence[Tokens]) -> bool:
-    """Whether the sequences have so many tokens in common that trees pay."""
+    """Whether the sequences share enough tokens for trees to pay off."""
     return num_unique(sequences) <= LEAST_SHARED * sum(map(len, sequences))
 
 

@@ -8,7 +8,7 @@ from flowrl.errors import ConfigError
 
 
 def user_path(text: str) -> Path:
-    """The path. Raises ConfigError where it begins with the home directory of a user who is not known."""
+    """The path. Raises ConfigError if it begins with the home directory of an unknown user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

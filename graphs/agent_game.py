@@ -19,7 +19,7 @@ class AgentGame(GroupedEpisodes):
     environment: str = "flowrl.environments.sticks_env:SticksAgainst"
     """The environment's name, as in docs/environments.md."""
     task: Task = Task("sticks")
-    """What `tiny` is warm-started on; other policies do not look at it."""
+    """What `tiny` is warm-started on; other policies ignore it."""
     max_tokens: int = 16
 
 

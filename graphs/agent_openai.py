@@ -1,6 +1,6 @@
-"""GRPO on an agent of any code: its program asks the policy over HTTP, and says what its episode was worth.
+"""GRPO on an agent in any language or library: its program asks the policy over HTTP and reports its episode's reward.
 
-The default agent does the task of agent_tools.py: it answers questions and may use a calculator before. It is a file
+The default agent does the task of agent_tools.py: it answers questions and may use a calculator first. It is a file
 that imports OpenAI's library and nothing of flowrl. A group is one question, given to `group_size` agents.
 
     flowrl run agent_openai --steps 40
@@ -28,29 +28,29 @@ CALCULATOR_AGENT = str(Path(__file__).resolve().parent / "agents" / "calculator_
 class AgentOpenAI(RewardKLOptions, EpisodeOptions):
     policy: str = "tiny_agent"
     task: Task = Task("arithmetic:min_value=30")
-    """What agents are to do: a task; each gets a row's columns and its messages."""
+    """The task that agents do; each agent gets the columns and the messages of one row."""
     agent: str = f"{CALCULATOR_AGENT}:play"
     """FILE.py:FUNCTION, an async function of a client and the task that returns the reward; or verifiers/PACKAGE, an
     environment of verifiers, which has its own questions; or `outside`: workers that flowrl does not start ask for
     tasks, as docs/endpoint.md says."""
     command: str = ""
-    """A command line in place of a function: with --agent "" --command "node agent.js"."""
+    """A command line in place of a function, as in --agent "" --command "node agent.js"."""
     idle_s: float = 600.0
-    """A session that asks nothing for so many seconds has failed."""
+    """Seconds after which a session that asks nothing has failed."""
     host: str = "127.0.0.1"
-    """Where agents reach the policy: of this machine alone, unless it is told otherwise."""
+    """Address at which agents reach the policy; the default is for agents on this machine only."""
     port: int = 0
     """0 is any free port."""
     models: tuple[str, ...] = ("policy",)
-    """Names that calls may give to the policy, for agents with fixed or several names of models."""
+    """Model names that calls may give to the policy, for agents with fixed or several model names."""
     processes: int = 128
-    """Agents at a time: their processes, or sessions of outside workers."""
+    """Maximum number of agents at a time: their processes, or the sessions of outside workers."""
     groups_per_step: int = 8
     max_tokens: int = 40
     lr: float = 3e-4
     evaluate: int = 128
     evaluate_samples: int = 4
-    """Episodes of each held-out question: one is greedy, several are sampled."""
+    """Number of episodes of each held-out question: a single one is greedy, several are sampled."""
     advantage: Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"] = "group_norm"
     """What an episode is compared with: the mean of its group, with or without division by the group's standard
     deviation, or the other episodes."""
@@ -65,18 +65,18 @@ class AgentOpenAI(RewardKLOptions, EpisodeOptions):
 
     @property
     def players(self) -> AgentProgram:
-        """The node that plays with agents."""
+        """The node whose agents play the episodes."""
         where = {"host": self.host, "port": self.port, "models": self.models}
         return self.agents(self.agent, self.command, idle_s=self.idle_s, **where)
 
     @property
     def groups(self) -> dict[str, Any]:
-        """Arguments of a source: how often it asks what."""
+        """Arguments of a source: what it asks, and how often."""
         return {"repeat": self.group_size, "num_prompts": self.num_prompts, "curriculum": self.curriculum}
 
     @property
     def source(self) -> EnvironmentSource | TaskSource:
-        """The node that has what they are to do."""
+        """The source of what the agents are to do."""
         if name := self.players.environment:
             return EnvironmentSource(name, **self.groups)
         return TaskSource(self.task, part=self.trained_part, **self.groups)

@@ -1,8 +1,7 @@
-"""GRPO on episodes: the policy answers questions of a task and may call tools before.
+"""GRPO on episodes: the policy answers questions of a task and may call tools first.
 
-A group is one question played `group_size` times; the reward of an episode is that of its last message, by the
-task's verifier. Calls and the tools' answers stay in the episode by token id, and only what the policy sampled is
-trained.
+A group is one question played `group_size` times; the reward of an episode is the task verifier's score of its last
+message. Calls and the tools' answers stay in the episode as token ids, and only what the policy sampled is trained.
 
     flowrl run agent_tools --steps 40
 """

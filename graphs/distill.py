@@ -27,23 +27,24 @@ class Distill(LossOptions, PromptOptions):
     temperature: float = 1.0
     """Temperature of student and teacher."""
     group_size: int = 8
-    """Samples of one prompt. They are not compared with each other, so 1 is enough."""
+    """Number of samples for one prompt. They are not compared with each other, so 1 is enough."""
     negate_rewards: bool = False
     """A control experiment: the student learns the opposite of what the teacher prefers and must get worse."""
 
     teacher: TeacherSize = TeacherSize()
     """The model that scores every token."""
     exact: bool = False
-    """The student learns the teacher's whole next-token distributions (exact reverse KL), not sampled tokens alone."""
+    """The student learns the teacher's whole next-token distributions (exact reverse KL), not only the sampled
+    tokens."""
     beta: float | None = None
-    """Learn whole distributions by the generalized Jensen-Shannon divergence of GKD: 0 is the forward KL, the
-    cross-entropy with the teacher, 1 the reverse KL. None: as `exact` says."""
+    """Learn whole distributions by the generalized Jensen-Shannon divergence of GKD: 0 is the forward KL (the
+    cross-entropy with the teacher), 1 the reverse KL. None: as `exact` says."""
     lmbda: float = 1.0
-    """Share of the prompts that the student answers; the others have the answers of the data, such as a teacher's. 0:
-    nothing is sampled, and only an evaluation needs a generator."""
+    """Share of the prompts that the student answers; the other prompts have the answers of the data, such as a
+    teacher's. 0: nothing is sampled, and only an evaluation needs a generator."""
 
     max_answer_tokens: int = 2048
-    """Most tokens of a prompt with the data's answer; --too-long says what becomes of longer ones."""
+    """Maximum number of tokens in a prompt with the data's answer; --too-long says what happens to longer ones."""
 
     @property
     def compares_whole(self) -> bool:
@@ -51,7 +52,7 @@ class Distill(LossOptions, PromptOptions):
         return self.exact or self.beta is not None
 
     def answers(self, student: Policy) -> GivenAnswers:
-        """The node that answers with the data's answers what the student does not."""
+        """The node that gives the data's answers to the prompts that the student does not answer."""
         return GivenAnswers(
             self.task,
             student,

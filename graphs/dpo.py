@@ -25,7 +25,8 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub. Its initial weights are the reference,
     too, unless --reference.model names another model."""
     task: Task = Task("arithmetic")
-    """Evaluated, and the data if no file is named: arithmetic, reasoning_gym/NAME, a .jsonl file or a directory."""
+    """The task to evaluate, and the data if no file is named: arithmetic, reasoning_gym/NAME, a .jsonl file or a
+    directory."""
     lr: float = 5e-5
 
     reference: PreferenceReferenceSize = PreferenceReferenceSize()
@@ -33,7 +34,7 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     max_tokens: int = 32
-    """Most tokens of an answer in evaluations."""
+    """Maximum number of tokens in an answer in evaluations."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -49,7 +50,7 @@ class ReferencedPreferences(EvaluationOptions, PreferenceOptions):
 @dataclass(frozen=True)
 class DPO(ReferencedPreferences):
     batch: int = 32
-    """Pairs of one step."""
+    """Number of pairs in one step."""
 
     pairs: str = ""
     """Rows with `prompt`, `chosen` and `rejected` (text or messages); empty: the task's own pairs."""

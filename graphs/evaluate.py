@@ -18,7 +18,7 @@ from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.tasks.rewards import MODEL, names_model
 
 OF_MADE_ROWS = 512
-"""Held-out prompts that are asked of a task that makes its rows."""
+"""Number of held-out prompts to ask of a task that makes its rows."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class Evaluate(ScorerOptions, TruncationOptions):
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
     task: Task = Task("arithmetic")
-    """What is asked: all rows of a file, a dataset directory or a dataset of the Hub; of arithmetic and
-    reasoning_gym/NAME the held-out rows. Options follow a colon."""
+    """What is asked: all rows of a file, a dataset directory or a dataset of the Hub; the held-out rows of arithmetic
+    and reasoning_gym/NAME. Options follow a colon."""
     prompts: int | None = None
-    """Most prompts that are asked of each set; None: all, and 512 of a task that makes its rows."""
+    """Maximum number of prompts to ask from each set; None: all, or 512 from a task that makes its rows."""
     evaluate_samples: int = 1
-    """Answers to each prompt: one is greedy unless --temperature is given, several are sampled."""
+    """Number of answers to each prompt: a single one is greedy unless --temperature is given, several are sampled."""
     evaluate_task: tuple[str, ...] = ()
     """Ask all rows of these files or splits in place of --task: test.jsonl:check=math, or with a name and its own
     numbers gsm8k=test.jsonl:check=math,num=500,samples=4,temperature=0.6."""
     evaluate_also: tuple[str, ...] = ()
     """Further tasks, each scored by its own verifier."""
     evaluate_max_prompt_tokens: int | None = None
-    """Most tokens of a prompt; None: what the model's context has room for."""
+    """Maximum number of tokens in a prompt; None: what the model's context has room for."""
     too_long: TooLong = "drop"
     """Prompts over the limit are left out and counted, lose their beginning, or are an error."""
     max_tokens: int = 32
-    """Most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     temperature: float | None = None
-    """Sampling temperature, 0 for greedy answers; None: 1, and 0 of a set with one answer to each prompt."""
+    """Sampling temperature, 0 for greedy answers; None: 1, or 0 for a set with one answer to each prompt."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -54,7 +54,7 @@ class Evaluate(ScorerOptions, TruncationOptions):
         yield from too_low(self, temperature=0)
         names = [one.name for one in self.sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"the set {twice[0]} is asked twice; name one of them with --evaluate-task, as in other=FILE"
+            yield f"two sets are named {twice[0]}; give one another name with --evaluate-task, as in other=FILE"
         if same := [one for one in self.sets if one.asked_at == 0 and one.samples > 1]:
             yield (
                 f"--temperature is {self.temperature}, and the {same[0].samples} answers to a prompt of {same[0].name} "
@@ -70,7 +70,7 @@ class Evaluate(ScorerOptions, TruncationOptions):
 
     @property
     def asks_functions(self) -> bool:
-        return True  # where a reward model scores, the verifier of rows with answers
+        return True  # where a reward model scores, the verifier is still asked about rows with answers
 
     @property
     def sets(self) -> tuple[EvaluationSet, ...]:
@@ -84,7 +84,7 @@ class Evaluate(ScorerOptions, TruncationOptions):
         return tuple(self._sampled(one) for one in (*map(self._limited, named), *map(self._set_of, tasks)))
 
     def _set_of(self, task: Task) -> EvaluationSet:
-        """All rows of a task with files, the held-out rows of another."""
+        """All rows of a task with files; the held-out rows of any other task."""
         if task.made_sources:
             return EvaluationSet(task.name, task, num=self.prompts or OF_MADE_ROWS, samples=self.evaluate_samples)
         return self._limited(EvaluationSet(task.name, task, samples=self.evaluate_samples, whole=True))
@@ -93,7 +93,7 @@ class Evaluate(ScorerOptions, TruncationOptions):
         return one if one.num is not None else replace(one, num=self.prompts, at_most=True)
 
     def _sampled(self, one: EvaluationSet) -> EvaluationSet:
-        """The set with the ways of sampling that it leaves to the command."""
+        """The set, with the sampling settings that it leaves to the command."""
         usual = self.temperature if self.temperature is not None else float(one.samples > 1)
         found = replace(one, temperature=usual if one.temperature is None else one.temperature)
         if found.asked_at == 0:
@@ -122,7 +122,7 @@ def graph(cfg: Evaluate) -> Graph:
 
     g.call(evaluation.generate, generator.requests)
     if asked.asks_model and cfg.reward_model.model:
-        task = replace(cfg.sets[0].task, reward=MODEL)  # the functions of a sum are asked by the evaluation
+        task = replace(cfg.sets[0].task, reward=MODEL)  # the evaluation itself asks the functions of a sum
         reward = g.add("reward", cfg.make_reward_model(task, **cfg.reward_model.given), **cfg.place_reward())
         g.call(evaluation.score, reward.requests)
         g.ignore(reward.rollouts)

@@ -1,4 +1,4 @@
-"""Responses of a model to the prompts of a task, written to a file; with rewards, or the best of n alone.
+"""Responses of a model to the prompts of a task, written to a file; with rewards, or only the best of n.
 
 flowrl run generate --policy tiny --task arithmetic --num-prompts 100 --out sums.jsonl
 flowrl run generate --policy tiny --task arithmetic --group-size 8 --best --out best.jsonl
@@ -20,20 +20,20 @@ class Generate(ScorerOptions, AnswerOptions):
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
     group_size: int = 1
-    """Responses to one prompt. One may be greedy, with --temperature 0."""
+    """Number of responses to one prompt. A single one may be greedy, with --temperature 0."""
 
     out: str = "responses.jsonl"
-    """The file that is written. Prompts that it has already are left out, so the same command goes on with it."""
+    """The file that is written. Prompts that are already in it are left out, so the same command continues it."""
     score: bool = False
     """Write each response's reward, too."""
     best: bool = False
-    """Write the response with the highest reward alone: the best of --group-size."""
+    """Write only the response with the highest reward: the best of --group-size."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts."""
     num_prompts: int | None = None
     """Number of prompts; None: all."""
     max_prompt_tokens: int = 512
-    """Most tokens of a prompt."""
+    """Maximum number of tokens in a prompt."""
     too_long: TooLong = "drop"
     """Prompts over the limit are dropped and counted, lose their beginning, or are an error before the first."""
 

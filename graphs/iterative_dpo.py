@@ -21,7 +21,8 @@ from flowrl.training.loss.preference_objectives import DPOObjective
 @dataclass(frozen=True)
 class IterativeDPO(FilterOptions, RewardOptions):
     staleness: int = 0
-    """0: a round is admitted when every generator has the last one's weights. Above 0, that many rounds overlap."""
+    """0: a round is admitted when every generator has the weights of the round before. Above 0, that many rounds
+    overlap."""
     groups_per_step: int = 32
     """Prompts of one batch, which is a round."""
     optimizer_steps: int = 4
@@ -30,9 +31,9 @@ class IterativeDPO(FilterOptions, RewardOptions):
     reference: PairReferenceSize = PairReferenceSize()
     """What DPO compares the policy with."""
     prefer: str = ""
-    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
-    better one; the pair is then the answers that win most and fewest comparisons. Empty: those of highest and lowest
-    reward."""
+    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is
+    better; the pair is then the answers that win the most and the fewest comparisons. Empty: the answers with the
+    highest and the lowest reward."""
     beta: float = 0.1
     """Larger values keep the policy closer to the reference."""
     kind: Literal["dpo", "ipo", "cdpo"] = "dpo"

@@ -14,7 +14,7 @@ from flowrl.training.loss.preference_objectives import KTOObjective
 @dataclass(frozen=True)
 class KTO(ReferencedPreferences):
     batch: int = 64
-    """Completions of one step, 2 or more."""
+    """Number of completions in one step, 2 or more."""
     held_out: int = 512
 
     labelled: str = ""

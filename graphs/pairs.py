@@ -1,4 +1,4 @@
-"""Preference pairs for a reward model or DPO: two answers of one policy, of which the reward prefers one.
+"""Preference pairs for a reward model or DPO: two answers of one policy, one of which the reward prefers.
 
 flowrl run pairs --pairs pairs.jsonl --num-prompts 4000
 """
@@ -17,19 +17,20 @@ class Pairs(ScorerOptions, AnswerOptions):
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model whose answers are compared."""
     group_size: int = 4
-    """Answers to one prompt; the best and the worst make a pair."""
+    """Number of answers to one prompt; the best and the worst make a pair."""
 
     pairs: str = "pairs.jsonl"
-    """The file that is written. Prompts of which it has a pair are left out, so the same command goes on with it."""
+    """The file that is written. Prompts that already have a pair in it are left out, so the same command continues
+    it."""
     prefer: str = ""
-    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is the
-    better one; empty: the reward."""
+    """A function (prompts, firsts, seconds), as FILE.py:FUNCTION, or a server, that says which of two answers is
+    better; empty: the reward."""
     part: Literal["all", "train", "held_out"] = "all"
-    """Which prompts. Readers of the file hold out the same prompts again, so `all` has both parts."""
+    """Which prompts. Readers of the file hold out the same prompts again, so with `all` it has both parts."""
     num_prompts: int | None = None
     """Number of prompts; None: all."""
     max_prompt_tokens: int = 512
-    """Most tokens of a prompt."""
+    """Maximum number of tokens in a prompt."""
     too_long: TooLong = "drop"
     """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
 

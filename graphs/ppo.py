@@ -45,11 +45,11 @@ class PPO(AdvantageOptions, RewardOptions):
     critic_lr: float = 3e-4
     """Peak learning rate of the critic."""
     critic_zero: ZeroSettings = ZeroSettings()
-    """As `zero`, of the critic's trainer."""
+    """As `zero`, for the critic's trainer."""
     critic_schedule: Schedule = Schedule()
     """Warm-up and decay of the critic's learning rate."""
     critic_warmup: int = 5
-    """Batches on which the critic trains alone: the policy makes versions, but does not change."""
+    """Number of batches on which only the critic is trained: the policy makes versions, but does not change."""
     gamma: float = 1.0
     """Discount of GAE."""
     lam: float = 0.95
@@ -74,12 +74,12 @@ class PPO(AdvantageOptions, RewardOptions):
         return self.kl_coef
 
     def share(self, size: Size) -> dict[str, Any]:
-        """As `place`. On a CPU the ranks of the two trainers have one core together, unless they say otherwise."""
+        """Like `place`. On a CPU, the ranks of the two trainers share one core, unless their sizes say otherwise."""
         return self.place(size, cpus=1 if self.uses_gpus else 0.5 / self.trainer.replicas)
 
     @property
     def packed_as(self) -> Layout:
-        """Trees only if the critic's trainer computes them too."""
+        """Trees only if the critic's trainer can compute them as well."""
         model = replace(self.model, model=self.critic.model or self.policy)
         kind = self.critic_trainer.sized(self.trainer).sequence_parallel_kind
         critic = trainer_layout(model, self.critic_zero, kind)

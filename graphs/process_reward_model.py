@@ -1,4 +1,4 @@
-"""A process reward model: a language model with a scalar head, trained to say of each step whether it is right.
+"""A process reward model: a language model with a scalar head, trained to say for each step whether it is right.
 
 flowrl run process_reward_model --task steps.jsonl --steps 300 --run-dir runs/prm
 flowrl run grpo --reward-model runs/prm/checkpoints/step_000300 --step-separator '\\n'
@@ -22,14 +22,15 @@ class ProcessRewardModel(DatasetOptions):
     head."""
     lr: float = 5e-4
     batch: int = 64
-    """Responses of one step."""
+    """Number of responses in one training step."""
 
     step_separator: str = "\\n"
-    """What ends a step of a response."""
+    """Text that ends a step of a response."""
     max_length: int = 1024
-    """Most tokens of a conversation."""
+    """Maximum number of tokens in a conversation."""
     too_long: TooLong = "drop"
-    """Longer ones are dropped and counted, lose the beginning of their prompt, or are an error before training."""
+    """Longer conversations are dropped and counted, lose the beginning of their prompt, or are an error before
+    training."""
     held_out: int = 256
     """Held-out rows on which the accuracy is measured; 0: none."""
     judge_every: int = 50

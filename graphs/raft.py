@@ -18,7 +18,7 @@ from flowrl.training.loss.policy_objective import PolicyObjective
 class RAFT(LossOptions, FilterOptions, RewardOptions):
     groups_per_step: int = 32
     objective: PolicyObjective = PolicyObjective(kind="reinforce", correction=None)
-    """The loss: the log likelihood of the best answers, whatever the policy that gave them."""
+    """The loss: the log likelihood of the best answers, regardless of which policy gave them."""
 
     least_reward: float | None = None
     """Leave out prompts whose best answer has a lower raw reward."""

@@ -1,4 +1,5 @@
-"""A reward model: a language model with a scalar head, trained to score the chosen of a pair above the rejected.
+"""A reward model: a language model with a scalar head, trained to score the chosen answer of a pair above the rejected
+one.
 
 flowrl run pairs --pairs pairs.jsonl
 flowrl run reward_model --pairs pairs.jsonl --steps 300 --run-dir runs/reward_model
@@ -18,7 +19,7 @@ from flowrl.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class RewardModelTraining(PreferenceOptions):
-    learning = "rewards"  # a new head beside the policy's weights
+    learning = "rewards"  # a new head in addition to the policy's weights
     policy: str = "tiny"
     """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the initial model, which gets a new
     head."""
@@ -26,7 +27,7 @@ class RewardModelTraining(PreferenceOptions):
     """The task that `tiny` was warm-started on. Its own pairs are the data if `pairs` is empty."""
     lr: float = 5e-4
     batch: int = 64
-    """Pairs of one step."""
+    """Number of pairs in one step."""
     held_out: int = 1024
     """Held-out pairs on which accuracy and the scores' mean and standard deviation are measured."""
     judge_every: int = 50
@@ -35,7 +36,7 @@ class RewardModelTraining(PreferenceOptions):
     pairs: str = ""
     """File or dataset of rows with `prompt`, `chosen` and `rejected`, such as the graph pairs writes."""
     margin: bool = False
-    """The score of the chosen one has to be above that of the rejected by the row's `margin`."""
+    """The chosen answer's score has to exceed the rejected one's by the row's `margin`."""
     centring: float = 0.001
     """Weight of the penalty that keeps scores around 0."""
 

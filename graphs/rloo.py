@@ -1,4 +1,4 @@
-"""RLOO (arXiv 2402.14740): compares each sample with the mean of the others of its prompt; a response is one action.
+"""RLOO (arXiv 2402.14740): compares each sample with the mean of the prompt's other samples; a response is one action.
 
 flowrl run rloo --steps 60
 """

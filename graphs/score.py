@@ -1,4 +1,4 @@
-"""Rewards of responses that a file has: by functions, servers or a reward model, written beside them.
+"""Rewards for the responses in a file: by functions, servers or a reward model, written next to the responses.
 
 flowrl run score --task sums.jsonl --task.reward rules.py:short --out scored.jsonl
 flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000300 --out scored.jsonl
@@ -20,7 +20,7 @@ class Score(ScorerOptions):
     response: str = "response"
     """The column of the file that has the responses."""
     out: str = "scored.jsonl"
-    """The file that is written. Rows that it has already are left out, so the same command goes on with it."""
+    """The file that is written. Rows that are already in it are left out, so the same command continues it."""
 
     @property
     def model(self) -> Policy:
@@ -33,7 +33,7 @@ class Score(ScorerOptions):
 
 
 def graph(cfg: Score) -> Graph:
-    # Every row, whatever an earlier run has written into its column `score`, unless min_score asks for that column.
+    # Take every row, even if an earlier run has written its column `score`, unless min_score asks for that column.
     task = cfg.task.with_option("score", "-", unless="min_score")
 
     g = Graph("score")

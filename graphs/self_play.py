@@ -1,9 +1,9 @@
 """GRPO on a game that the policy plays against itself: both seats are trained, each with its own reward.
 
-A group is one start of the game, played `group_size` times; a seat is compared with the same seat of the others. With
-`--opponent-every N` the policy plays one seat, against its own version of every N steps, whose replies are not
-trained; with 0 against version 0. On GPUs N is 0 or 1. Held-out games are played against version 0, whose weights are
-never replaced: the score is the share of games that the policy wins.
+A group is one start of the game, played `group_size` times; a seat is compared with the same seat of the other games.
+With `--opponent-every N`, the policy plays one seat against an opponent that takes the policy's weights every N steps
+and whose replies are not trained; with 0, the opponent stays at version 0. On GPUs, N is 0 or 1. Held-out games are
+played against version 0, whose weights are never replaced: the score is the share of games that the policy wins.
 
     flowrl run self_play --steps 60
     flowrl run self_play --steps 60 --opponent-every 10
@@ -27,9 +27,10 @@ class SelfPlay(GroupedEpisodes):
     environment: str = "flowrl.environments.sticks_env:Sticks"
     """The name of an environment with several seats, as in docs/environments.md."""
     task: Task = Task("sticks")
-    """What `tiny` is warm-started on; other policies do not look at it."""
+    """What `tiny` is warm-started on; other policies ignore it."""
     opponent_every: int | None = None
-    """None: the policy plays all seats. N: it plays one, against its version of every N steps; 0: against version 0."""
+    """None: the policy plays all seats. N: it plays one seat against its own weights, which the opponent takes every N
+    steps; 0: against version 0."""
     max_tokens: int = 4
     evaluate: int = 256
     """Held-out games against version 0, before and after training; 0: none."""
@@ -48,7 +49,7 @@ class SelfPlay(GroupedEpisodes):
             yield f"--opponent-every is {self.opponent_every}; on GPUs it has to be 0 or 1"
 
     def player(self, every: int = 1) -> Generator:
-        """A generator that samples held-out games too: a greedy player would repeat itself."""
+        """A generator that also samples in held-out games: a greedy player would repeat itself."""
         return Generator(
             self.model,
             sampling=self.sampling,
@@ -116,7 +117,7 @@ def graph(cfg: SelfPlay) -> Graph:
 
 
 def evaluate_against(g: Graph, cfg: SelfPlay, first: Generator, generator: Generator) -> None:
-    """Held-out games, in which the policy of `generator` plays one seat and `first` the others."""
+    """Add held-out games, in which the policy of `generator` plays one seat and `first` the others."""
     arena = g.add("arena", cfg.episodes(cfg.environment))
     g.ignore(arena.prompts)
     g.ignore(arena.episodes)

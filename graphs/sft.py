@@ -34,26 +34,26 @@ class SFT(EvaluationOptions, DatasetOptions):
     policy: str = "tiny"
     """tiny (with random weights), smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub."""
     batch: int = 64
-    """Conversations of one step."""
+    """Number of conversations in one step."""
     lr: float = 5e-4
     evaluate: int = 0
     """Held-out prompts that are answered before and after training; 0: none, and no generator."""
 
     max_tokens: int = 1024
-    """Most tokens of a conversation, or of a sequence of texts."""
+    """Maximum number of tokens in a conversation, or in a sequence of texts."""
     pretrain_mode: Literal["off", "split", "wrapped"] = "off"
-    """Train every token of texts without roles, the column text: split cuts a long text into several sequences,
+    """Train every token of texts without roles, from the column text. split cuts a long text into several sequences;
     wrapped fills sequences of --max-tokens with one text after the other."""
     too_long: TooLong = "drop"
     """Longer conversations are dropped and counted, lose their beginning, or are an error before training."""
     assistant: Literal["all", "last"] = "all"
-    """Train every assistant turn of a conversation, or the last alone."""
+    """Train every assistant turn of a conversation, or only the last."""
     held_out: int = 0
     """Held-out rows (of texts: sequences) on which the loss is measured, before and after training; 0: none."""
     judge_every: int = 0
     """Steps between further measurements of that loss; 0: none."""
     answer_tokens: int = 32
-    """Most tokens of an answer in evaluations."""
+    """Maximum number of tokens in an answer in evaluations."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -81,7 +81,7 @@ class SFT(EvaluationOptions, DatasetOptions):
 
     @property
     def model(self) -> Policy:
-        """The policy without a warm start on the task, which is what is trained here."""
+        """The policy without a warm start on the task, because this graph trains on the task itself."""
         return replace(super().model, task=None)
 
 

@@ -24,7 +24,7 @@ from flowrl.training.settings import ZeroSettings
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 CLUSTER = Cluster((Machine(tuple(range(16)), memory_bytes=64 << 30),))
-ACCUMULATES = "it accumulates gradients of a batch's groups while the others are on their way"
+ACCUMULATES = "it accumulates gradients of a batch's groups before the others have arrived"
 
 
 def report(name: str, *options: str) -> Report:
@@ -52,14 +52,14 @@ def test_graphs_that_sample_accumulate_by_default(name: str) -> None:
         ("grpo", ("--groups-per-step", "1"), "a batch is one group"),
         ("grpo", ("--normalise-rewards",), "rewards are normalised with those of the whole batch"),
         ("grpo", ("--zero.optimizer", "muon"), "muon averages gradients of several steps before they can be divided"),
-        ("grpo", ("--time-share", "generator", "trainer"), "it uses its devices in turns with generator"),
+        ("grpo", ("--time-share", "generator", "trainer"), "it shares its devices in time with generator"),
         ("reinforce_pp", (), "advantages are whitened over the whole batch"),
-        ("sft", (), "its batches are made of data, which are there before it asks for them"),
-        ("dpo", (), "its batches are made of data, which are there before it asks for them"),
-        ("process_reward_model", (), "its batches are made of data, which are there before it asks for them"),
-        ("rloo", (), "it uses its devices in turns with reference"),
+        ("sft", (), "its batches come from data and are ready before it asks for them"),
+        ("dpo", (), "its batches come from data and are ready before it asks for them"),
+        ("process_reward_model", (), "its batches come from data and are ready before it asks for them"),
+        ("rloo", (), "it shares its devices in time with reference"),
         ("iterative_dpo", (), "a batch is split into 4 optimizer steps"),
-        ("distill", (), "it uses its devices in turns with teacher"),
+        ("distill", (), "it shares its devices in time with teacher"),
     ],
 )
 def test_batches_come_whole_for_a_reason_that_is_told_and_that_refuses_on(
@@ -128,7 +128,7 @@ def test_objectives_that_need_the_batch_whole() -> None:
 
     assert why(DPOObjective(online=True)) == ""
     assert why(KTOObjective()) == "the baseline of KTOObjective is a mean over the whole batch"
-    assert why(SFTObjective()).startswith("its batches are made of data")
+    assert why(SFTObjective()).startswith("its batches come from data")
     own = FunctionObjective(lambda inputs: inputs.logprobs_BT.sum())
     assert why(own) == "FunctionObjective does not say what its loss is a mean over (mean_over)"
     assert why(FunctionObjective(lambda inputs: inputs.logprobs_BT.sum(), mean_over="tokens")) == ""

@@ -276,6 +276,6 @@ def test_a_sampling_that_is_not_the_generators_is_refused() -> None:
     assert program().check(None) == program(sampling=Sampling(temperature=0.7, max_tokens=9)).check(None) == []
     problems = program(sampling=Sampling(temperature=1.0, max_tokens=9)).check(None)
     assert problems == [
-        "sampling has temperature=1.0, but generator, which answers, has 0.7; leave sampling out, and agents are told "
+        "sampling has temperature=1.0, but generator, which answers, has 0.7; leave sampling out; agents then get "
         "the generator's"
     ]

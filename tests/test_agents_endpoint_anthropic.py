@@ -120,7 +120,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, "tool_choice="),
     ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config="),
     ({"extra_body": {"min_p": 0.1}}, "min_p is not known here"),
-    ({"messages": [*ASK, {"role": "assistant", "content": "12"}]}, "a reply that is begun cannot be continued"),
+    ({"messages": [*ASK, {"role": "assistant", "content": "12"}]}, "flowrl does not continue a reply"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"content\[0\].type is 'image'"),
 ]
 

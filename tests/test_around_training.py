@@ -115,7 +115,7 @@ def test_a_second_run_goes_on_behind_the_last_whole_group(task: Task, tmp_path: 
 def test_a_file_of_somebody_else_is_not_touched(task: Task, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"prompt": "1+1="}\n')
-    with pytest.raises(ConfigError, match=r"out.jsonl:1 is no line that flowrl has written"):
+    with pytest.raises(ConfigError, match=r"out.jsonl:1 was not written by flowrl"):
         ResponseWriter(str(out), task, size=1).preflight()
     assert out.read_text() == '{"prompt": "1+1="}\n'
 
@@ -169,7 +169,7 @@ def test_a_mixture_goes_on_with_what_its_epoch_lacks(tmp_path: Path) -> None:
     write(*ids[:5], *ids[6:])
     assert asked() == [ids[5]]
     write(ids[5])
-    with pytest.raises(ConfigError, match="has all prompts of an epoch already, which is a part of the mixture"):
+    with pytest.raises(ConfigError, match="has all prompts of an epoch already; an epoch is a part of the mixture"):
         asked()
 
 

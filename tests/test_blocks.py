@@ -40,7 +40,7 @@ OUT_OF_RANGE: list[tuple[type[PolicyOptions], str, Any, str]] = [
     (SamplingOptions, "generator", Size(0), "--generator.replicas is 0; it has to be 1 or more"),
     (SamplingOptions, "temperature", 0, "--temperature is 0; it has to be above 0"),
     (SamplingOptions, "temperature", float("nan"), "--temperature is nan"),
-    (TrainerOptions, "lr", -1, "--lr is -1; it has to be a number from 0 up"),
+    (TrainerOptions, "lr", -1, "--lr is -1; it has to be a finite number of at least 0"),
     (TrainerOptions, "lr", float("inf"), "--lr is inf"),
     (TrainerOptions, "trainer", Size(gpus=-1), "--trainer.gpus is -1; it has to be 0 or more"),
     (TrainerOptions, "token_budget", 0, "--token-budget is 0; it has to be 1 or more"),

@@ -111,9 +111,9 @@ def test_what_another_user_has_made_stays_and_is_said(home: Path) -> None:
     with guest():
         new, said = asked("new")
     assert (new / "rows").read_text() == "whole" and old[0].is_dir()
-    assert said[0] == f"{old[0]} stays, for it cannot be removed: Permission denied"
+    assert said[0] == f"{old[0]} is kept because it cannot be removed: Permission denied"
     if not os.geteuid():
-        assert said[1] == f"{old[1]} stays, for it cannot be removed: Operation not permitted"
+        assert said[1] == f"{old[1]} is kept because it cannot be removed: Operation not permitted"
         assert (old[1] / RECIPE).is_file() and len(said) == 2
 
 

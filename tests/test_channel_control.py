@@ -299,7 +299,7 @@ def test_what_waits_for_a_connection_and_cannot_travel_fails_at_who_said_it() ->
         a.connect("B", via("ipc", b.address))
         b.connect("A", via("ipc", a.address))
         assert await good == 5
-        with pytest.raises(WireError, match="object cannot travel"):
+        with pytest.raises(WireError, match="object cannot be sent"):
             await bad
         assert [type(error) for error in errors] == [WireError]
 

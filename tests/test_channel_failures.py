@@ -94,7 +94,7 @@ def test_the_supervisors_word_fails_sends_takes_and_requests() -> None:
 def test_what_cannot_travel_raises_where_it_is_sent(transport: str) -> None:
     async def body(a: Endpoint, b: Endpoint) -> None:
         sender = a.sender(lane())
-        with pytest.raises(WireError, match=r"lane 'a/0.out -> b/0.in'.*type builtins.object cannot travel"):
+        with pytest.raises(WireError, match=r"lane 'a/0.out -> b/0.in'.*type builtins.object cannot be sent"):
             await sender.send(Envelope(bytes(16), body=Thing(object())))  # type: ignore[arg-type]
         with pytest.raises(LaneFailed):
             await sender.send(thing(0))

@@ -31,7 +31,7 @@ class World:
     def make(self) -> None:
         frame = self.outgoing.numbered(note(self.num_made))
         if self.random.random() < 0.1:
-            return  # it cannot travel: the next one gets its number
+            return  # it cannot be sent: the next one gets its number
         self.outgoing.keep(frame)
         self.there.append(frame)
         self.num_made += 1

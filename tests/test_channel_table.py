@@ -182,7 +182,7 @@ def test_arrays_are_read_only_at_both_ends_and_keep_their_dtype() -> None:
 def test_a_text_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(WireError, match=r"Many\.rows: .*surrogate"):
         through(Many(tuple(Row(text="\ud800") for _ in range(LEAST_ROWS))))
-    with pytest.raises(WireError, match="cannot travel; make it a sorted tuple"):
+    with pytest.raises(WireError, match="cannot be sent; make it a sorted tuple"):
         through(Many(tuple(Row({1}) for _ in range(LEAST_ROWS))))
 
 

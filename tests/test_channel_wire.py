@@ -225,7 +225,7 @@ class Torch:
 
 def test_foreign_types_are_refused_by_name_and_leave_nothing_behind() -> None:
     encoder = MessageEncoder("h", 0)
-    with pytest.raises(WireError, match=r"Torch cannot travel"):
+    with pytest.raises(WireError, match=r"Torch cannot be sent"):
         body = Parcel(inner=(np.zeros(INLINE_LIMIT_BYTES), Torch()))
         encoder.add([(DATA, 1, 0, 0, [Envelope(bytes(16), body=body)])])
     assert not encoder.pending
@@ -246,8 +246,8 @@ def within_itself() -> list[Any]:
         (np.array([object()]), "dtype object"),
         (np.zeros(2, ">i4"), "dtype >i4"),
         (np.zeros((1,) * 9), "9 axes"),
-        ({Torch(): 1}, "Torch cannot travel"),
-        (Torch(), "Torch cannot travel"),
+        ({Torch(): 1}, "Torch cannot be sent"),
+        (Torch(), "Torch cannot be sent"),
         (within_itself(), "contain themselves"),
     ],
 )

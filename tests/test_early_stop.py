@@ -166,7 +166,7 @@ def test_the_set_up_counts_among_the_hours(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_hours_are_over_after_the_set_up_starts_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--max-hours 1 were over when the set-up had ended, before the run began"):
+    with pytest.raises(ConfigError, match=r"--max-hours 1 were over before the set-up ended"):
         launched(tmp_path, hours=1.0, ago_s=3601.0).run()
     assert not (tmp_path / "run" / "ledger.sqlite").exists()
 

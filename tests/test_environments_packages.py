@@ -381,7 +381,7 @@ async def nothing(pool: Episodes) -> None:
         ("gymnasium/MiniGrid-Empty-5x5-v0:actions=a/b", r"actions has 2 name\(s\) and the environment 7 actions"),
         ("textarena/FrozenLak-v0", "textarena has no game 'FrozenLak-v0'; did you mean FrozenLake-v0"),
         ("textarena/FrozenLake-v0:bla=2", "textarena refuses it: .*unexpected keyword argument 'bla'"),
-        ("textarena/Nim-v0:players=1", "cannot be played by 1; say by how many with players=NUMBER"),
+        ("textarena/Nim-v0:players=1", "cannot be played by 1; set their number with players=NUMBER"),
         ("textarena/Hangman-v0", "needs data of NLTK; python -m nltk.downloader words"),
         (
             "gem/game:GuessTheNumber",

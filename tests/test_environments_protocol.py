@@ -47,7 +47,7 @@ MALFORMED: dict[str, tuple[Callable[[], object], str]] = {
     "a tool without a name": (lambda: Observation(tools=({"type": "function"},)), "it needs {'type'"),
     "a tool with an object": (
         lambda: Observation(tools=({"function": {"name": "f", "x": object()}},)),
-        "'f' holds what JSON cannot",
+        "'f' has values that JSON cannot represent",
     ),
     "a metric that is text": (lambda: Observation(metrics={"a": "b"}), "the metric 'a' is 'b'"),  # type: ignore[dict-item]
     "a step of text": (lambda: Step("text"), "a step's observation is 'text'"),  # type: ignore[arg-type]

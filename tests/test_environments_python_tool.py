@@ -400,7 +400,7 @@ def test_where_it_cannot_be_shut_in_it_is_refused_with_the_reason(
     with pytest.raises(ConfigError) as error:
         PythonTool().check()
     assert str(error.value).startswith(
-        "the tool python cannot shut its code in here (unshare: Invalid argument); allow"
+        "the tool python cannot isolate its code on this machine (unshare: Invalid argument); allow"
     )
     assert "python:sandbox=limits" in str(error.value)
 

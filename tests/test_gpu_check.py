@@ -83,7 +83,7 @@ def test_what_went_wrong_is_told(found: dict[str, Any]) -> None:
     assert told["killed"].startswith("status -9") and "the last words" in told["killed"]
     assert told["endless"].startswith("no result within 4 s") and "waiting" in told["endless"]
     assert told["absent"] == "no_such_package is not installed"
-    assert told["large"] == "it means nothing without a GPU"
+    assert told["large"] == "it needs a GPU"
 
 
 def test_a_stage_that_is_out_of_time_leaves_no_process_behind(found: dict[str, Any]) -> None:

@@ -294,6 +294,12 @@ def test_publish_every_needs_tickets(every: int, staleness: int, fine: bool) -> 
         )
 
 
+@pytest.mark.parametrize("every", [0, -2])
+def test_publish_every_is_at_least_one(every: int) -> None:
+    """Every check runs on such a graph, and none divides by the number."""
+    has(grpo(publish_every=every).problem(), f"publish_every={every}; it needs at least 1")
+
+
 def test_a_node_may_drop_on_a_branch_that_no_trainer_is_on() -> None:
     parts = grpo()
     beside = parts.graph.add("beside", Filter())
@@ -538,7 +544,7 @@ def test_idle_generators_are_a_warning() -> None:
     report = check(grpo(staleness=0, num_generators=2).graph, MACHINE)
     assert report.ok
     synchronous, slots = report.warnings
-    has(synchronous, "staleness 0 is synchronous: generator and the trainer wait for each other")
+    has(synchronous, "staleness 0 is synchronous: generator and the trainer work alternately")
     has(slots, "can work on 32 samples at a time but at most 16 are in flight (4 tickets × 4)", "16 slots stay idle")
     assert check(grpo(staleness=1).graph, MACHINE).warnings == ()
     assert len(check(grpo(staleness=0).graph, MACHINE).warnings) == 1  # 16 slots, 16 samples

@@ -134,7 +134,7 @@ def test_logits_that_are_another_function_are_refused() -> None:
 
     model = built("qwen2")
     model.__class__ = Odd
-    with pytest.raises(ConfigError, match="in another way than by a factor and a soft cap"):
+    with pytest.raises(ConfigError, match="by more than a factor and a soft cap"):
         PolicyModel(model)
 
 

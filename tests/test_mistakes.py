@@ -77,7 +77,7 @@ WRONG_VALUES = {
     "--trainer.sequence-parallel-size 2": "trainer has 1 rank, which cannot be divided into groups of 2 that share "
     "their micro-batches; give it 2 replicas, or another sequence_parallel_size",
     "--trainer.replicas 3 --trainer.sequence-parallel-size 3": "sequence_parallel_size is 3, but the model has 4 "
-    "attention heads, of which each rank takes an equal number; choose one of 1, 2, 4",
+    "attention heads, which the ranks have to share equally; choose one of 1, 2, 4",
     "--trainer.replicas 2 --trainer.sequence-parallel-size 2 --zero.attention flex_attention": "sequence_parallel_size "
     "is 2, but attention 'flex_attention' needs a mask over all positions",
     "--trainer.sequence-parallel-kind ring": "sequence_parallel_kind is 'ring', but sequence_parallel_size is 1",
@@ -89,8 +89,8 @@ WRONG_VALUES = {
     "--trainer.replicas 2 --trainer.tensor-parallel-size 2": "tensor_parallel_size is 2, but ZeRO stage 3 shards every "
     "weight itself; set the stage to 2, 1 or 0",
     "--trainer.replicas 3 --trainer.tensor-parallel-size 3 --zero.stage 1": "tensor_parallel_size is 3, but the model "
-    "has 4 attention heads, 4 heads of keys and 256 features in a feed-forward layer, of each of which every rank "
-    "takes an equal number; choose one of 1, 2, 4",
+    "has 4 attention heads, 4 heads of keys and 256 features in a feed-forward layer, which the ranks "
+    "have to share equally; choose one of 1, 2, 4",
     "--zero.deepspeed tensor_parallel.autotp_size=2": "--zero.deepspeed sets 'tensor_parallel', which a run decides "
     "itself; leave it out, and see --trainer.tensor-parallel-size",
     "--reference.token-budget 0": "--reference.token-budget is 0; it has to be 1 or more",
@@ -107,13 +107,13 @@ WRONG_VALUES = {
     "--engine.quantization fp8_per_tensor --engine.dtype bfloat16": "which vLLM computes on GPUs, but the generator "
     "has none; write fp8, which is fp8_per_channel",
     "--engine.extra quantization_config={}": "by which layers may be quantized in ways that a weight update cannot",
-    "--engine.extra max_num_batched_token=1": "no option of vLLM's engine; did you mean max_num_batched_tokens?",
+    "--engine.extra max_num_batched_token=1": "not an option of vLLM's engine; did you mean max_num_batched_tokens?",
     "--engine.extra max_num_batched_tokens=many": "vLLM's max_num_batched_tokens needs an integer",
     "--engine.extra max_logprobs": "write NAME=VALUE",
     "--engine.extra model=x": "which flowrl sets itself: the policy decides",
     "--engine.extra kv_cache_memory_bytes=1": "has an option of its own; write --engine.kv-cache-bytes",
-    "--lr -1": "--lr is -1.0; it has to be a number from 0 up",
-    "--lr nan": "--lr is nan; it has to be a number from 0 up",
+    "--lr -1": "--lr is -1.0; it has to be a finite number of at least 0",
+    "--lr nan": "--lr is nan; it has to be a finite number of at least 0",
     "--objective foo": "kind is 'foo'; choose one of ppo, gspo, cispo, reinforce",
     "--objective cispo": "kind='cispo' needs clip_high",
     "--objective.length 3": "length is for aggregation='constant'",
@@ -137,8 +137,8 @@ WRONG_VALUES = {
     "--seed -1": "--seed is -1",
     "--alarms.kl -1": "--alarms.kl is -1.0; it has to be 0 (silent) or more",
     "--alarms.window 0": "--alarms.window is 0; it needs at least 1 line",
-    "--stop.metric evaluation/score --stop.above 0.9": "--stop.metric evaluation/score has values from",
-    "--tracking.name first": "--tracking names runs and samples in the sinks of --track, and there is none",
+    "--stop.metric evaluation/score --stop.above 0.9": "--stop.metric evaluation/score has values only from",
+    "--tracking.name first": "--tracking has no effect without --track",
     "--keep-token-ids --keep-samples off": "--keep-token-ids is for the samples of --keep-samples, which is off",
     "--stop.metric loss --stop.patience 3 --stop.for-values 2": "--stop.for-values is for",
     "--stop.metric loss --stop.below 3 --stop.best lowest": "--stop.best is for --stop.patience",

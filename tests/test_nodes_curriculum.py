@@ -255,7 +255,7 @@ def test_rows_of_an_environment_have_no_columns_to_go_by(name: str) -> None:
     file = load_file(name)
     graph = file.build(file.parse(["--curriculum.chosen", "0.5", "--curriculum.by", "environment"]))
     (problem,) = check(graph, CLUSTER).problems
-    assert "curriculum.by is 'environment', but rows of an environment differ by their seed alone" in problem
+    assert "curriculum.by is 'environment', but rows of an environment differ only by their seed" in problem
 
 
 def test_rows_of_a_generated_task_say_how_difficult_they_are() -> None:

@@ -88,7 +88,7 @@ def test_a_second_run_goes_on_behind_the_last_whole_pair(task: Task, tmp_path: P
 
 def test_a_file_that_is_no_file_of_pairs_is_not_written_to(task: Task, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1"}\n')
-    with pytest.raises(ConfigError, match="is no line that flowrl has written; name another file"):
+    with pytest.raises(ConfigError, match="was not written by flowrl; name another file"):
         PairWriter(str(tmp_path / "pairs.jsonl"), task).preflight()
     with pytest.raises(ConfigError, match="does not exist; create it"):
         PairWriter(str(tmp_path / "nowhere" / "pairs.jsonl"), task).preflight()

@@ -66,10 +66,12 @@ def test_a_comparison_that_says_nothing_sensible_fails_the_group(file: str) -> N
 def test_the_function_is_tried_before_the_run_and_told_apart_from_rewards(file: str, tmp_path: Path) -> None:
     PairMaker(size=2, prefer=f"{file}:longer", task=Task()).preflight()
     (tmp_path / "other.py").write_text("def f(prompts, responses): return [0.0]\n")
-    with pytest.raises(ConfigError, match=r"compares no answers; it needs the parameters \(prompts, firsts, seconds\)"):
+    with pytest.raises(
+        ConfigError, match=r"compares no two answers; it needs the parameters \(prompts, firsts, seconds\)"
+    ):
         PairMaker(size=2, prefer=f"{tmp_path}/other.py:f", task=Task()).preflight()
     (problem,) = Reward(Task(reward=f"{file}:longer")).check(None)
-    assert "compares two responses, and a reward scores one" in problem
+    assert "compares two responses, but a reward scores one" in problem
 
 
 @pytest.mark.parametrize("graph", ["iterative_dpo", "pairs"])

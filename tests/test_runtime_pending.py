@@ -254,7 +254,7 @@ def test_a_node_without_a_task_has_not_begun() -> None:
     async def main() -> list[str]:
         return reasons(Activity("node/0"), 0.0)
 
-    assert asyncio.run(main()) == ["its code has not begun"]
+    assert asyncio.run(main()) == ["its code has not started"]
 
 
 def test_a_node_in_its_set_up_says_so() -> None:

@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another consumer of a broadcast": (
         {"taps": 1},
         {"taps": 2},
-        "node 'tap' has 2 replicas and had 1, each with messages in flight for it alone",
+        "node 'tap' has 2 replicas and had 1, each with messages in flight that only it gets",
     ),
     "another dispatch": (
         {"taps": 2},

@@ -64,4 +64,4 @@ def test_a_run_that_has_begun_ends_in_order_and_by_the_second_signal_at_once() -
 def test_a_run_that_only_evaluates_ends_at_once() -> None:
     driver = NotingDriver(begun=True)
     assert asyncio.run(signalled(driver, signal.SIGTERM, at_once=True))
-    assert driver.told == ["stopping at once; the same command goes on with the answers that are there"]
+    assert driver.told == ["stopping at once; the same command continues with the existing answers"]

@@ -225,7 +225,7 @@ def test_a_full_disk_stops_the_keeping_and_is_told_once(tmp_path: Path) -> None:
         asyncio.run(write())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(told) == 1 and "cannot be written" in told[0] and "the run goes on" in told[0]
+    assert len(told) == 1 and "cannot be written" in told[0] and "the run continues" in told[0]
     assert not list((tmp_path / "rollouts").iterdir())
 
 
@@ -236,7 +236,9 @@ def test_rows_are_dropped_while_a_slow_disk_is_written(tmp_path: Path, monkeypat
     keeping.add([answer(number, 1, 1.0, "x" * 400) for number in range(5)])
     keeping.close()
     assert len(kept(tmp_path)) == 2
-    assert "faster than they are written" in told[0] and told[1].startswith("3 samples are not in ") and len(told) == 2
+    assert (
+        "faster than they can be written" in told[0] and told[1].startswith("3 samples are not in ") and len(told) == 2
+    )
 
 
 def closed_before_their_records(keeping: KeptSamples, number: int) -> None:
@@ -380,7 +382,7 @@ def test_the_command_prints_samples_and_differences(run_dir: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--step", "9"], "has no sample of step 9; it has some of steps 1 to 3"),
+        (["--step", "9"], "has no sample of step 9; it has samples of steps 1 to 3"),
         (["--best", "--worst"], "--best and --worst do not go together"),
         (["--limit", "0"], "--limit is 0"),
         (["--stpe", "3"], "did you mean --step"),

@@ -168,7 +168,7 @@ MALFORMED = {
     r'{"prompt": "x", "\udc00": 1}': r"the column '\udc00' holds text with '\udc00' at 0",
     r'{"prompt": "x", "note": {"\udc00": 1}}': r"the column 'note' holds text with '\udc00' at 0",
     '{"prompt": "x", "n": 15511210043330985984000000}': "the column 'n' holds the integer 15511210043330985984000000, "
-    "beyond 64 bits; write it as text",
+    "beyond 64 bits; write it as a string",
     f'{{"prompt": "x", "n": [{-(2**63) - 1}]}}': "the column 'n' holds the integer -9223372036854775809",
     f'{{"prompt": "x", "n": {"9" * 5000}}}': "Exceeds the limit (4300 digits) for integer string conversion",
     f'{{"prompt": "x", "n": {"[" * 40 + "]" * 40}}}': "the column 'n' holds values nested deeper than 32",

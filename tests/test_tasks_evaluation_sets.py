@@ -215,7 +215,7 @@ def test_agents_get_whole_sets_and_games_refuse_them(tmp_path: Path) -> None:
     evaluation = built.nodes["evaluation"]
     assert isinstance(evaluation, Evaluation)
     assert ([one.name for one in evaluation.agent_sets], evaluation.sets) == (["mine"], ())
-    with pytest.raises(ConfigError, match=r"names questions, and environment .* asks none of a task"):
+    with pytest.raises(ConfigError, match=r"names questions, and environment .* asks no questions of a task"):
         config("agent_game", "--evaluate-task", test, "--environment", "gymnasium/FrozenLake-v1")
     with pytest.raises(ConfigError, match="games are evaluated with --evaluate"):
         config("self_play", "--evaluate-task", test)
@@ -295,7 +295,7 @@ def test_evaluate_asks_all_rows_of_a_file_and_the_held_out_rows_of_others(tmp_pa
     assert sets_of("--task", made, "--evaluate-also", test) == [(made, 512, False, 512), (test, None, True, 700)]
     named = ("--evaluate-task", f"a={test}", f"b={test},num=7", "--prompts", "9")
     assert sets_of("--task", made, *named) == [("a", 9, True, 9), ("b", 7, True, 7)]
-    with pytest.raises(ConfigError, match="the set a is asked twice; name one of them with --evaluate-task"):
+    with pytest.raises(ConfigError, match="two sets are named a; give one another name with --evaluate-task"):
         config("evaluate", "--evaluate-task", f"a={test}", f"a={test},num=7")
 
 
@@ -352,7 +352,7 @@ def test_two_sets_need_two_names(tmp_path: Path) -> None:
     test = file_of(tmp_path / "test.jsonl", 30)
     cfg, _ = config("grpo", "--evaluate-task", f"a={test}", f"b={test},num=5")
     assert [(one.name, one.num) for one in cfg.evaluation_sets] == [("a", None), ("b", 5)]
-    with pytest.raises(ConfigError, match="--evaluate-task has two sets of the name a; name one of them"):
+    with pytest.raises(ConfigError, match="--evaluate-task has two sets named a; give one another name"):
         config("grpo", "--evaluate-task", f"a={test}", f"a={test},num=5")
 
 

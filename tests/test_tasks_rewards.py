@@ -144,7 +144,7 @@ def test_logs_of_one_sample_need_names(tmp_path: Path) -> None:
         ("def g(prompts, responses): ...", "has no function 'f'; it has g"),
         ("def f(x): ...", "begins with the parameters (x)"),
         ("def f(*, text, truth): ...", "begins with the parameters (text, truth)"),
-        ("from builtins import max as f", "has parameters that Python does not tell, as functions in C often do"),
+        ("from builtins import max as f", "has a signature that Python cannot read, as functions in C often have"),
         ("def f(:", "does not import: SyntaxError"),
         ("import no_such_package", "does not import: ModuleNotFoundError"),
         ("import sys\nsys.exit(0)", "calls sys.exit(0) while it is imported; put what it does as a script under if"),
@@ -258,7 +258,7 @@ NEVER_LOADED = "import threading\nthreading.Event().wait()\n"
 def test_a_module_that_hangs_when_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "LOADED_WITHIN_S", 0.3)
     (tmp_path / "hangs.py").write_text(NEVER_LOADED)
-    with pytest.raises(ConfigError, match=r"hangs.py:f is not loaded after 0.3 s; do what takes longer at its first"):
+    with pytest.raises(ConfigError, match=r"hangs.py:f is not loaded after 0.3 s; do slow set-up at its first"):
         asyncio.run(RewardWorker(f"{tmp_path}/hangs.py:f", timeout_s=5.0).ask(["p"], ["r"], [{}]))
 
 

@@ -76,7 +76,7 @@ def test_models_without_the_loss_are_refused(tmp_path: Path) -> None:
     [
         (0.0, "scalar", 2, ""),
         (0.1, "lm", 1, ""),
-        (-1.0, "lm", 1, "it has to be a number from 0 up"),
+        (-1.0, "lm", 1, "it has to be a finite number of at least 0"),
         (0.1, "scalar", 1, "a model with a scalar head has no load-balancing loss"),
         (0.1, "lm", 2, "route a part of it each; set sequence_parallel_size to 1"),
     ],

@@ -240,7 +240,7 @@ def test_a_batch_needs_a_sequence_for_each_group_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("config", "heads", "words"),
     [
-        ({"num_attention_heads": 6}, None, "has 6 attention heads, of which each rank takes an equal number; choose"),
+        ({"num_attention_heads": 6}, None, "has 6 attention heads, which the ranks have to share equally; choose"),
         ({"text_config": {"num_attention_heads": 10}}, None, "choose one of 1, 2, 5, 10"),
         ({}, 7, "choose one of 1, 7"),
         ({"model_type": "gpt_oss", "layer_types": ["sliding_attention"]}, None, "gpt_oss has layers with sliding"),

@@ -80,7 +80,7 @@ def test_a_kl_loss_without_reference_names_the_missing_node() -> None:
         ({"dtype": "float16"}, "choose one of float32, bfloat16"),
         ({"offload": "all", "stage": 2}, "needs ZeRO stage 3"),
         ({"dtype": "bfloat16", "stage": 0}, "fp32 master weights"),
-        ({"clip_grad_norm": -1.0}, "a number from 0 up"),
+        ({"clip_grad_norm": -1.0}, "a finite number of at least 0"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], says: str) -> None:

@@ -97,7 +97,7 @@ TWO = ZeroSettings(stage=2)
         (TWO, LoRA(rank=4), LLAMA, "but adapters are not divided among ranks"),
         (TWO, LoRA(), LLAMA | {"num_local_experts": 8}, "but the experts of a mixture are not divided"),
         (TWO, LoRA(), LLAMA | {"num_key_value_heads": 2}, "2 heads of keys and 96 features in a feed-forward layer"),
-        (TWO, LoRA(), LLAMA | {"num_key_value_heads": 2}, "takes an equal number; choose one of 1, 2"),
+        (TWO, LoRA(), LLAMA | {"num_key_value_heads": 2}, "have to share equally; choose one of 1, 2"),
         (TWO, LoRA(), {"text_config": LLAMA | {"num_attention_heads": 6}}, "choose one of 1, 2"),
         (TWO, LoRA(), LLAMA | {"intermediate_size": 90}, "choose one of 1, 2"),
     ],

@@ -189,7 +189,7 @@ def test_an_interrupted_command_goes_on_where_it_stopped(runs: MadeUpRuns, capsy
 def test_without_time_what_was_not_measured_is_left_out(runs: MadeUpRuns, capsys: Capture) -> None:
     runs.fails = "time"
     assert tuned("--budget", "1") == 2
-    assert "--budget 1: the time was over before a step could be predicted" in capsys.readouterr().err
+    assert "--budget 1: the time was up before a step could be predicted" in capsys.readouterr().err
     runs.fails = ""
     assert tuned("--budget", "0.4", "--json") == 0, "24 s are enough for one run that takes no time"
     printed = capsys.readouterr()
@@ -211,7 +211,7 @@ def test_a_run_file_is_taken_and_its_run_options_stay(runs: MadeUpRuns, capsys: 
 
 def test_one_placement_that_is_left_is_told(runs: MadeUpRuns, capsys: Capture) -> None:
     assert tuned("--staleness", "0", "--generator.replicas", "1", *ON_ONE_CORE) == 0
-    told = "one placement is left, generator 1 x 1 core, trainer 1 x 1 core, staleness 0: what is given stays"
+    told = "the given options leave one placement, generator 1 x 1 core, trainer 1 x 1 core, staleness 0"
     assert told in capsys.readouterr().err
 
 

@@ -1,9 +1,10 @@
 """Parses what a policy sampled into an assistant's message, with its tool calls.
 
-`reply_parser` chooses: the tokenizer's `response_template`, or the parsers of vLLM that are named, else none. No text
-makes parsing raise: where a call in it cannot be read, `ParsedReply.malformed` says why, and the message is the text.
+`reply_parser` chooses the parser: the parsers of vLLM that are named, else the tokenizer's `response_template`, else
+none. Parsing does not raise for any text: if a call in it cannot be read, `ParsedReply.malformed` says why, and the
+message is the text.
 
-A call has an id of the policy's own where the text holds one. Else its id is a hash of the context and the reply, so
+A call keeps the policy's own id if the text contains one. Otherwise, its id is a hash of the context and the reply, so
 that the same episode always has the same ids.
 """
 
@@ -23,7 +24,7 @@ from flowrl.models.tokens.chat import Messages
 from flowrl.tasks.user_module import one_line
 
 ID_LENGTH = 9
-"""Letters and digits of a call's id; the templates of Mistral's models take exactly 9."""
+"""Number of letters and digits in a call's id; the templates of Mistral's models take exactly 9."""
 MOST_NESTED = 32
 """Maximum nesting depth of a call's arguments."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -36,19 +37,19 @@ class ParsedReply:
     """A reply as a message that chat templates take."""
 
     message: Mapping[str, Any]
-    """`role`, `content`, where there are any `tool_calls` in the form of OpenAI's API, and reasoning.
+    """`role`, `content` and, if there are any, `tool_calls` in the form of OpenAI's API, and reasoning.
 
     All values are text, lists and mappings: the arguments of a call are JSON text.
     """
     malformed: str = ""
-    """Why a call in the text could not be read; then the message has no calls."""
+    """Why a call in the text could not be read, in which case the message has no calls; "" if there was no problem."""
 
 
 def reply_parser(tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None) -> ReplyParser:
-    """The parser of replies to this tokenizer's model; `tool_parser` and `reasoning_parser` are names of vLLM's.
+    """The parser of replies to this tokenizer's model; `tool_parser` and `reasoning_parser` name parsers of vLLM.
 
-    Raises ConfigError for names that vLLM does not have, and for those that the tokenizer cannot be parsed with.
-    Naming one imports vLLM.
+    Raises ConfigError for names that vLLM does not have, and for parsers that do not work with the tokenizer. Naming a
+    parser imports vLLM.
     """
     if tool_parser or reasoning_parser:
         from flowrl.agents.vllm_parser import VllmExtraction
@@ -75,9 +76,10 @@ class ReplyParser:
         self._reasoning_key = next(read, REASONING_KEYS[0])
 
     def parse(self, reply: Ids | str, context: Ids | str, tools: Messages = ()) -> ParsedReply:
-        """The reply as a message. `reply` and `context`, all before it, are ids, or text with its special tokens.
+        """The reply as a message. `reply`, and `context` (everything before it), are ids, or text with its special
+        tokens.
 
-        Without tools nothing is a call, whatever the text looks like.
+        Without tools nothing is a call, even if the text looks like one.
         """
         sampled = self._sampled(reply, context, tools)
         parts, malformed = self._parts(sampled)
@@ -91,7 +93,7 @@ class ReplyParser:
         return ParsedReply(message, _sendable(malformed) if tools else "")
 
     def _parts(self, sampled: SampledText) -> tuple[ReplyParts, str]:
-        """What the reply holds, its calls in their form; or why it cannot be read."""
+        """(the parts of the reply, with calls in OpenAI's form; why the reply cannot be read, "" if it can)."""
         try:
             found = self._extract(sampled)
             if sampled.body.strip() and not (found.content.strip() or found.reasoning.strip() or found.calls):
@@ -100,7 +102,7 @@ class ReplyParser:
             return ReplyParts(found.content, found.reasoning, calls), ""
         except UnreadableReply as problem:
             return ReplyParts(sampled.body), str(problem)
-        except Exception as problem:  # the boundary to the parser, which is foreign code
+        except Exception as problem:  # the boundary to the parser, which is third-party code
             return ReplyParts(sampled.body), one_line(problem)
 
     def _sampled(self, reply: Ids | str, context: Ids | str, tools: Messages) -> SampledText:
@@ -156,7 +158,8 @@ def _depth(value: Any) -> int:
 
 
 def _call_id(given: Any, sampled: SampledText, index: int) -> str:
-    """The policy's own id, if the text holds it; vLLM's parsers draw one at random where it does not."""
+    """The policy's own id if the text contains it, else a hash: vLLM's parsers make up a random id if the text has
+    none."""
     if isinstance(given, str) and given and given in sampled.whole:
         return _sendable(given)
     place = f"{index}/{len(sampled.context)}/{sampled.context}{sampled.whole}"
@@ -164,5 +167,5 @@ def _call_id(given: Any, sampled: SampledText, index: int) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Without halves of surrogate pairs, which a policy can write as escapes in JSON."""
+    """`text` with lone surrogates replaced, which a policy can write as escapes in JSON."""
     return text.encode("utf-8", "replace").decode()

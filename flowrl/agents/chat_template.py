@@ -1,9 +1,10 @@
 """How a chat template joins messages: what it writes after a reply, by id.
 
-A template is a program of the model's author: it may drop, move or rewrite what it is given, and one rendering
-need not begin with another. So nothing is assumed: a mark takes the place of a reply's content, and what the
-template writes after the mark follows the reply. What lies between a reply and the message after it is found once
-for each pair of roles, with probe messages; a template for which it cannot be found is refused.
+A template is a program of the model's author: it may drop, move or rewrite what it is given, and the rendering of a
+longer conversation need not begin with that of a shorter one. So nothing is assumed: a mark takes the place of a
+reply's content, and what the template writes after the mark is what follows the reply. The text between a reply, with
+or without calls, and the next message is found once for each role of that message, with probe messages. A template for
+which it cannot be found is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ASKED: Mapping[str, Any] = {"role": "user", "content": "probe"}
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a template writes from the mark in a reply to the content of the message after it, by id."""
+    """The ids that a template writes between the mark in a reply and the content of the next message."""
 
     token_ids: Int32
     closing: int
@@ -40,7 +41,7 @@ class Boundary:
 class ChatTemplate:
     """The chat template of a tokenizer with an episode's tools. Raises ConfigError if its boundary cannot be found.
 
-    One instance serves any number of conversations; it holds what the probes have found. Messages are those of
+    One instance serves any number of conversations; it keeps what the probes have found. Messages are those of
     `apply_chat_template`; the arguments of a tool call may be a mapping or JSON text.
     """
 
@@ -56,7 +57,7 @@ class ChatTemplate:
         self._find_form()
 
     def text(self, messages: Messages) -> str:
-        """The rendering of `messages` up to where the policy goes on."""
+        """The rendering of `messages` up to where the policy continues."""
         try:
             given = [self._formed(message) for message in messages]
             return render(self.tokenizer, given, add_generation_prompt=True, tools=self.tools)
@@ -90,7 +91,8 @@ class ChatTemplate:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def following(self, history: Messages, sampled: Int32, new: Messages) -> Int32:
-        """What the template writes after the reply that ends `history` up to the next one, less what was sampled.
+        """The ids that the template writes between the reply that ends `history` and the next reply, without those
+        already sampled.
 
         Without new messages the next reply follows at once.
         """
@@ -108,9 +110,11 @@ class ChatTemplate:
         return ids[start + self.overlap(sampled, ids[start : boundary.token_ids.size]) :]
 
     def overlap(self, sampled: Int32, closing: Int32) -> int:
-        """How many ids of `closing` the policy has sampled itself: those, with an end token, that `sampled` ends with.
+        """How many ids of `closing` the policy has sampled itself: `sampled` ends with them, and they contain an end
+        token.
 
-        Ids without an end token are text of the reply, which may by chance end as the template goes on.
+        Ids without an end token are text of the reply, which may by chance end in the same way as the template
+        continues.
         """
         for n in range(min(sampled.size, closing.size), 0, -1):
             if np.array_equal(sampled[-n:], closing[:n]) and not self._added.isdisjoint(closing[:n].tolist()):
@@ -122,7 +126,7 @@ class ChatTemplate:
         return sampled.size > 0 and int(sampled[-1]) in self._added
 
     def content_ids(self, sampled: Int32) -> Int32:
-        """`sampled` without the end that the policy gave it."""
+        """`sampled` without the end that the policy sampled."""
         end = self.overlap(sampled, self.boundary("user").token_ids)
         if end == 0 and sampled.size and sampled[-1] == self.tokenizer.eos_token_id:
             end = 1
@@ -139,9 +143,9 @@ class ChatTemplate:
         return self._boundaries[key]
 
     def marked_starts(self, messages: Messages, indices: Sequence[int], text: str) -> list[int]:
-        """`marked_start` of each of the replies, by one rendering with a mark in all of them.
+        """`marked_start` of each of the replies, from one rendering with a mark in all of them.
 
-        Only if a mark changes more than where it stands, each has a rendering of its own.
+        If the marks change other parts of the rendering, each reply is rendered with its own mark only.
         """
         mark = self._unused_mark(messages)
         marks = {index: f"{mark}{index:06}" for index in indices}
@@ -184,7 +188,8 @@ class ChatTemplate:
         return {"role": "tool", "content": content, "name": call["function"]["name"], "tool_call_id": call["id"]}
 
     def _find_form(self) -> None:
-        """Whether the template wants content as text or as parts (those for images do), and arguments as JSON text."""
+        """Find out whether the template takes content as text or as parts (as templates for images do), and arguments
+        as JSON text."""
         try:
             self.boundary("user")
         except ConfigError as problem:
@@ -195,7 +200,8 @@ class ChatTemplate:
             self.boundary("user", calls=True)
 
     def _reads_parts(self) -> bool:
-        """Whether there is a boundary with content in parts, and the template reads them instead of printing them."""
+        """Whether a boundary is found with content in parts, and the template reads the parts instead of printing
+        them."""
         try:
             self.boundary("user")
         except ConfigError:
@@ -261,7 +267,7 @@ class ChatTemplate:
         if last in self._added and found.size:
             return int(found[0])
         raise ConfigError(
-            "the chat template ends a reply with tool calls in its own way, and this reply does not end so; "
+            "the chat template ends a reply with tool calls in its own way, and this reply does not end that way; "
             "feed it as a reply without calls, or use another template"
         )
 

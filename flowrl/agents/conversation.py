@@ -1,8 +1,8 @@
 """An episode's conversation as token ids: what was fed and what was sampled, never tokenized twice.
 
-Invariants: a context is a concatenation of fed pieces and of sampled replies with the ids that they were sampled
-with; a sampled token is in the loss of exactly one sequence, the first that has it; a sequence ends with the last
-token that was sampled for it.
+Invariants: a context is a concatenation of fed pieces and of sampled replies, which keep the ids that were sampled; a
+sampled token is in the loss of exactly one sequence, the first that has it; a sequence ends with the last token that
+was sampled for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.tokens.chat import Messages
 
 History = Literal["append", "template"]
-"""append: the context keeps what was sampled. template: it is what the template makes of the messages."""
+"""append: the context keeps what was sampled. template: the context is what the template makes of the messages."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One sequence of an episode; the arrays are as long as each other and read-only.
+    """One sequence of an episode; the arrays are equally long and read-only.
 
     As in `Sample`, logprobs and versions are meaningful where the mask is true, and 0 and -1 elsewhere.
     """
@@ -39,18 +39,18 @@ class TokenSequence:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Neighbouring tokens of one origin; branches share spans, so a span is equal to itself alone."""
+    """Neighbouring tokens of one origin; branches share spans, so a span is equal only to itself."""
 
     token_ids: Int32
     text: str
     logprobs: Float32 | None = None
-    """None of tokens that are context: fed ones, and replies in a branch that repeats them."""
+    """None for tokens that are context: fed tokens, and replies in a branch that repeats them."""
     versions: Int32 | None = None
 
 
 @dataclass(frozen=True)
 class SampledReply:
-    """What the policy answered: the span, and which message it is."""
+    """A reply of the policy: its span, and its index among the messages."""
 
     index: int
     span: Span
@@ -59,8 +59,8 @@ class SampledReply:
 class Conversation:
     """Feed messages, ask for the context, hand in what was sampled, and so on.
 
-    With `history="template"` a context that is not the one before with something after it begins a branch: a
-    further sequence. Raises ConfigError where the template cannot render the messages.
+    With `history="template"`, a context that does not continue the previous one starts a branch: a further sequence.
+    Raises ConfigError where the template cannot render the messages.
     """
 
     def __init__(self, template: ChatTemplate, *, history: History = "append") -> None:
@@ -87,7 +87,8 @@ class Conversation:
         self._asked = None
 
     def context(self) -> Int32:
-        """All token ids of the next request, up to where the policy goes on. The same until something is fed."""
+        """All token ids of the next request, up to where the policy continues. It stays the same until something is
+        fed."""
         return _read_only(_joined([span.token_ids for span in self._context()], np.int32))
 
     def sampled(
@@ -110,7 +111,7 @@ class Conversation:
         self._commit(context, span, message)
 
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """One for each branch, in the order of their beginnings; with `history="append"` at most one."""
+        """One for each branch, in the order in which they started; with `history="append"` at most one."""
         return tuple(token_sequence(branch) for branch in self._branches)
 
     @property
@@ -151,7 +152,8 @@ class Conversation:
         return self._rewritten(text)
 
     def _rewritten(self, text: str) -> tuple[Span, ...]:
-        """The spans of a rendering that differs from the context before; replies that it keeps keep their ids."""
+        """The spans of a rendering that differs from the previous context; replies that the rendering keeps also keep
+        their ids."""
         spans: list[Span] = []
         end = 0
         starts = self.template.marked_starts(self.messages, [reply.index for reply in self._replies], text)

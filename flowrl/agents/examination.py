@@ -1,4 +1,5 @@
-"""Preflight of a chat template: whether it rewrites history, what that costs, and whether tool calls come back."""
+"""Preflight of a chat template: whether it rewrites history, what that costs, and whether tool calls can be parsed
+back."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from flowrl.models.tokens.chat import Messages
 
 PROBED_REPLIES = 3
 ANY_TOOL = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
-"""Stands for tools that are not known yet: without tools nothing is parsed as a call."""
+"""A stand-in for tools that are not known yet: without tools nothing is parsed as a call."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Examination:
     rewrites: tuple[str, ...]
     """Kinds of replies ("plain", "reasoning", "calls") whose context the template writes anew later."""
     sequences: int
-    """Sequences of a probe with three replies, with `history="template"`."""
+    """Number of sequences of a probe with three replies, with `history="template"`."""
     repeated: float
     """Tokens of those sequences for each token of the one that `history="append"` makes."""
     no_tools: str
@@ -38,9 +39,9 @@ class Examination:
     parsed_by: str
     """The parser, as a user knows it."""
     no_calls: bool
-    """Nothing of the rendered tool call was read as a call."""
+    """Whether nothing of the rendered tool call was read as a call."""
     hides_tools: bool
-    """Takes tool calls and answers, but does not tell the policy which tools there are."""
+    """Whether the template takes tool calls and answers, but does not tell the policy which tools exist."""
 
     def __str__(self) -> str:
         if self.no_tools:
@@ -76,8 +77,8 @@ def examine(
 ) -> Examination:
     """Probe the chat template. Raises ConfigError if the boundary after a reply cannot be found.
 
-    `parser` defaults to `reply_parser(tokenizer)`; `named` is what it is called. Reasoning is probed if the template
-    names `</think>`.
+    `parser` defaults to `reply_parser(tokenizer)`; `named` is the parser's name for the user. Reasoning is probed if
+    the template names `</think>`.
     """
     template = ChatTemplate(tokenizer, tools)
     no_tools = _no_tools(template)
@@ -99,9 +100,9 @@ def examine(
 
 
 def shown_reply(template: ChatTemplate, reply: Mapping[str, Any]) -> tuple[Int32, str]:
-    """(ids, prefix): a reply that holds MARK, as the template shows it with its end, and the text before it.
+    """(ids of a reply that contains MARK, as the template shows it with its end; the text before the reply).
 
-    They are divided by id, where the rendering leaves the one that ends with the question.
+    The reply starts at the first id that differs from the rendering that ends with the question.
     """
     text = template.text([ASKED, reply, {"role": "user", "content": NEXT}]).partition(MARK)[0]
     before, whole = template.ids(template.text([ASKED])), template.ids(text + MARK)
@@ -111,14 +112,15 @@ def shown_reply(template: ChatTemplate, reply: Mapping[str, Any]) -> tuple[Int32
 
 
 def _common(a: Int32, b: Int32) -> int:
-    """How many ids `a` and `b` begin with alike."""
+    """Number of equal ids at the beginning of `a` and `b`."""
     size = min(a.size, b.size)
     differing = np.flatnonzero(a[:size] != b[:size])
     return int(differing[0]) if differing.size else size
 
 
 def _end(template: ChatTemplate, *, calls: bool) -> Int32:
-    """What follows the mark in a reply, up to its end token; with unknown closing, to where next roles differ."""
+    """The ids after the mark in a reply, up to its end token; if the closing is unknown, up to the last end token
+    before the point where the next message's role makes a difference."""
     boundary = template.boundary("tool" if calls else "user", calls=calls)
     if boundary.closing >= 0:
         return boundary.token_ids[: boundary.closing + 1]

@@ -1,6 +1,6 @@
 """Examines a chat template with vLLM's parsers in a process of its own, because only generators import vLLM.
 
-Both functions wait for the process, which ends by itself, or after LIMIT_S by SIGKILL.
+Both functions wait for the process, which ends on its own, or is killed by SIGKILL after LIMIT_S.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flowrl.models.tokens.chat import Messages
 from flowrl.tasks.reward_calls import child
 
 POLICY = ("trust_remote_code", "chat_template", "chat_template_kwargs")
-"""What its tokenizer depends on besides the model."""
+"""What a policy's tokenizer depends on besides the model."""
 OF_MANY_MODELS = ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 LIMIT_S = 300.0
-"""vLLM's import takes some ten seconds of a core that has nothing else to do."""
+"""Seconds. The import of vLLM takes some ten seconds on an idle core."""
 
 
 def examine_with_parsers(
@@ -50,7 +50,7 @@ def parsers_that_read(policy: Policy, tools: Messages) -> list[str]:
 
 
 def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str) -> dict[str, Any]:
-    """The answer of a process of its own. Raises ConfigError, with `what` is tried."""
+    """The answer of a new process to `question`. Raises ConfigError, whose text names `what` is tried."""
     options = {**{name: getattr(policy, name) for name in POLICY}, "tokenizer": asdict(policy.tokenizer)}
     asked = {"model": policy.model, "options": options, "tools": [dict(tool) for tool in tools], **question}
     command = [sys.executable, "-m", "flowrl.agents.parser_trial"]
@@ -58,7 +58,7 @@ def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str)
         done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{what} could not be tried within {LIMIT_S:.0f} s; begin again when the machine has less to do"
+            f"{what} could not be tried within {LIMIT_S:.0f} s; try again when the machine is less busy"
         ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
@@ -75,10 +75,11 @@ def _words(named: dict[str, str | None]) -> str:
 
 
 def main() -> None:
-    """The life of the process: what it is asked on its standard input, the answer on its standard output."""
+    """The program of the process: it reads the question from standard input and writes the answer to standard
+    output."""
     child.die_with_parent()
     with os.fdopen(os.dup(1), "w") as outbox:
-        os.dup2(2, 1)  # what libraries print
+        os.dup2(2, 1)  # for what libraries print
         print(json.dumps(_answer(json.load(sys.stdin))), file=outbox)
 
 
@@ -94,7 +95,7 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def asked_policy(model: str, *, tokenizer: dict[str, Any], **options: Any) -> Policy:
-    """The policy of the question, whose lists of tokens are lists of JSON."""
+    """The policy of the question, whose tuples of tokens arrive as JSON lists."""
     lists = {name: tuple(tokens) for name, tokens in tokenizer.items() if isinstance(tokens, list)}
     return Policy(model, tokenizer=TokenizerOptions(**{**tokenizer, **lists}), **options)
 

@@ -18,9 +18,9 @@ class SampledText:
     """What a parser is given."""
 
     whole: str
-    """Special tokens included, the end too."""
+    """The text with its special tokens, including the end."""
     body: str
-    """Without the special token that ended it."""
+    """The text without the special token that ended it."""
     ids: tuple[int, ...]
     """Empty if the reply was given as text."""
     context: str
@@ -29,7 +29,8 @@ class SampledText:
 
 @dataclass(frozen=True)
 class ReplyParts:
-    """What a parser found. A call should be a mapping with `name`, `arguments` (one too, or JSON text), maybe `id`."""
+    """What a parser found. A call should be a mapping with `name`, `arguments` (a mapping or JSON text) and maybe
+    `id`."""
 
     content: str
     reasoning: str = ""
@@ -37,4 +38,4 @@ class ReplyParts:
 
 
 Extract = Callable[[SampledText], ReplyParts]
-"""May raise anything, for some text."""
+"""May raise any exception, depending on the text."""

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are no whole character yet."""
+"""What a decoder writes for bytes that do not form a whole character yet."""
 LONGEST_RUN = 8
-"""Tokens that may share one character; more are no character."""
+"""Maximum number of tokens that share one character; a longer run is not a character."""
 
 
 class TokenPieces:
-    """Divides token ids into their texts. Remembers each token's text: one tokenizer, one object."""
+    """Divides token ids into their texts. Remembers each token's text, so an object is for one tokenizer only."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
         ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._before = ids[-1:]
-        """A token to decode others after: alone, some decoders strip a token's leading space."""
+        """A token after which others are decoded: without one, some decoders strip a token's leading space."""
         self._text_before = self._decoded(self._before)
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """One text for each id; of a character that takes several tokens, the last one has it."""
+        """One text for each id; a character that takes several tokens is in the text of the last one."""
         pieces: list[str] = []
         run: list[int] = []
         for token_id in token_ids:

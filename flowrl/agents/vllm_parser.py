@@ -1,7 +1,7 @@
 """vLLM's parsers of tool calls and reasoning, by the names that its server takes.
 
-They never raise for a call that they cannot read: they log an error with a traceback and return the text. The error is
-taken from the log, where it would appear once for each bad reply.
+These parsers never raise for a call that they cannot read: they log an error with a traceback and return the text. The
+code here takes the error out of the log, where it would appear once for each bad reply.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VllmExtraction:
             ) from None
 
     def __call__(self, sampled: SampledText) -> ReplyParts:
-        """Raises UnreadableReply if a call is there and cannot be read."""
+        """Raises UnreadableReply if the text has a call that cannot be read."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         tools = [dict(tool) for tool in sampled.tools] or None
@@ -99,7 +99,7 @@ def _unread(parser: Any, text: str, parts: ReplyParts) -> str:
 
 
 def _after(text: str, parts: ReplyParts, reasoning_end: str | None) -> str:
-    """What of the text comes after all that the parser returned: some drop a call that is incomplete."""
+    """The text after everything that the parser returned: some parsers drop an incomplete call."""
     last = parts.content.strip() or parts.reasoning.strip()
     _, found, rest = text.rpartition(last) if last else ("", "", text)
     return rest.strip().removeprefix(reasoning_end or "").strip() if found or not last else ""
@@ -107,7 +107,7 @@ def _after(text: str, parts: ReplyParts, reasoning_end: str | None) -> str:
 
 @contextmanager
 def _errors_taken(parser: object) -> Iterator[list[str]]:
-    """Errors that the parser's modules log meanwhile; they are not shown."""
+    """Collect the errors that the parser's modules log within the block; they are not shown."""
     errors: list[str] = []
 
     def take(record: logging.LogRecord) -> bool:

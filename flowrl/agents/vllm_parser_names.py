@@ -1,7 +1,7 @@
 """The names of vLLM's parsers of tool calls and reasoning, read from vLLM's source: importing vllm takes seconds.
 
-Where vLLM is not installed, or keeps them elsewhere, nothing is known and any name passes; the generator's process,
-which imports vLLM, refuses what is wrong then.
+If vLLM is not installed, or keeps the names elsewhere, no name is known and any name passes. The generator's process,
+which imports vLLM, then refuses wrong names.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Requests and notes between endpoints: the control link beside the lanes.
+"""Requests and notes between endpoints: the control link, which is separate from the lanes.
 
 Invariants
 - Every request gets one answer: a value, the other side's error, or LaneFailed when the other process failed. A
   handler that ends in any other way than by returning is an error, unless the requester cancelled it.
 - A cancelled request cancels its handler's task at the other end; an answer that still arrives is dropped. A caller
   that requests a right to something must give it back when it is cancelled: the answer may already be in flight.
-- A broken connection is no failure: frames still arrive once and in order (`once`).
+- A broken connection is not a failure: frames still arrive once and in order (`once`).
 - Notes and requests from one process to another arrive in the order in which they were made. A note's (plain) handler
   has run before the next frame is handled; a request's handler begins in the next tick, after notes that came with it.
 
@@ -43,10 +43,10 @@ class Work:
         """Number of the request, 0 for a note."""
         self.kind = kind
         self.wanted = True
-        """True until it is cancelled: its result or error is reported only then."""
+        """True until the work is cancelled. Its result or error is reported only while this is True."""
 
     def stop(self) -> None:
-        """Cancel it: the requester has cancelled, or the requester's process or this one ends."""
+        """Cancel the work: the requester has cancelled, or the requester's process or this one ends."""
         self.wanted = False
         self.task.cancel()
 
@@ -61,14 +61,14 @@ class Control:
         self._post = post
         self._report = report
         self._context = contextvars.copy_context()
-        """Handlers' tasks run in a copy of it, not in the context that happened to be active when the request came."""
+        """Handlers' tasks run in a copy of this context, not in the one that was active when the request arrived."""
         self._answers: dict[str, Answer] = {}
         """Kind of a request or note -> its handler here."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, str, float, asyncio.Future[Any]]] = {}
         """Number of a request made here -> (host, kind, time.monotonic() of its start, its answer)."""
         self._works: dict[tuple[str, int], Work] = {}
-        """(host, number of its request) -> the running handler; the key of a note has a negative number of its own."""
+        """(host, number of its request) -> the running handler; the key of a note has a unique negative number."""
         self._closed = False
 
     def on(self, kind: str, answer: Answer) -> None:
@@ -132,7 +132,7 @@ class Control:
             self._works[host, number].stop()
 
     def _begin(self, host: str, number: int, kind: str, body: Any) -> None:
-        """Run the handler: of a note at once if it is a plain function, otherwise in a task of its own."""
+        """Run the handler: a plain function that handles a note at once, any other handler in its own task."""
         answer = self._answers.get(kind)
         if answer is not None and not inspect.iscoroutinefunction(answer) and not number:
             self._run_note(answer, host, kind, body)
@@ -188,7 +188,7 @@ class Control:
             self._fail(work, WireError(f"answer to {work.kind!r}: {error}"))
 
     def _settle(self, host: str, number: int, good: bool, value: Any) -> None:
-        """Give a request its answer: a value, or with `good` false an error of `_as_data`. Drops one nobody awaits."""
+        """Give a request its answer: a value, or an error of `_as_data` if not `good`. Drops answers nobody awaits."""
         waiting = self._waiting.get(number)
         if waiting is None or waiting[0] != host or waiting[3].done():
             return
@@ -206,7 +206,7 @@ def is_cancel(error: BaseException) -> bool:
 
 
 def as_exception(what: str, error: BaseException) -> Exception:
-    """The error that `what` raised, as an Exception: a cancel or sys.exit() becomes a RuntimeError."""
+    """The error that `what` raised, as an Exception: a cancellation or sys.exit() becomes a RuntimeError."""
     if isinstance(error, Exception):
         return error
     problem = RuntimeError(

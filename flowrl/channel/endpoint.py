@@ -45,8 +45,8 @@ __all__ = ["Address", "EndOfStream", "Endpoint", "LaneWait"]
 _local: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictionary()
 """The open endpoints of this process, by their ipc path."""
 _contexts: set[zmq.Context[Any]] = set()
-"""The contexts of endpoints that are not closed. A garbage collection that ends a context blocks for ever if the
-context's sockets are garbage too, so an endpoint that nobody closes keeps its context until the process ends."""
+"""The contexts of endpoints that are not closed. A garbage collection that ends a context blocks forever if the
+context's sockets are also garbage, so an endpoint that nobody closes keeps its context until the process ends."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class LaneWait:
 class Endpoint:
     """See the module.
 
-    `transport` is the run's, by default that for one machine.
-    `failed(error)` receives every error that no caller can receive (a note's handler raised, received bytes are
-    no frame); the default is the loop's exception handler.
+    `transport` is the run's transport; the default is the one for a single machine.
+    `failed(error)` receives every error that no caller can receive (for example a note's handler raised, or received
+    bytes are not a frame); the default is the loop's exception handler.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Endpoint:
         self._attached = Attached(prefix, self._unseen)
         self._decoder = MessageDecoder(self._attached.array)
         self._left: set[str] = set()
-        """Hosts of `peer_left`."""
+        """Hosts for which `peer_left` was called."""
 
     # Opening, peers, closing
 
@@ -127,23 +127,24 @@ class Endpoint:
         self._router.join(host, address.incarnation, self._link(address))
 
     def peer_failed(self, host: str, reason: str) -> None:
-        """The supervisor reports that the process of `host` is dead: whatever waits for it raises LaneFailed.
+        """The supervisor reports that the process of `host` is dead: every call that waits for it raises LaneFailed.
 
         Messages kept for it stay kept, for `connect` to a new process.
         """
         self._router.fail(host, reason, self._router.lanes(host))
 
     def peer_left(self, host: str, reason: str) -> None:
-        """As `peer_failed`, of a process that the run goes on without. What has arrived of it counts.
+        """Like `peer_failed`, for a process that the run continues without. Frames that have arrived still count.
 
-        Not from a handler of notes: it takes frames that have arrived after those which the handler's came with.
+        Do not call this from a handler of notes: it processes all frames that have arrived, even before the remaining
+        frames that came together with the note.
         """
         self._listener.drain()
         self._left.add(host)
         self.peer_failed(host, reason)
 
     def has_left(self, host: str) -> bool:
-        """Whether `peer_left` was called for it."""
+        """Whether `peer_left` was called for `host`."""
         return host in self._left
 
     def _link(self, address: Address) -> Link:
@@ -206,14 +207,14 @@ class Endpoint:
         return await self._control.request(host, kind, body)
 
     async def arrived(self, peers: Iterable[str]) -> None:
-        """Wait until everything in transit from here to `peers` has arrived there; their handler of "ping" answers."""
+        """Wait until everything in transit from here to `peers` has arrived: their handlers for "ping" answer."""
         await asyncio.gather(*(self._arrived_at(peer) for peer in peers))
 
     async def _arrived_at(self, peer: str) -> None:
         try:
             await self.request(peer, "ping")
         except LaneFailed:
-            if not self.has_left(peer):  # else nothing is in transit there any more
+            if not self.has_left(peer):  # nothing is in transit any more to a host that has left
                 raise
 
     def notify(self, host: str, kind: str, body: Any = None) -> None:

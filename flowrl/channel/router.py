@@ -3,12 +3,13 @@
 Invariants
 - All frames to one peer keep their order. Frames for one peer that become due within one tick of the loop leave as
   one multipart, or as several if they are large.
-- Credits and acks leave with the first message after LATER_S. Without a message they leave alone after another
-  LATER_S, and at once if the producer is about to run out of credit. Requests take earlier acks along.
+- Credits and acks leave after at most LATER_S. For a peer that was sent frames during that time, they leave with the
+  next message instead, or after another LATER_S if none follows. They leave at once if the producer is about to run
+  out of credit, and together with every request.
 - Over a link that may break, frames of the control link are numbered, kept until they are confirmed, and admitted
   once and in order (`once`).
 - Frames for a lane that is not open here yet are parked. So are frames from a process, or an incarnation of it, that
-  `join` has not named yet. Credits bound both.
+  `join` has not named yet. Credits bound the number of parked frames.
 - Frames from an earlier incarnation of a peer are dropped: the new incarnation repeats their content.
 - Only the supervisor, or the peer's own BYE, declares a peer's process dead.
 
@@ -68,7 +69,7 @@ class Router:
         return peer
 
     def join(self, host: str, incarnation: int, link: Link) -> None:
-        """`host` is alive in `incarnation`, and `link` reaches it: send the waiting frames, replay the kept ones."""
+        """`host` runs as `incarnation`, and `link` reaches it: send the waiting frames, and replay the kept ones."""
         peer = self.peer(host)
         if peer.link is not None:
             peer.link.close(LINGER_S if peer.incarnation == incarnation else 0)
@@ -90,7 +91,7 @@ class Router:
             self.receive(host, sent_in, frames)
 
     def fail(self, host: str, reason: str, lanes: Iterable[SendLane | ReceiveLane]) -> None:
-        """`host` is gone: fail `lanes` and the requests to it. Kept messages stay kept, for `join`."""
+        """`host` is gone: fail `lanes` and the requests to it. Kept messages stay kept until `join` replays them."""
         peer = self.peer(host)
         peer.failed = reason
         if peer.link is not None:
@@ -176,7 +177,7 @@ class Router:
         peer = self._peers[lane.spec.consumer_host]
         link = peer.link
         if link is None:
-            if not peer.failed:  # else `join` to its successor has the lane say everything anew
+            if not peer.failed:  # after a failure, `join` with the new process makes the lane send everything again
                 peer.unflushed.append(lane.machine)
             return
         try:
@@ -187,7 +188,7 @@ class Router:
         if peer.begun != self._tick and link.eager:
             self._begin(peer)  # the first message of a tick leaves at once: the peer works while we add the rest
         elif pending >= lane.burst and link.eager:
-            link.flush()  # so does every full burst: a consumer must not idle while this loop is busy
+            link.flush()  # a full burst also leaves at once: a consumer must not idle while this loop is busy
         elif not peer.dirty:
             self._mark(peer)
 
@@ -241,12 +242,12 @@ class Router:
         """Send a frame that belongs to no lane. Raises LaneFailed for a request to a host that is gone."""
         peer = self.peer(host)
         if peer.failed and frame[0] == REQUEST:
-            raise LaneFailed(f"host {host!r} cannot be asked: {peer.failed}")
+            raise LaneFailed(f"no request can be sent to host {host!r}: {peer.failed}")
         if self.closed:
             return
         if peer.link is not None:
             peer.say(peer.link, frame)
-            peer.flush_due = True  # a request's handler has to see acks that were sent before it
+            peer.flush_due = True  # a request's handler has to see acks that were made before the request
             if peer.begun != self._tick and peer.link.eager:
                 self._begin(peer)
             else:
@@ -276,10 +277,10 @@ class Router:
         """Process the frames that `host` sent in `incarnation`."""
         peer = self.peer(host)
         if peer.incarnation is None or incarnation > peer.incarnation:
-            peer.early.append((incarnation, frames))  # its process has not joined yet: `join` takes them up
+            peer.early.append((incarnation, frames))  # its process has not joined yet: `join` processes the frames
             return
         if incarnation < peer.incarnation or peer.failed or self.closed:
-            return  # a dead incarnation's: its successor repeats what was not acked
+            return  # frames of a dead incarnation: the new incarnation repeats what was not acked
         self._tick += 1
         touched: dict[ReceiveLane, None] = {}
         lane: ReceiveLane | None = None
@@ -346,7 +347,7 @@ class Router:
             lane.changed(lane)
 
     def _left(self, peer: Peer) -> None:
-        """The peer has closed its endpoint: fail the lanes that would otherwise wait for it for ever."""
+        """The peer has closed its endpoint: fail the lanes that would otherwise wait for it forever."""
         if peer.link is not None and peer.host != self.host:
             cut_off = [lane for lane in self.lanes(peer.host) if not lane.machine.closed]
             self.fail(peer.host, "it closed its endpoint before the end of the stream", cut_off)

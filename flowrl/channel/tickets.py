@@ -1,16 +1,17 @@
 """Tickets bound how far admission runs ahead of the weights; the window forms batches by ticket.
 
-A group takes a ticket when it is admitted. The ticket returns once, when for each trainer that the group can reach
-one of two conditions holds: the trainer leaves the group out, or every live consumer of that trainer's weights
-holds the version that the group helped to make. With P groups per batch there are B = (S + 1)·P tickets. Tickets
-are numbered from 0 in the order of admission.
+A group takes a ticket when it is admitted. The ticket is returned exactly once: when, for each trainer that the group
+can reach, one of two conditions holds. Either the trainer leaves the group out, or every live consumer of that
+trainer's weights holds the version that the group helped to make. With P groups per batch there are B = (S + 1)·P
+tickets. Tickets are numbered from 0 in the order of admission.
 
 Why this bounds staleness: a group admitted while the oldest held version is b has fewer than B
 groups ahead of it that are not yet in version b, and the window lets at most W − 1 later groups
 overtake it. So it is in batch b + 1 + (B − 1 + W − 1) // P at the latest, and updates a version at
 most S + ceil((W − 1) / P) newer than any of its tokens.
 
-The bound holds for each trainer separately, in its own versions: groups that it leaves out are not ahead of others.
+The bound holds for each trainer separately, in its own versions: a group that a trainer leaves out does not count as
+ahead of other groups.
 
 Both classes are pure: they never wait. What ends a wait for a ticket: `left_out`, `trained`, `made`,
 `holds`, `died`, `resume`; it ends for good with `close`, or when the last wanted group is trained.
@@ -27,12 +28,12 @@ T = TypeVar("T")
 class Tickets:
     """The open tickets of one admission.
 
-    `ahead` is S; None is for a graph without feedback, whose tickets are not bounded. `consumers` are the
+    `ahead` is S; None is for a graph without feedback, where the number of tickets is not bounded. `consumers` are the
     (node replica, trainer) pairs that load weights. They count as holding `start_version` from the beginning, because
     they serve nothing before they have loaded it; for a trainer in `start_versions` that version counts instead.
     `trainers`, the main one first, are all trainers that may train a group or leave it out; by default those of the
-    consumers. A version that no consumer loads counts as held once it is made. `max_groups` is the number of groups
-    that the main trainer has to train in total, None for no end.
+    consumers. A version that no consumer loads counts as held as soon as it is made. `max_groups` is the number of
+    groups that the main trainer has to train in total, None for no limit.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Tickets:
         """Trainer -> its newest version."""
         self._open: dict[int, dict[str, int | None]] = {}
         """Open ticket -> trainer -> the version that the group helped to make, or None if the trainer leaves it out.
-        No entry as long as neither is known."""
+        A trainer has no entry as long as neither is known."""
         self._expected: dict[int, tuple[str, ...]] = {}
         """Open ticket -> the trainers that its group can reach."""
         self._num_untrained = 0
@@ -102,7 +103,7 @@ class Tickets:
 
     @property
     def num_wanted(self) -> int | None:
-        """Groups still to be admitted if the main trainer trains all groups in flight; None if there is no end."""
+        """Groups still to be admitted if the main trainer trains all groups in flight; None if there is no limit."""
         if self.max_groups is None:
             return None
         return max(self.max_groups - self.num_trained - self._num_untrained, 0)
@@ -158,7 +159,7 @@ class Tickets:
         if trainer == self._main(ticket):
             self._num_untrained -= 1
             self.num_trained += version is not None
-        self._give_back([ticket])  # of the others nothing has changed: a batch settles many
+        self._give_back([ticket])  # only this one: the other tickets have not changed, and a batch settles many
         if self.max_groups is not None and self.num_trained >= self.max_groups:
             self.closed = True
 
@@ -254,7 +255,7 @@ class Tickets:
 
 
 class Window(Generic[T]):
-    """Forms batches of `groups_per_batch` items out of finished groups, at once or in pieces.
+    """Forms batches of `groups_per_batch` items out of finished groups, whole or in pieces.
 
     `look_ahead` is W: an item may be taken only if its ticket is less than W after the oldest ticket that is not yet
     settled; 1 is strict order of admission. 0 means no window: items are taken in order of arrival
@@ -272,7 +273,7 @@ class Window(Generic[T]):
         self._finished: dict[int, T] = {}
         self._arrivals = 0
         self._begun = 0
-        """Items taken of a batch that is not complete."""
+        """Number of items already taken for the current, incomplete batch."""
 
     def __len__(self) -> int:
         """Number of finished items that wait for their batch."""
@@ -294,20 +295,20 @@ class Window(Generic[T]):
 
     @property
     def begun(self) -> int:
-        """Number of items taken of a batch that is not complete."""
+        """Number of items already taken for the current, incomplete batch."""
         return self._begun
 
     @property
     def missing(self) -> int:
-        """Number of items that complete the batch."""
+        """Number of items that the current batch still needs."""
         return self.groups_per_batch - self._begun
 
     def take(self, least: int | None = None) -> list[T] | None:
-        """All that the batch misses, in order of tickets; None if too few groups may be taken now.
+        """Take all items that the batch still needs, in order of tickets; None if too few groups may be taken now.
 
-        With `least` a piece of the batch is enough if it has that many. It may have groups for which the window waits,
-        if they will be in this batch whatever becomes of the older ones: fewer than it misses are older. So in pieces a
-        batch has the groups that it has when taken at once.
+        With `least`, a piece of the batch is enough if it has at least `least` items. A piece may contain a group that
+        is outside the window if fewer groups are older than the batch still needs: the group will then be in this batch
+        whatever becomes of the older ones. So a batch taken in pieces has the same groups as one taken whole.
         """
         chosen = self._choose(early=least is not None)
         if len(chosen) < min(self.missing, least or self.missing):
@@ -317,8 +318,8 @@ class Window(Generic[T]):
     def flush(self) -> Iterator[list[T]]:
         """At the end of the stream: batches of all remaining items, in order; the last may be smaller.
 
-        The first completes a batch that has begun, with no items if none are left. A batch is removed only when it is
-        requested, so `state` still covers the batches not yet requested.
+        If a batch was started in pieces, the first batch completes it, and is empty if no items are left. A batch is
+        removed only when it is requested, so `state` still covers the batches not yet requested.
         """
         while self._finished or self._begun:
             items = self._remove(sorted(self._finished)[: self.missing])
@@ -339,7 +340,7 @@ class Window(Generic[T]):
 
     def _choose(self, *, early: bool) -> list[int]:
         if not early and len(self._finished) < self.missing:
-            return []  # asked for each group that is finished
+            return []  # a cheap exit: this method is called for each group that finishes
         chosen: list[int] = []
         taken: set[int] = set()
         base = self._base

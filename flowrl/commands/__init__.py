@@ -1,1 +1,1 @@
-"""What commands of `flowrl` do that is more than a call."""
+"""The commands of `flowrl` that are more than a call."""

@@ -1,7 +1,7 @@
 """Commands around training that run a graph of flowrl: `flowrl generate`, `flowrl score`, `flowrl evaluate`.
 
-`flowrl generate MODEL --field value` is `flowrl run generate --policy MODEL --field value`: the same nodes, options
-and records. A run file of --config may say what the first argument says.
+`flowrl generate MODEL --field value` is `flowrl run generate --policy MODEL --field value`: the same nodes, options and
+records. A run file (--config) may give what the first argument gives.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ FIRST: Mapping[str, tuple[str, str]] = {
     "score": ("--task", "a file of responses: flowrl score FILE.jsonl --task.reward REWARD --out SCORED.jsonl"),
     "evaluate": ("--policy", "a model: flowrl evaluate MODEL --task TASK"),
 }
-"""Command -> the option that its first argument stands for, and what that is."""
+"""Command -> (the option whose value its first argument is, what that argument has to be)."""
 
 
 def run_graph_of(command: str, args: Sequence[str]) -> int:
-    """Run the graph of that name; the exit status."""
+    """Run the graph of that name; returns the exit status."""
     option, needed = FIRST[command]
     if args and args[0] in ("-h", "--help"):
         return run_graph([command, "--help"])

@@ -1,4 +1,4 @@
-"""A trained model by the run or checkpoint that has it."""
+"""Finds a trained model from the run or checkpoint that contains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `flowrl doctor` finds out about Ray: its own or a joined cluster, and the tcp between the machines of that."""
+"""What `flowrl doctor` finds out about Ray: its own or a joined cluster, and tcp between the machines of a joined
+cluster."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _echoing(node: str, address: str, keys: CurveKeys) -> Any:
 
 
 class EchoActor:
-    """One machine's end of the links; it has flowrl, which was asked before."""
+    """One machine's end of the links; that flowrl is installed there was checked before."""
 
     def __init__(self, keys: CurveKeys, ip: str) -> None:
         from flowrl.commands.machine_findings import Echo
@@ -104,7 +105,7 @@ class EchoActor:
         return self._echo.url
 
     def reach(self, url: str) -> tuple[float, float] | str:
-        """(round trip in seconds, bytes a second), or what is wrong."""
+        """(round trip in seconds, bytes per second), or what is wrong."""
         from flowrl.commands.machine_findings import measure
 
         try:

@@ -17,7 +17,7 @@ FROM = "--from"
 
 @dataclass(frozen=True)
 class GraphCopy:
-    """A copy of the graph `name` as `target`, with the files that it needs beside it."""
+    """A copy of the graph `name` as `target`, with the files that it needs next to it."""
 
     name: str
     target: Path
@@ -37,7 +37,7 @@ class GraphCopy:
             raise ConfigError(f"there is no folder {self.target.parent} for {self.target.name}; make it first")
 
     def write(self) -> list[Path]:
-        """Write the copy; returns all files that it wrote. Raises ConfigError if one of them is there already."""
+        """Write the copy; returns all files that it wrote. Raises ConfigError if one of them already exists."""
         beside = {FOLDER / path: self.target.parent / path for path in companions(self.name)}
         for path in (self.target, *beside.values()):
             if path.exists():
@@ -49,7 +49,7 @@ class GraphCopy:
         return [self.target, *beside.values()]
 
     def _text(self) -> str:
-        """The graph's text, in which the commands of its docstring name the copy."""
+        """The graph's text; the commands in its docstring are changed to name the copy."""
         return source(self.name).replace(f"flowrl run {self.name} ", f"flowrl run {self.target} ")
 
 
@@ -75,7 +75,8 @@ def parse_new(args: list[str]) -> GraphCopy:
 
 
 def hides_a_module(stem: str) -> bool:
-    """Whether a file of this name, whose folder comes first in Python's path, would be imported for another."""
+    """Whether a file of this name, whose folder comes first in Python's path, would be imported in place of another
+    module."""
     if stem in sys.stdlib_module_names:
         return True
     if not stem.isidentifier():

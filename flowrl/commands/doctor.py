@@ -1,4 +1,4 @@
-"""`flowrl doctor`: what this machine, or a cluster, can do; every line that is not fine has its remedy."""
+"""`flowrl doctor`: what this machine or a cluster can do; every line with a problem has a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DoctorOptions:
     """Options of `flowrl doctor`."""
 
     address: str = ""
-    """Head of a Ray cluster to join, HOST:6379; empty: RAY_ADDRESS, or a Ray of its own."""
+    """Head of a Ray cluster to join, HOST:6379; empty: RAY_ADDRESS if it is set, else start a local Ray."""
     ray: bool = True
     """Start or join Ray."""
     json: bool = False
@@ -23,7 +23,7 @@ class DoctorOptions:
 
 
 def examine(options: DoctorOptions) -> int:
-    """Print the findings; the exit status: 0, or 1 if something failed."""
+    """Print the findings; returns the exit status: 0, or 1 if something failed."""
     from flowrl.commands.cluster_findings import ray_findings
     from flowrl.commands.machine_findings import machine_findings
 

@@ -1,6 +1,6 @@
 """`flowrl export RUN|CHECKPOINT --to dir|hub`: the model of a checkpoint without what only a resume needs.
 
-Starts no Ray. A run stands for its best checkpoint, where it has kept one, else for its newest.
+Starts no Ray. For a run, the checkpoint is its best one if the run has kept it, else its newest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowrl.hub.hub_problems import gigabytes
 from flowrl.user_path import user_path
 
 LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")
-"""Files of a checkpoint that are no part of a model; directories are left out too, except `adapter`."""
+"""Files of a checkpoint that are no part of a model; directories are left out as well, except `adapter`."""
 LARGE_BYTES = 100_000_000
-"""A file of so many bytes has a line when it is copied."""
+"""A line is printed for each copied file of at least this size."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class ExportOptions:
     to: Literal["dir", "hub"] = "dir"
     """Copy to a directory, or upload to the Hugging Face Hub."""
     name: str = ""
-    """The directory that is written, or the repository OWNER/NAME on the Hub."""
+    """The directory to write, or the repository OWNER/NAME on the Hub."""
     public: bool = False
-    """Create the repository for all to see; else only its owner sees it."""
+    """Create a public repository; without this option, it is private."""
     revision: str = "main"
     """Branch of the repository."""
     message: str = "Upload a model trained with flowrl"
@@ -71,13 +71,13 @@ def files_of(source: Path) -> list[Path]:
 
 
 def copy(source: Path, files: Sequence[Path], target: Path) -> None:
-    """Copy the files to `target`, complete or not at all; a line for each large one. Raises ConfigError."""
+    """Copy the files to `target`, completely or not at all; prints a line for each large file. Raises ConfigError."""
     total, copied = sum(file.stat().st_size for file in files), 0
     with whole_directory(target) as temporary:
         for file in files:
             into = temporary / file.relative_to(source)
             into.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, into)  # a run's own files are its user's alone
+            shutil.copyfile(file, into)  # not `copy`: a run's own files are readable only by its user
             copied += into.stat().st_size
             if into.stat().st_size >= LARGE_BYTES:
                 print(f"copied {file.name}: {gigabytes(copied)} of {gigabytes(total)}", flush=True)
@@ -104,7 +104,7 @@ def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
     except failures() as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "log in with hf auth login, or set HF_TOKEN to a token that may write there"
-        if not isinstance(error, OSError | ValueError):  # an error of the HTTP library: nobody has answered
+        if not isinstance(error, OSError | ValueError):  # an error of the HTTP library: there was no answer
             remedy = "the connection failed, so run it again when there is one"
         raise ConfigError(f"{options.name} cannot be uploaded: {first}; {remedy}") from None
     return str(made)

@@ -11,21 +11,21 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found; `remedy` says how to change what is not fine."""
+    """What was found; `remedy` says how to correct a problem."""
 
     name: str
     status: Status
     found: str
     remedy: str = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """What was measured."""
+    """Measured values, by name."""
 
     def __post_init__(self) -> None:
         assert bool(self.remedy) == (self.status in ("warning", "failed")), (self.name, self.status, self.remedy)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A line for each, the remedy below."""
+    """A line for each finding, with its remedy below."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

@@ -1,12 +1,13 @@
-"""What would fit: variations of a graph's options, the cheapest in speed first, until one passes the checks.
+"""Finds options with which a graph fits: tries variations, those that cost the least speed first, until one passes the
+checks.
 
 The order: a narrower dtype, gradient checkpointing, tensor parallel parts for the generator, more ranks; then smaller
-micro-batches; then trainer ranks that share their micro-batches, a slice of the positions each or a part of the layers'
-matrices each. Then all of that with generator and trainer in turns on the same GPUs; then with offload of the
-optimizer, and of all. None of them changes what is learnt, except for the rounding of bfloat16.
+micro-batches; then trainer ranks that share their micro-batches, each with a slice of the positions or a part of the
+layers' matrices. Then all of that with generator and trainer time-sharing the same GPUs; then with offload of the
+optimizer, and of everything. None of them changes what is learnt, except for the rounding of bfloat16.
 
-Ranks that divide positions have a part of all activations, and at stage 3 of all weights. So ranks divide matrices only
-where the ZeRO stage is below 3, or where model or settings do not let them divide positions.
+Ranks that divide positions each have a part of all activations and, at stage 3, of all weights. So ranks divide
+matrices only if the ZeRO stage is below 3, or if the model or the settings do not let them divide positions.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from flowrl.graph.load import GraphFile
 from flowrl.graph.machine import Cluster
 
 Overrides = dict[str, Any]
-"""Option -> value, as "zero.offload" -> "optimizer"."""
+"""Option -> value, such as "zero.offload" -> "optimizer"."""
 CHECKPOINTED: Overrides = {"zero.gradient_checkpointing": True}
 MEMORY: tuple[tuple[Overrides, ...], ...] = (
     ({}, CHECKPOINTED),
     (CHECKPOINTED | {"zero.offload": "optimizer"},),
     (CHECKPOINTED | {"zero.offload": "all"},),
 )
-"""Ways of saving memory, the fast ones before those through host memory."""
+"""Ways of saving memory: the fast ones come before those that use host memory."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_SHARED = 8
-"""Most ranks that share a micro-batch: those of one machine, which exchange something in every layer."""
+"""Maximum number of ranks that share a micro-batch: they exchange data in every layer, so they are on one machine."""
 SHARES = (None, 0.85)
-"""Values of gpu_memory_utilization for an engine that has a GPU in turns with others: vLLM's own, and one that leaves
-room for the contexts of many processes."""
+"""Values of gpu_memory_utilization for an engine that time-shares a GPU: vLLM's own, and one that leaves room for the
+contexts of many processes."""
 
 
 def fitting(file: GraphFile, cfg: Any, cluster: Cluster) -> Overrides | None:
-    """Overrides of `cfg` with which the graph passes every check on `cluster`; None if none of those tried does."""
+    """Overrides of `cfg` with which the graph passes every check on `cluster`; None if no overrides that were tried
+    do."""
     variations = Variations(file, cfg, cluster)
     return next((overrides for overrides in variations.ordered() if variations.fit(overrides)), None)
 
@@ -62,7 +64,7 @@ def _written(name: str, value: Any) -> str:
 
 
 def changed_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
-    """`cfg` with these values of its options. Raises ConfigError if one of them is refused."""
+    """`cfg` with these values of its options. Raises ConfigError if one of the values is refused."""
     nested: dict[str, Any] = {}
     for name, value in overrides.items():
         head, _, rest = name.partition(".")
@@ -82,18 +84,19 @@ class Variations:
     cluster: Cluster
 
     def fit(self, overrides: Overrides) -> bool:
-        """Whether the graph passes every check with them."""
+        """Whether the graph passes every check with these overrides."""
         graph = self._graph(overrides)
         return graph is not None and not self._large(graph) and check(graph, self.cluster).ok
 
     def _large(self, graph: Graph) -> bool:
-        """What most variations fail by. It is a part of the checks, which take several times as long."""
+        """Whether the graph needs too much memory or too many GPUs, as most variations do. All checks take several
+        times as long."""
         if sum(need(units)[1] for _, units in pools(graph, self.cluster)) > self.cluster.num_gpus:
             return True
         return any(memory_problems(graph, make_plan(graph, self.cluster), self.cluster))
 
     def allowed(self, overrides: Overrides) -> bool:
-        """Whether at most the size of the graph is wrong with them."""
+        """Whether nothing is wrong with these overrides, except perhaps the size of the graph."""
         graph = self._graph(overrides)
         if graph is None:
             return False
@@ -101,14 +104,14 @@ class Variations:
         return report.ok or report.too_large
 
     def _graph(self, overrides: Overrides) -> Graph | None:
-        """None if one of them is refused."""
+        """The graph with these overrides; None if one of them is refused."""
         try:
             return self.file.build(changed_config(self.cfg, overrides))
         except ConfigError:
             return None
 
     def ordered(self) -> Iterator[Overrides]:
-        """All of them, the cheapest in speed first."""
+        """All variations, those that cost the least speed first."""
         for ways, sharing in itertools.product(MEMORY, [*self._sharing()]):
             known = [way for way in map(self._for_all_trainers, ways) if all(map(self._has, way))]
             for ranks, memory in self._steps(known) if known else ():
@@ -131,7 +134,7 @@ class Variations:
 
     @property
     def _parts(self) -> list[Overrides]:
-        """Parts of the generator's model."""
+        """Numbers of tensor parallel parts of the generator's model."""
         return self._more("engine.tensor_parallel_size", min(8, self.cluster.num_gpus))
 
     def _more(self, name: str, most: int) -> list[Overrides]:
@@ -152,7 +155,8 @@ class Variations:
 
     @cached_property
     def _shared(self) -> list[Overrides]:
-        """Ranks that share their micro-batches: positions, or else matrices, which are whole at stage 3."""
+        """Ranks that share their micro-batches: by positions, then by matrices. At stage 3, by matrices only if
+        positions cannot be divided, and then at stage 2."""
         if not self._has("trainer.sequence_parallel_size") or not self._has("zero.stage"):
             return []
         positions = self._divided("trainer.sequence_parallel_size", {})
@@ -161,7 +165,8 @@ class Variations:
         return positions or self._divided("trainer.tensor_parallel_size", self._for_all_trainers({"zero.stage": 2}))
 
     def _divided(self, name: str, needed: Overrides) -> list[Overrides]:
-        """Larger values of the option that only the size of the graph speaks against, each with numbers of ranks."""
+        """Larger values of the option for which at most the size of the graph is a problem, each with numbers of
+        ranks."""
         now, ranks, gpus = _value(self.cfg, name), self.cfg.trainer.replicas, self.cluster.num_gpus
         most = min(MOST_SHARED, max(machine.gpus for machine in self.cluster.machines))
         sizes = [n for n in range(now + 1, most + 1) if self.allowed({**needed, "trainer.replicas": n, name: n})]
@@ -169,7 +174,7 @@ class Variations:
         return [{**needed, "trainer.replicas": count, name: size} for size, count in counts if ranks <= count <= gpus]
 
     def _sharing(self) -> Iterator[Overrides]:
-        """Everybody apart, and generator and trainer in turns."""
+        """First nothing time-shared, then generator and trainer time-shared."""
         yield {}
         if self.cluster.num_gpus and self._has("engine.gpu_memory_utilization") and self._has("trainer.replicas"):
             for share in SHARES:
@@ -177,7 +182,7 @@ class Variations:
                 yield {"time_share": ("generator", "trainer"), **room}
 
     def _for_all_trainers(self, overrides: Overrides) -> Overrides:
-        """The same for the critic's trainer, which has its own settings."""
+        """`overrides`, and the same for the critic's trainer, which has its own settings."""
         critic = {f"critic_{name}": value for name, value in overrides.items() if name.startswith("zero.")}
         return overrides | {name: value for name, value in critic.items() if self._has(name)}
 

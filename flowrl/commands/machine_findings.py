@@ -30,11 +30,11 @@ COPIED_BYTES = 256 << 20
 CHUNK_BYTES = 4 << 20
 ROUNDS = 200
 LEAST_SHM_RATE, LEAST_TCP_RATE = 0.3e9, 0.03e9
-"""Bytes a second below which weights and messages wait for the memory or for the network."""
+"""Bytes per second below which weights and messages have to wait for the memory or for the network."""
 
 
 def machine_findings() -> Iterator[Finding]:
-    """All of them, one after the other."""
+    """All findings, one after the other."""
     yield python()
     yield from products()
     yield packages()
@@ -53,14 +53,14 @@ def python() -> Finding:
 
 
 def products() -> Iterator[Finding]:
-    """What a machine that has to compute on its CPU is slow in."""
+    """A warning if this machine has to compute on a CPU that is slow in bfloat16."""
     if not gpu_names() and is_slow_in_bfloat16():
         found = "this CPU multiplies bfloat16 some ten times slower than float32"
         yield Finding("bfloat16", "warning", found, "train with --dtype float32, which is the default here")
 
 
 def packages() -> Finding:
-    """The versions of what flowrl depends on, against what it asks for."""
+    """Whether the installed versions of flowrl's dependencies are those that it asks for."""
     try:
         wrong = list(_wrong_packages(requires("flowrl") or ()))
     except PackageNotFoundError:
@@ -144,7 +144,7 @@ def _driver_finding(driver: str | None) -> Finding:
 def links_finding(links: GpuLinks | None) -> Finding:
     """Which GPUs have NVLink between them, and which are on one NUMA node, as the plan of a run counts them."""
     if links is None:
-        return Finding("gpu links", "skipped", "nvidia-smi topo -m does not tell; a run places by numbers")
+        return Finding("gpu links", "skipped", "nvidia-smi topo -m gives no answer; a run places GPUs by their numbers")
     joined = [_spans(group) for group in links.groups(links.has_nvlink) if len(group) > 1]
     found = [f"NVLink between {' | '.join(joined)}"] if joined else ["no NVLink"] if len(links) > 1 else []
     by_cores: dict[tuple[int, ...], list[int]] = {}
@@ -186,7 +186,7 @@ def shared_memory() -> Finding:
 
 
 def compilers() -> Iterator[Finding]:
-    """What compiles at the first use."""
+    """The compilers that are needed for code compiled at its first use."""
     missing = [name for name in ("gcc", "g++") if shutil.which(name) is None]
     if missing:
         remedy = "install them, on Debian: apt-get install g++"
@@ -209,7 +209,7 @@ def open_files() -> Finding:
 
 
 def shared_memory_rate() -> Finding:
-    """Bytes a second that are written to /dev/shm and read again."""
+    """Bytes per second that can be written to /dev/shm and read back."""
     data = bytes(CHUNK_BYTES)
     try:
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
@@ -226,7 +226,7 @@ def shared_memory_rate() -> Finding:
 
 
 def loopback_rate() -> Finding:
-    """Round trip and bytes a second over tcp with CURVE, from this process to itself."""
+    """Round trip and bytes per second over tcp with CURVE, from this process to itself."""
     with Echo(CurveKeys.new()) as echo:
         return loopback_finding(*measure(echo.url, echo.keys))
 
@@ -245,7 +245,8 @@ def _rate(name: str, rate: float, least: float, numbers: dict[str, float]) -> Fi
 
 
 class Echo:
-    """Answers on tcp with CURVE, in a thread of its own: a message of one byte by itself, others by their length."""
+    """Answers on tcp with CURVE, in its own thread: a message of one byte with the same byte, other messages with their
+    length."""
 
     def __init__(self, keys: CurveKeys, ip: str = "") -> None:
         import threading
@@ -266,7 +267,7 @@ class Echo:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._context.term()  # returns when the thread, whose wait it ends, has closed its socket
+        self._context.term()  # ends the thread's wait, and returns when the thread has closed its socket
         self._thread.join()
 
     def _answer(self) -> None:
@@ -283,7 +284,7 @@ class Echo:
 def measure(
     url: str, keys: CurveKeys, *, num_bytes: int = COPIED_BYTES // 4, within_s: float = 5.0
 ) -> tuple[float, float]:
-    """(round trip in seconds, bytes a second) to an `Echo`. Raises ConfigError if it does not answer."""
+    """(round trip in seconds, bytes per second) to an `Echo`. Raises ConfigError if it does not answer."""
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.REQ) as link:

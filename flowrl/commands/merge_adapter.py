@@ -21,9 +21,9 @@ from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
 from flowrl.user_path import user_path
 
 ADAPTER = "adapter"
-"""Directory of a checkpoint that has the adapter."""
+"""Name of the directory in a checkpoint that has the adapter."""
 LOADING = (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError)
-"""What transformers and PEFT raise for files that do not go together, a model's own code among them."""
+"""What transformers and PEFT, or a model's own code, raise for files that do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MergeOptions:
     """Options of `flowrl merge`."""
 
     out: Path = Path("merged")
-    """Directory of the model that is written; it must not exist, or be empty."""
+    """Directory of the model to write; it must not exist, or must be empty."""
     base: str = ""
     """Directory of the base model; empty: the one that the adapter names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -56,14 +56,14 @@ def merge(args: Sequence[str]) -> int:
 
 
 def _here(named: str) -> Path:
-    """The adapter's directory; one of the Hub is downloaded."""
+    """The adapter's directory; an adapter on the Hub is downloaded."""
     path = user_path(named)
     on_hub = None if path.exists() else HubName.parse(named)
     return path if on_hub is None else fetched(on_hub, _adapter_files, _has_adapter, to_stderr)
 
 
 def _adapter_files(names: Iterable[str]) -> list[str]:
-    """The adapter and its tokenizer, of all files that a repository has."""
+    """Those files of a repository that are the adapter and its tokenizer."""
     return sorted(
         name for name in names if "/" not in name and (name.startswith("adapter_") or TOKENIZER_FILE.fullmatch(name))
     )
@@ -85,7 +85,7 @@ def adapter_dir(path: Path) -> Path:
 
 
 def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Path:
-    """The directory of the base model, which can be loaded. Raises ConfigError."""
+    """The directory of the base model, after a check that it can be loaded. Raises ConfigError."""
     try:
         config = json.loads((adapter / "adapter_config.json").read_text())
     except ValueError as problem:
@@ -102,14 +102,15 @@ def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Pa
 
 
 def _with_commit(base: str, revision: str | None) -> str:
-    """The name of a base on the Hub with the commit that the adapter was trained on; a directory as it is."""
+    """The name of a base on the Hub with the commit that the adapter was trained on; the name of a directory is not
+    changed."""
     return f"{base}@{revision}" if revision and not user_path(base).is_dir() else base
 
 
 def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remote_code: bool = False) -> None:
     """Write a model directory like `base`, with the adapter in its weights and the adapter's tokenizer if it has one.
 
-    It is there complete, or not at all. A line is printed for each part of the work.
+    The directory is written completely, or not at all. A line is printed for each part of the work.
     """
     from flowrl.training.model.policy_model import companions
 
@@ -157,7 +158,8 @@ def _first_line(problem: Exception) -> str:
 
 
 def _tokenizer_files(adapter: Path) -> list[Path]:
-    """The tokenizer with its ends beside the adapter, or in the checkpoint that the adapter is a part of, if any."""
+    """The files of the tokenizer, and of its end tokens, next to the adapter or in the checkpoint that contains the
+    adapter."""
     places = [adapter, adapter.parent] if adapter.name == ADAPTER else [adapter]
     place = next((place for place in places if has_tokenizer(place)), None)
     files = [path for path in place.iterdir() if path.is_file()] if place is not None else []

@@ -1,4 +1,4 @@
-"""Where the values of options come from that depend on the model: given, derived from its size, or `tiny`'s own."""
+"""Where the values of options that depend on the model come from: given, derived from its size, or `tiny`'s own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIVEN = "given"
 
 
 def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
-    """Option -> the text after it, of those on the command line: "lora.rank" -> "8". Nothing is checked here."""
+    """Option -> the text after it, for the options on the command line: "lora.rank" -> "8". Nothing is checked here."""
     leaves, found, name = option_names(config_type), dict[str, Any](), ""
     for arg in args:
         if arg.startswith("--"):
@@ -28,7 +28,7 @@ def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
 
 
 def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
-    """Every option that depends on the model, of those that the graph has."""
+    """Every option of the graph that depends on the model -> (its value, where the value comes from)."""
     model = getattr(cfg, "policy", None)
     if not isinstance(model, str) or not hasattr(cfg, "learning"):
         return {}

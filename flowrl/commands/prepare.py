@@ -1,4 +1,5 @@
-"""What `flowrl check` and `flowrl run` begin with: the graph, and its options of a run file and the command line."""
+"""The first part of `flowrl check` and `flowrl run`: the graph, and its options from a run file and the command
+line."""
 
 from __future__ import annotations
 
@@ -35,16 +36,17 @@ class Prepared:
     own: tuple[Any, ...]
     """The command's own options, one instance for each of its dataclasses."""
     origins: Mapping[str, tuple[Any, str]]
-    """Option that depends on the model -> its value, and where that comes from."""
+    """Option that depends on the model -> (its value, where the value comes from)."""
     asked: frozenset[str] = frozenset()
-    """Options of the graph that were given, on the command line or in the run file: "trainer.cpus"."""
+    """Options of the graph that were given on the command line or in the run file, such as "trainer.cpus"."""
     of_run: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of `flowrl run` in the run file -> their values."""
     of_machine: frozenset[str] = frozenset()
-    """Options of the graph that were not given, and whose defaults are those of this machine or of a resumed run."""
+    """Options of the graph that were not given, and whose defaults come from this machine or from a resumed run."""
 
     def lasting(self) -> dict[str, Any]:
-        """The graph's options for a run file, which another machine may read: each finds out those of its own."""
+        """The graph's options for a run file. Options in `of_machine` are left out, because another machine may read
+        the file."""
         return {name: value for name, value in dump(self.cfg).items() if name not in self.of_machine}
 
 
@@ -109,13 +111,13 @@ def _resumed_options(args: Sequence[str], of_run: Mapping[str, Any]) -> Mapping[
 
 
 def _is_slow_in_bfloat16(args: Sequence[str]) -> bool:
-    """Whether the run is on this machine's CPU alone, and that is slow in bfloat16."""
+    """Whether the run uses only this machine's CPU, and that CPU is slow in bfloat16."""
     elsewhere = any(arg.partition("=")[0] == "--cluster" for arg in args) or os.environ.get("RAY_ADDRESS")
     return not elsewhere and not gpu_names() and is_slow_in_bfloat16()
 
 
 def _refuse_those_of_run(command: str, args: Sequence[str], known: set[str], own_types: Sequence[type[Any]]) -> None:
-    """Name options that only `flowrl run` has; the nearest name of another option would mislead."""
+    """Raise ConfigError for options that only `flowrl run` has; a suggestion of another option's name would mislead."""
     of_run = {name for kind in _in_run_files() if kind not in own_types for name in option_names(kind)}
     for arg in args:
         name = arg[2:].partition("=")[0].replace("_", "-") if arg.startswith("--") else ""
@@ -138,7 +140,7 @@ def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
 
 
 def _loaded(graph: str) -> GraphFile:
-    """The graph; of a name that is a file here too, a line says which one is meant."""
+    """The graph. If a file of that name also exists here, a line says which of the two is meant."""
     if graph in shipped_names() and Path(f"{graph}.py").is_file():
         print(f"flowrl: {graph} is the graph of flowrl; the file here is {graph}.py", file=sys.stderr)
     return load_file(graph)
@@ -191,7 +193,7 @@ def _refuse_shadowing(file: GraphFile, own_types: Sequence[type[Any]]) -> None:
 
 
 def _print_help(command: str, file: GraphFile, own_types: Sequence[type[Any]], defaults: Sequence[Any]) -> None:
-    """All lists of options; ends the process."""
+    """Print all lists of options, and end the process."""
     kinds = [
         *((kind, f"flowrl {command} GRAPH") for kind in own_types),
         (file.config_type, f"flowrl {command} {file.shown}"),

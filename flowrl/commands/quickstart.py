@@ -21,15 +21,15 @@ class QuickstartOptions:
     """Train a small character model on two-number addition by GRPO; a CPU is enough."""
 
     steps: int = 300
-    """Batches to train; with 300, two and a half minutes on two cores, and as long again the first time."""
+    """Batches to train; 300 take two and a half minutes on two cores, and twice as long the first time."""
     run_dir: Path | None = None
     """Where the run's records go; None: runs/quickstart-TIME."""
     control: bool = False
-    """Shuffle the rewards within each group: then nothing may be learnt."""
+    """Shuffle the rewards within each group: then nothing can be learnt."""
     lr: float = 1e-4
     """Peak learning rate."""
     evaluate: int = 1024
-    """Held-out problems, answered before and after."""
+    """Number of held-out problems, answered before and after training."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "evaluate"):
@@ -38,7 +38,7 @@ class QuickstartOptions:
 
 
 def train(options: QuickstartOptions) -> int:
-    """Run and report; the exit status, 1 if the audit fails. Raises FlowrlError."""
+    """Run and report. Returns the exit status, which is 1 if the audit fails. Raises FlowrlError."""
     from flowrl.runtime.driver.launch import run
 
     run_dir = options.run_dir or RunDir.fresh("quickstart")

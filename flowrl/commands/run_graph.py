@@ -22,7 +22,7 @@ class RunFileOptions:
     """Options of `flowrl run` about its options."""
 
     config: Path | None = None
-    """Read options from this run file (YAML). Those given here have precedence."""
+    """Read options from this run file (YAML). Options on the command line take precedence."""
     save_config: Path | None = None
     """Write all options to this run file before the run begins."""
     dry_run: bool = False
@@ -30,7 +30,7 @@ class RunFileOptions:
 
 
 def run_graph(args: Sequence[str]) -> int:
-    """Run the graph that `args` begin with; 0 when it ended well and, where there is a ledger, the audit is ok."""
+    """Run the graph named first in `args`. Returns 0 if the run ended well and, if it has a ledger, the audit is ok."""
     from flowrl.runtime.driver.options import RunOptions
 
     started_s = time.monotonic()
@@ -53,7 +53,8 @@ def run_graph(args: Sequence[str]) -> int:
 
 
 def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the figures of a graph that evaluates and trains nothing; nothing for others, whose view has told them.
+    """Print the figures of a graph that evaluates and does not train; other graphs' figures were already shown during
+    the run.
 
     `evaluations`: phase -> metric -> value, as `Outcome.evaluations`.
     """
@@ -66,7 +67,7 @@ def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _dry_run(prepared: Prepared, text: str) -> int:
-    """Print the options and the plan, and what a run finds out before it starts anything."""
+    """Print the options, the plan, and the results of the checks that a run does before it starts."""
     print(text)
     report = report_of(prepared, Cluster.here())
     print_report(report, proposal(prepared, Cluster.here(), report))
@@ -85,7 +86,7 @@ def report_of(prepared: Prepared, cluster: Cluster) -> Any:
 
 
 def proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
-    """Options with which the graph would fit, if memory is all that is wrong with it; else ""."""
+    """Options with which the graph would fit, if its size is the only problem; else ""."""
     if not report.too_large:
         return ""
     from flowrl.commands.fit import fitting, option_text
@@ -97,7 +98,7 @@ def proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
 
 
 def print_report(report: Any, proposed: str = "") -> None:
-    """Print the plan. Raises GraphError for the problems of the graph, with what is proposed against the last."""
+    """Print the plan. Raises GraphError for the problems of the graph, with `proposed` after the last one."""
     from flowrl.graph.analysis.report import render
 
     if report.problems:
@@ -107,10 +108,10 @@ def print_report(report: Any, proposed: str = "") -> None:
 
 
 def print_preflight(prepared: Prepared) -> None:
-    """Try out what a run tries out before it starts, and print what nodes say of it."""
+    """Do the checks that a run does before it starts, and print the nodes' findings."""
     from flowrl.runtime.driver.preflight import preflight
 
-    sys.stdout.flush()  # the plan is to be seen while models load
+    sys.stdout.flush()  # so that the plan is shown while models load
     findings = preflight(prepared.graph, prepared.file.path)
     print("\npreflight: ok")
     for name, text in findings.items():

@@ -1,4 +1,4 @@
-"""`flowrl samples RUN_DIR`: what the model has said, out of the samples that the run keeps."""
+"""`flowrl samples RUN_DIR`: what the model said, from the samples that the run keeps."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class SamplesOptions:
     """Options of `flowrl samples`."""
 
     step: int | None = None
-    """Samples of this step; without it the newest ones, or with --best, --worst and --failed those of all steps."""
+    """Show samples of this step; None: the newest samples or, with --best, --worst and --failed, those of all steps."""
     best: bool = False
-    """Those with the highest rewards."""
+    """Show the samples with the highest rewards."""
     worst: bool = False
-    """Those with the lowest rewards."""
+    """Show the samples with the lowest rewards."""
     failed: bool = False
-    """Those that failed, newest first, with the reason."""
+    """Show the samples that failed, newest first, with the reason."""
     held_out: bool = False
-    """Answers of evaluations in place of samples of the training."""
+    """Show answers of evaluations in place of training samples."""
     diff: int | None = None
     """Compare answers to the same prompts at this step and at --step; the largest changes of reward come first."""
     limit: int = 8
-    """Most samples shown."""
+    """Maximum number of samples shown."""
     json: bool = False
     """Print whole rows as lines of JSON."""
     plain: bool = False
-    """Without colours."""
+    """Print without colours."""
 
     def __post_init__(self) -> None:
         if self.limit < 1:

@@ -9,7 +9,7 @@ from flowrl.errors import ConfigError
 
 
 def show_sample(args: Sequence[str]) -> int:
-    """The exit status of the command with these arguments."""
+    """The command; returns its exit status."""
     plain = "--plain" in args
     names = [arg for arg in args if arg != "--plain"]
     if not 1 <= len(names) <= 2 or any(name.startswith("-") for name in names):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit, so that what the command has started is ended too."""
+    """Inside, SIGTERM raises SystemExit, so that the processes that the command has started are ended as well."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield

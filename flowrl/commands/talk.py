@@ -1,4 +1,4 @@
-"""`flowrl chat MODEL`: a conversation with a model in this process, for a look at what it says. Starts no Ray."""
+"""`flowrl chat MODEL`: a conversation with a model in this process, to see what it says. Starts no Ray."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class ChatOptions:
     system_prompt: str = ""
     """First message of the conversation; empty leaves it to the model's chat template."""
     max_tokens: int = 512
-    """Most tokens of a reply."""
+    """Maximum number of tokens in a reply."""
     temperature: float = 0.7
     """Sampling temperature; 0: the most likely token."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that have this share together."""
+    """Sample from the most likely tokens whose probabilities sum up to this."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model."""
     chat_template: str = ""
-    """File of a Jinja template in place of the model's own; none: the last message's text, without a template."""
+    """File of a Jinja template to use in place of the model's own; none: the last message's text, without a
+    template."""
     chat_template_kwargs: str = ""
-    """Values of the chat template's variables, as enable_thinking=false."""
+    """Values of the chat template's variables, such as enable_thinking=false."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """Another tokenizer than the model's own, or other special tokens."""
     seed: int | None = None
-    """Replies follow from it; None: others each time."""
+    """Seed that determines the replies; None: replies differ each time."""
 
     def model(self, named: str) -> Policy:
         """The model of this name, with the tokenizer and template of the options."""
@@ -129,7 +130,8 @@ class Talk:
         self._ends = sorted(
             {*_as_ids(self._model.generation_config.eos_token_id), self._tokenizer.eos_token_id} - {None}
         )
-        """Ids that end a reply; families whose turns do not end in the tokenizer's own end token name them there."""
+        """Ids that end a reply. If a model family's turns do not end with the tokenizer's own end token, its
+        generation_config names the ids."""
         limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self._max_tokens: int = limit or sys.maxsize
         self._options = options
@@ -165,7 +167,7 @@ class Talk:
         def generate() -> None:
             try:
                 self._model.generate(ids, streamer=streamer, **settings)
-            except Exception as failure:  # the model's own code; raised again below
+            except Exception as failure:  # the model's own code may raise anything; raised again below
                 failures.append(failure)
                 streamer.end()  # else the loop below would wait
 

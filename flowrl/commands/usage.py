@@ -71,6 +71,6 @@ OWN_HELP = (
     "doctor",
     "gpu-check",
 )
-"""Commands that print a help of their own."""
+"""Commands that print their own help."""
 WITHOUT_OPTIONS = ("graphs", "audit", "show", "version")
-"""Commands that print the usage wherever they are asked for help."""
+"""Commands that print the usage if any argument asks for help."""

@@ -1,4 +1,4 @@
-"""Directories that a command writes: they are there complete, or not at all."""
+"""Directories that a command writes: they exist completely, or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def require_free(target: Path) -> None:
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """An empty directory beside `target` that takes its place at the end of the block, and is removed if that fails.
+    """An empty directory next to `target` that takes its place at the end of the block, and is removed if that fails.
 
-    What a killed command has left of it is removed first. Raises ConfigError if `target` is there, or for an OSError.
+    What a killed command has left in it is removed first. Raises ConfigError if `target` exists and is not an empty
+    directory, or for an OSError.
     """
     require_free(target)
     temporary = target.with_name(f".{target.name}.tmp")

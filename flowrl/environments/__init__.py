@@ -1,4 +1,4 @@
-"""Environments: what a policy plays in turns. `Env` is the protocol, `Episodes` plays, by name."""
+"""Environments: what a policy plays in turns. `Env` is the protocol; `Episodes` plays an environment by its name."""
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, EnvironmentRows, environment_rows
 from flowrl.environments.episodes import Episodes

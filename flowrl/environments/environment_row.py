@@ -21,8 +21,8 @@ DEFAULT_ROWS = 5120
 class EnvironmentName:
     """`gymnasium/FrozenLake-v1:is_slippery=False`, `tools/arithmetic:tools=calculator`, `file.py:Class:size=4`.
 
-    A class of a package is `package.module:Class:size=4`. Raises ConfigError if the text names nothing.
-    Names of gem and addresses have colons of their own: there, options begin at the first `:key=`.
+    A class of a package is `package.module:Class:size=4`. Raises ConfigError if the text names nothing. Names of gem
+    and addresses contain colons: in these, options begin at the first `:key=`.
     """
 
     text: str
@@ -42,7 +42,8 @@ class EnvironmentName:
 
     @property
     def adapter(self) -> str:
-        """ "gymnasium" for `gymnasium/FrozenLake-v1`; "" for a class of the user's own, as of `tools/file.py:Class`."""
+        """ "gymnasium" for `gymnasium/FrozenLake-v1`; "" for a class of the user's own, such as
+        `tools/file.py:Class`."""
         package, slash, _ = self.text.partition("/")
         if not slash or package not in ADAPTERS:
             return ""
@@ -53,7 +54,7 @@ class EnvironmentName:
 
     @property
     def place(self) -> str:
-        """The name without options: `FrozenLake-v1` of an adapter, else `file.py:Class`."""
+        """The name without options: `FrozenLake-v1` for an adapter, else `file.py:Class`."""
         if self.adapter:
             return self._split[0].removeprefix(f"{self.adapter}/")
         source, rest = split_name(self.text)
@@ -85,8 +86,9 @@ ADAPTERS: Mapping[str, str] = {
     "tools": "tool_env:ToolEnv",
     "verifiers": "adapters.verifiers_env:VerifiersEnv",
 }
-"""What is played through an adapter, and the class that plays it: `PACKAGE/NAME`; tasks with tools, `tools/TASK`;
-a file, `openrlhf/FILE.py`; a server, `openenv/URL`. The class has `maker(name)`, which returns what makes one."""
+"""Adapter -> the class that plays its environments. Names are `PACKAGE/NAME`, `tools/TASK` for tasks with tools,
+`openrlhf/FILE.py` for a file, and `openenv/URL` for a server. The class has `maker(name)`, which returns a function
+that makes an environment."""
 PLAYS_FILES = ("openrlhf", "verifiers")
 """Adapters whose name may be a file, `openrlhf/FILE.py`."""
 COOPERATIVE = ("openenv",)
@@ -101,7 +103,7 @@ class EnvironmentRow:
     """Where an episode starts. All members of a group get the same row."""
 
     name: str
-    """The environment's, without options."""
+    """The environment's name, without options."""
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -112,7 +114,7 @@ class EnvironmentRow:
 
     @cached_property
     def prompt_id(self) -> str:
-        """16 hex digits over name, options and seed."""
+        """A hash of name, options and seed, as 16 hex digits."""
         return digest(self.task)
 
     @property
@@ -135,7 +137,7 @@ class EnvironmentRows:
 
 
 def environment_rows(text: str, *, number: int = DEFAULT_ROWS) -> EnvironmentRows:
-    """`number` rows of the environment of that name, with the seeds from 0."""
+    """`number` rows of the environment of that name, with seeds that count from 0."""
     name = EnvironmentName(text)
     source = f"{name.adapter}/{name.place}" if name.adapter else name.place
     options = name.options

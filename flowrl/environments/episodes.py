@@ -1,11 +1,11 @@
 """Plays episodes of one environment: in processes, or in this event loop if the environment is cooperative.
 
-A process plays one episode, or `episodes_per_process` one after the other. One plays no further episode if it has
-failed, or if the episode has left tasks, threads, processes or much memory. Where all do, none is asked to play another
-one any more.
+A process plays one episode, or up to `episodes_per_process` one after the other. It plays no further episode if it has
+failed, or if the episode has left tasks, threads, processes or much memory. After MOST_LEFT episodes in a row that have
+left something, every process plays only one.
 
-At most `processes` are alive at a time; `reset` waits for one to be gone, or to be free. That wait is ended by another
-episode's `close` alone, and is not part of `reset_s`. A zygote that has died is started again at the next `reset`.
+At most `processes` are alive at a time; `reset` waits until one is gone or free. Only another episode's `close` ends
+that wait, which is not part of `reset_s`. A zygote that has died is started again at the next `reset`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
 
 MOST_LEFT = 8
-"""Episodes in a row after which no process could play another one."""
+"""Episodes in a row that have left something, after which every process plays only one."""
 
 
 class Episodes:
     """`async with Episodes(name) as pool: episode = await pool.reset(row)`. Only one event loop may use it.
 
-    Entering raises ConfigError for a name that is a user's mistake. Leaving ends all episodes. `progress` gets
-    sentences for the user.
+    Entering raises ConfigError for a mistake of the user in the name. Leaving ends all episodes. `progress` is called
+    with sentences for the user.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class Episodes:
         self._left_in_a_row = 0
         """Episodes that left something, since the last one that did not."""
         self._free = asyncio.Semaphore(processes)
-        """Processes that may be alive and do not play; those of `_waiting` are among them."""
+        """Number of processes that may be alive and do not play, including those of `_waiting`."""
         self._waiting: list[EpisodeProcess] = []
-        """They have played, and may play again."""
+        """Processes that have played and may play again."""
         self._restarts_left = zygote_restarts
         self._starting = asyncio.Lock()
         self._zygote: ZygoteClient | None = None
         self._in_loop: FoundEnvironment | None = None
         self._open: set[OpenEpisode] = set()
         self.seats, self.replays, self.saves = 1, True, False
-        """As the environment says; known once the pool is entered."""
+        """As the environment declares them; known once the pool is entered."""
 
     @property
     def zygote_pid(self) -> int | None:
-        """The process that starts those of the episodes; None if the environment is cooperative."""
+        """Pid of the process that starts the processes of episodes; None if the environment is cooperative."""
         return None if self._zygote is None else self._zygote.pid
 
     async def __aenter__(self) -> Episodes:
@@ -89,7 +89,7 @@ class Episodes:
             return self
         try:
             await self._try_making()
-        except BaseException:  # a cancelled or failed trial ends its processes too
+        except BaseException:  # a cancelled or failed trial also ends its processes
             await self._end()
             raise
         return self
@@ -107,7 +107,7 @@ class Episodes:
         return await self._begun(row, None)
 
     async def restore(self, row: EnvironmentRow, state: bytes) -> OpenEpisode:
-        """A new episode that continues from what `OpenEpisode.save` gave. Raises as `reset` does."""
+        """A new episode that continues from the state that `OpenEpisode.save` returned. Raises as `reset` does."""
         return await self._begun(row, state)
 
     def _refuse_reuse(self) -> None:
@@ -133,17 +133,17 @@ class Episodes:
         episode.on_close = self._open.discard
         try:
             await episode.begin(row, state, limit_s=self._reset_s)
-        except BaseException:  # a cancelled or failed reset closes the environment too
+        except BaseException:  # a cancelled or failed reset also closes the environment
             await episode.close_quietly()
             raise
         return episode
 
     async def _opened(self, episodes: int) -> ProcessEpisode:
-        """In a process that plays so many."""
+        """An episode in a process that plays up to `episodes`."""
         await self._free.acquire()
         try:
             process = self._waiting_one() or self._forked(await self._living())
-        except BaseException:  # a cancelled or failed start gives its place back too
+        except BaseException:  # a cancelled or failed start also gives its place back
             self._free.release()
             raise
         again = process.num_begun + 1 < episodes
@@ -151,7 +151,7 @@ class Episodes:
         return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=keep, left=self._left)
 
     def _waiting_one(self) -> EpisodeProcess | None:
-        """The last one that has played; none if there is none, or the zygote that watches over them is dead."""
+        """The process that played last; None if none waits, or if they have ended because their zygote is dead."""
         if not self._waiting or self._waiting[-1].exited.done():
             return None
         return self._waiting.pop()
@@ -162,16 +162,16 @@ class Episodes:
         return process
 
     def _keep(self, process: EpisodeProcess) -> None:
-        """Its episode is over, and it may play another one."""
+        """Keep a process whose episode is over and that may play another one."""
         self._left_in_a_row = 0
-        if process.exited.done():  # at the same moment
+        if process.exited.done():  # it has ended at the same moment
             process.dispose()
         else:
             self._waiting.append(process)
             self._free.release()
 
     def _left(self) -> None:
-        """An episode is over that left something, so that its process has ended."""
+        """Count an episode that has left something behind, so that its process has ended."""
         self._left_in_a_row += 1
         if self._left_in_a_row >= MOST_LEFT and self._episodes_per_process > 1:
             self._episodes_per_process = 1

@@ -1,4 +1,4 @@
-"""Why an episode's attempt is void, in one word each, and the boundary to an environment's code."""
+"""The causes for which an episode's attempt is void, one word each, and the boundary to an environment's code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ResumeCause = Literal["replay_differs", "resumed"]
 EnvCause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
 Cause = EnvCause | ResumeCause
 CAUSES: tuple[EnvCause, ...] = get_args(EnvCause)
-"""What an environment does wrong."""
+"""What an environment can do wrong."""
 RESUME_CAUSES: tuple[ResumeCause, ...] = get_args(ResumeCause)
-"""Why an attempt that a checkpoint has found half done does not go on in a resumed run."""
+"""Why an attempt that was unfinished in a checkpoint does not continue in a resumed run."""
 TAIL = 2_000
 """Characters of a traceback that are kept, from its end."""
 OWN_FRAMES = 2
@@ -42,9 +42,9 @@ class ZygoteFailed(FlowrlError):
 
 @contextlib.contextmanager
 def boundary(doing: str) -> Iterator[None]:
-    """Turns what an environment's code raises into EnvironmentFailed. `doing` is as "FrozenLake.step".
+    """Turns what an environment's code raises into EnvironmentFailed. `doing` names the call, as in "FrozenLake.step".
 
-    A cancellation from outside passes; one that the environment raised by itself does not.
+    A cancellation from outside passes through; one that the environment itself raised becomes EnvironmentFailed.
     """
     try:
         yield

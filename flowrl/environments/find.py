@@ -29,7 +29,7 @@ class FoundEnvironment:
     """Loads what the processes of episodes share. May raise anything."""
 
     def made(self) -> Env:
-        """`make`, where what it raises is the user's mistake. Raises ConfigError."""
+        """The result of `make`. Raises ConfigError for whatever `make` raises, as a mistake of the user."""
         try:
             return self.make()
         except ConfigError:
@@ -39,7 +39,7 @@ class FoundEnvironment:
 
 
 def find_environment(text: str) -> FoundEnvironment:
-    """Import what the name needs. Raises ConfigError; an adapter's options are checked by `made` only."""
+    """Import what the name needs. Raises ConfigError. Only `made` checks an adapter's options."""
     name = EnvironmentName(text)
     if name.adapter:
         return _adapted(name)
@@ -51,7 +51,7 @@ def find_environment(text: str) -> FoundEnvironment:
 
 
 def _adapted(name: EnvironmentName) -> FoundEnvironment:
-    """Imports the adapter that is named and no other: most of them import a package."""
+    """Imports only the adapter that is named: most adapters import a package."""
     module, _, wanted = ADAPTERS[name.adapter].partition(":")
     kind: Any = getattr(importlib.import_module(f"flowrl.environments.{module}"), wanted)
     return FoundEnvironment(name.text, kind, kind.maker(name))

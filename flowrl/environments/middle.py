@@ -7,7 +7,8 @@ LEAST_BYTES = 64
 
 
 def without_middle(text: str, most_bytes: int) -> str:
-    """`text` in at most `most_bytes` bytes of UTF-8: its begin and its end, with a mark of what is left out between.
+    """`text` in at most `most_bytes` bytes of UTF-8: its beginning and its end, with a mark between them for what is
+    left out.
 
     Halves of surrogate pairs, which nothing can send, become question marks. `most_bytes` is at least 64.
     """

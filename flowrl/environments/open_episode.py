@@ -45,7 +45,7 @@ class TimeLimit:
 class OpenEpisode(ABC):
     """One episode, from its first observation to `close`, which has to be called. One call at a time.
 
-    All methods raise EnvironmentFailed; after that only `close` may be called. A cancelled call ends the episode too.
+    All methods raise EnvironmentFailed; after that only `close` may be called. A cancelled call also ends the episode.
     """
 
     observations: tuple[Observation, ...] = ()
@@ -80,7 +80,7 @@ class OpenEpisode(ABC):
                 self.on_close(self)
 
     async def close_quietly(self) -> None:
-        """`close`, where the episode has failed or is given up, and how it closes matters no more."""
+        """`close` for an episode that has failed or is given up, so that errors of closing it do not matter."""
         try:
             await self.close()
         except EnvironmentFailed:
@@ -92,7 +92,7 @@ class OpenEpisode(ABC):
 
     @abstractmethod
     async def save(self) -> bytes | None:
-        """The environment's state for `Episodes.restore`, None if it has none."""
+        """The environment's state for `Episodes.restore`; None if it has none."""
 
     @abstractmethod
     async def _step(self, action: Action, seat: int) -> Step: ...
@@ -102,7 +102,7 @@ class OpenEpisode(ABC):
 
 
 class LoopEpisode(OpenEpisode):
-    """Its environment is cooperative and runs in this event loop."""
+    """An episode whose environment is cooperative and runs in this event loop."""
 
     def __init__(self, found: FoundEnvironment, *, step_s: float) -> None:
         super().__init__(found.text, step_s=step_s)

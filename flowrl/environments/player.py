@@ -50,7 +50,7 @@ class Player:
 
 
 def seed_global_state(seed: int) -> None:
-    """Seed the generators that packages use without asking, of those that are loaded."""
+    """Seed the global generators that packages use: Python's, and those of numpy and torch if they are loaded."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % (1 << 32))

@@ -1,7 +1,7 @@
 """What an environment is: `Env`, and the values that it and the policy exchange.
 
-The values are frozen and do not construct in an illegal state: they raise `MalformedValue`, which counts as the
-environment's fault (the cause `env_malformed`) wherever it is raised in an environment.
+The values are immutable and cannot be constructed in an illegal state: that raises `MalformedValue`, which counts as
+the environment's fault (the cause `env_malformed`) wherever it is raised in an environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from flowrl.message_base import scalar_problem
 
 ROLES = ("system", "user", "tool")
-"""Who may speak in an observation. What the assistant says comes from the policy alone."""
+"""Roles of messages in an observation. Only the policy speaks as the assistant."""
 FINISH_REASONS = ("stop", "length")
 
 
@@ -63,7 +63,7 @@ class Action:
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...] = ()
-    """The sampled tokens; empty when somebody plays by hand."""
+    """The sampled tokens; empty if a person plays by hand."""
     finish_reason: str = "stop"
     """"stop", or "length": the reply was cut off at its limit of tokens."""
 
@@ -75,7 +75,7 @@ class Action:
         token_ids: Sequence[int] = (),
         finish_reason: str = "stop",
     ) -> Action:
-        """The action that a parsed reply is: an assistant's message with tool calls in the form of OpenAI's API.
+        """The action for a parsed reply, which is an assistant's message with tool calls in the form of OpenAI's API.
 
         The arguments of a call are JSON text or a mapping.
         """
@@ -96,15 +96,15 @@ class Step:
     """What one action led to."""
 
     observation: Observation | tuple[Observation, ...]
-    """One, or with several seats one for each; that of a seat with nothing new to see is empty."""
+    """One observation, or with several seats one for each; a seat with nothing new to see gets an empty one."""
     reward: float | tuple[float, ...] = 0.0
     """One number, or with several seats one for each."""
     terminated: bool = False
     """The episode is over by its own rules."""
     truncated: bool = False
-    """The episode is cut off; it could have gone on."""
+    """The episode is cut off; it could have continued."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the episode so far: of each name, the last value counts."""
+    """Metrics of the episode so far; the last value of each name counts."""
     max_tokens: int | None = None
     """The next reply's limit of tokens; None leaves it to the sampling."""
     stop: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class Env:
     """
 
     cooperative: ClassVar[bool] = False
-    """It awaits and never computes for long, and uses no global state: it may share a process with others."""
+    """The environment awaits, never computes for long, and uses no global state: it may share a process with others."""
     replays: ClassVar[bool] = True
     """The same seed and actions give the same observations and rewards."""
     seats: ClassVar[int] = 1
@@ -154,13 +154,15 @@ class Env:
 
     @classmethod
     def before_fork(cls, **options: Any) -> None:
-        """Called with the options in the process that those of the episodes are forked from: they share what it loads.
+        """Called with the options in the process from which the processes of episodes are forked: they share what this
+        method loads.
 
         Raise ConfigError for a user's mistake. It must not start threads.
         """
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation | tuple[Observation, ...]:
-        """Begin the episode. `task` is the row: its name, options and seed. With several seats: one for each."""
+        """Begin the episode. `task` is the row: its name, options and seed. With several seats, return one observation
+        for each."""
         raise NotImplementedError
 
     async def step(self, action: Action) -> Step:
@@ -266,7 +268,9 @@ def _tool(tool: Any) -> Mapping[str, Any]:
     try:
         known: Mapping[str, Any] = json.loads(json.dumps(tool))
     except (TypeError, ValueError) as problem:
-        raise MalformedValue(f"the tool {function['name']!r} holds what JSON cannot: {problem}") from None
+        raise MalformedValue(
+            f"the tool {function['name']!r} has values that JSON cannot represent: {problem}"
+        ) from None
     return known
 
 

@@ -17,7 +17,7 @@ from flowrl.tasks.reward_calls import child
 
 
 def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
-    """As `load_rows`. Generated tasks stay in this process, where their verifiers find what was generated."""
+    """Like `load_rows`. Generated tasks stay in this process, where their verifiers find what was generated."""
     if place_of_rows(task) is None:
         return load_rows(task, whole=whole)
     mine, theirs = multiprocessing.Pipe(duplex=False)

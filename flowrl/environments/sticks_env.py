@@ -14,7 +14,8 @@ from flowrl.tasks.sticks import SticksRules
 class Sticks(Env):
     """A seat sees how many sticks are left, and answers with the number that it takes: 1 to `take`.
 
-    Who takes the last one wins: reward 1, the other 0. A reply that is no allowed move loses at once.
+    The seat that takes the last stick wins: its reward is 1, the other seat's 0. A reply that is no allowed move loses
+    at once.
     """
 
     cooperative = True
@@ -42,8 +43,8 @@ class Sticks(Env):
 class SticksAgainst(Env):
     """The game for one seat; the environment plays the other one.
 
-    It makes a winning move in a share `skill` of its moves, where there is one, and otherwise any allowed move. Who
-    begins follows from the seed, as the sticks at the start and the opponent's moves do.
+    If there is a winning move, the environment makes it with probability `skill`; otherwise it makes a random allowed
+    move. The seed determines who begins, the number of sticks at the start, and the opponent's random choices.
     """
 
     cooperative = True

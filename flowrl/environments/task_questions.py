@@ -1,4 +1,4 @@
-"""The questions of a task, for environments that ask them: which one an episode's row asks."""
+"""The questions of a task for environments that ask them, and which question an episode's row asks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flowrl.tasks.row_reading.indexed_rows import by_id, joined
 ASKING = ("tools", "openrlhf", "skyrl_gym")
 """Adapters whose environments ask the questions of a task."""
 SETS = "evaluate"
-"""Option of their names: the texts of the sets that an evaluation asks whole, as --evaluate-task has them."""
+"""Option of their names: the sets of which an evaluation asks every question, written as for --evaluate-task."""
 SET, QUESTION = "evaluation_set", "question"
-"""Options of such a row: the set's name, and the id of the question's prompt."""
+"""Options of a row that asks a question of such a set: the set's name, and the id of the question's prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class TaskQuestions:
     rows: Rows
     sets: Mapping[str, AskedSet] = field(default_factory=dict)
     places: Mapping[int, int] = field(default_factory=dict)
-    """Seed of each of the environment's rows -> which one of its part it is."""
+    """Seed of each of the environment's rows -> the row's index within its part."""
 
     def row(self, environment_row: EnvironmentRow) -> Row:
-        """The question of an environment's row: the one it names, else a held-out one for a held-out row.
+        """The question of an environment's row: the one that the row names, else a held-out question for a held-out
+        row.
 
-        Rows of a part ask the questions of that part in turn. Members of a group have one row, and so one question.
+        Successive rows of a part ask successive questions of that part. Members of a group have the same row, and so
+        the same question.
         """
         if SET in environment_row.options:
             return self.sets[environment_row.options[SET]].by_id[environment_row.options[QUESTION]]
@@ -52,7 +54,7 @@ class TaskQuestions:
 
     @property
     def all(self) -> Iterator[Row]:
-        """Every row, those of the sets too."""
+        """Every row, including those of the sets."""
         return itertools.chain(
             self.rows.train, self.rows.held_out, *(asked.by_id.values() for asked in self.sets.values())
         )
@@ -62,14 +64,14 @@ def with_sets(environment: str, sets: Sequence[str]) -> str:
     """The name of an environment that can also be asked the questions of `sets`. Raises ConfigError."""
     if EnvironmentName(environment).adapter not in ASKING:
         raise ConfigError(
-            f"--evaluate-task names questions, and environment {environment!r} asks none of a task; leave it out: "
-            "--evaluate asks held-out rows of the environment"
+            f"--evaluate-task names questions, and environment {environment!r} asks no questions of a task; leave it "
+            "out: --evaluate asks held-out rows of the environment"
         )
     return f"{environment}{',' if EnvironmentName(environment).options else ':'}{SETS}={list(sets)!r}"
 
 
 def question_row(environment: str, asked_set: str, row: Row) -> EnvironmentRow:
-    """The row of an environment with which that question of that set is asked."""
+    """The environment's row that asks the question `row` of the set `asked_set`."""
     base = environment_rows(environment, number=1).all[0]
     own = {key: value for key, value in base.options.items() if key != SETS}
     return EnvironmentRow(base.name, {**own, SET: asked_set, QUESTION: row.prompt_id}, int(row.prompt_id[:8], 16))
@@ -112,7 +114,7 @@ def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
 
 
 def _places(name: EnvironmentName) -> Mapping[int, int]:
-    """Seed -> which row of its part it is. Seeds alone would pass over the questions of the other part's rows."""
+    """Seed -> index of the row within its part. Seeds as indices would skip the questions at the other part's seeds."""
     found = environment_rows(name.text)
     return {row.seed: place for part in (found.train, found.held_out) for place, row in enumerate(part)}
 
@@ -129,7 +131,7 @@ def _asked_set(name: EnvironmentName, text: str, task: Task) -> tuple[str, Asked
 
 
 def question_of(row: Row) -> Observation:
-    """What the policy is shown of a row."""
+    """What the policy is shown for a row."""
     if len(row.turns) == 1 and row.turns[0]["role"] == "user":
         return Observation(row.prompt)
     return Observation(messages=row.turns)

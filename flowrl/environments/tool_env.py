@@ -3,10 +3,10 @@
 A reply with tool calls gets a message of role "tool" for each, in their order. A reply without one is the answer: the
 task's own verifier scores it, and the episode ends.
 
-The row's seed picks the question: a held-out row's among the task's held-out ones, another row's among those for
-training. Options of the adapter are `tools` (names joined by `+`, see `named_tools`), `calls` (8: the most calls of an
-episode) and `reply_s` (40: seconds for the calls of one reply together, below the `step_s` of the episodes). All other
-options are the task's.
+The row's seed picks the question: for a held-out row one of the task's held-out questions, for another row one of those
+for training. Options of the adapter are `tools` (names joined by `+`, see `named_tools`), `calls` (8: the most calls of
+an episode) and `reply_s` (40: seconds for the calls of one reply together, below the `step_s` of the episodes). All
+other options belong to the task.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flowrl.tasks.reward_calls.judge import BadReward, Judge, load_judge
 
 DEFAULTS: Mapping[str, Any] = {"tools": "", "calls": 8, "reply_s": 40.0}
 NAME_BYTES = 256
-"""Most bytes of a tool's name and a call's id, as the policy wrote them, that are shown."""
+"""Maximum bytes that are shown of a tool's name and of a call's id, as the policy wrote them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ToolTask:
     reply_s: float
 
     def score(self, row: Row, answer: str, asked_set: str = "") -> float:
-        """The reward of the verifier, or of the one of a set that is evaluated. Raises BadReward."""
+        """The reward by the task's verifier, or by that of the evaluation set `asked_set`. Raises BadReward."""
         return (self.judges[asked_set] if asked_set else self.judge)([row.prompt], [answer], [row.columns]).rewards[0]
 
 
@@ -101,7 +101,7 @@ class ToolEnv(Env):
 
 
 class UnrepeatableToolEnv(ToolEnv):
-    """One of its tools must not be called again with the same arguments, as a resumed run would."""
+    """One question, with a tool that must not be called again with the same arguments, as a resumed run would do."""
 
     replays = False
 
@@ -137,7 +137,8 @@ def _check_options(name: EnvironmentName, options: Mapping[str, Any]) -> None:
 
 
 def _check_verifier(name: EnvironmentName, rows: Iterable[Row], judge: Judge) -> None:
-    """Every row has what the verifier compares with, and the verifier works in this process."""
+    """Raise ConfigError unless every row has what the verifier compares with, and the verifier works in this
+    process."""
     rows = iter(rows)
     first = next(rows)
     for row in chain([first], rows):

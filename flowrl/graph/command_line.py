@@ -46,13 +46,13 @@ RENAMED = {
     "clip-high": "objective.clip-high",
     "clip": "objective.clip-low --objective.clip-high",
 }
-"""Former name of a graph's option -> its name, or its names."""
+"""Former name of a graph's option -> its present name, or names."""
 
 
 def parse_options(
     config_type: type[Any], args: Sequence[str], *, prog: str, others: Iterable[str] = (), default: Any = None
 ) -> Any:
-    """An instance of `config_type`, or of the values of `default`, with `--field value` overrides of its leaves.
+    """An instance of `config_type` with the values of `default` or its own defaults, and `--field value` overrides.
 
     A nested dataclass may be given by the value of its first field: `--policy tiny`. Raises
     ConfigError for unknown options and invalid values; `--help` prints and exits. `others` are options
@@ -121,7 +121,7 @@ def _one_sentence(box: str) -> str:
 
 
 def _reworded(sentence: str) -> str:
-    """Reword the messages of tyro and Python for the most common mistakes as what was found and what was needed."""
+    """Reword the messages of tyro and Python for the most common mistakes to say what was found and what was needed."""
     for pattern, words in REWORDED:
         if match := re.fullmatch(pattern, sentence):
             return words.format(*match.groups())

@@ -1,7 +1,7 @@
 """The five dispatch rules: which replicas of its consumer an edge sends a message to, and what follows from that.
 
-Everything that depends on an edge's rule asks its object: the checks, the lanes (`flowrl.channel.lanes.dispatch`),
-tombstones, checkpoints. Nothing else compares the rules' names.
+All code that depends on an edge's rule asks the rule's object: the checks, the lanes (`flowrl.channel.lanes.dispatch`),
+tombstones, checkpoints. No other code compares the rules' names.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ class DispatchRule:
     name: ClassVar[str]
     """As in a graph file and in `graph.json`."""
     any_one: ClassVar[bool] = False
-    """Whether a message goes to one of `replicas` only: to the one with most free credits, in turn among equals."""
+    """Whether a message goes to only one of `replicas`: that with the most free credits, round-robin among equals."""
     by_group: ClassVar[bool] = False
     """Whether all messages of a group go to the same replica. Messages need a `group_id`."""
     copies: ClassVar[bool] = False
-    """Whether each replica gets a copy with an id of its own, which no other replica can take in its place. Different
-    ids, so that the messages that two replicas make from their copies are not dropped as repetitions."""
+    """Whether each replica gets a copy with its own id, which no other replica can take instead. The ids differ so that
+    the messages that two replicas make from their copies are not dropped as repetitions."""
     splits: ClassVar[bool] = False
-    """Whether each replica gets a part of the message, made by its `split(n)`, also with an id of its own. The
+    """Whether each replica gets a part of the message, made by the message's `split(n)`, also with its own id. The
     consumer has to be a gang."""
     overwrites: ClassVar[bool] = False
-    """Whether a message replaces the one before it that was not taken yet. Then no send waits, and nobody keeps a
-    message for a replay."""
+    """Whether a message replaces the previous one if that was not taken yet. Then no send waits, and only the newest
+    message is kept, for a consumer that is replaced."""
 
     def replicas(self, group_id: str, count: int) -> Sequence[int]:
-        """The indices, of `count` replicas, that a message of the group can go to."""
+        """The indices of those of the `count` replicas that a message of the group can go to."""
         return range(count)
 
     @property
     def to_each(self) -> bool:
-        """Whether each replica gets a message of its own: a copy or a part."""
+        """Whether each replica gets its own message: a copy or a part."""
         return self.copies or self.splits
 
     @property
     def carries_tombstones(self) -> bool:
-        """Whether a tombstone goes out in place of a lost message. A batch for a gang and weights are whole without
-        what was lost."""
+        """Whether a tombstone is sent in place of a lost message. A batch for a gang, and weights, are complete without
+        the lost messages."""
         return not (self.splits or self.overwrites)
 
 

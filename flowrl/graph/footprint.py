@@ -1,4 +1,4 @@
-"""What a node replica keeps in memory, as it predicts it from sizes: `Node.footprint`, for `flowrl check`.
+"""The memory that a node replica takes, predicted from sizes: `Node.footprint`, for `flowrl check`.
 
 The formulas are those of docs/memory.md.
 """
@@ -11,10 +11,11 @@ from typing import Literal
 from flowrl.graph.routes import WeightTransport
 
 MemoryPlace = Literal["device", "host", "shm"]
-"""The memory of each GPU that the replica has (of the machine, if it has none), of the machine, and its /dev/shm."""
+"""device: the memory of each GPU of the replica, or of the machine if the replica has no GPU; host: the memory of the
+machine; shm: the machine's /dev/shm."""
 Stay = Literal["always", "lease", "away", "loading", "export"]
-"""When a term is there: always; while the replica holds its lease, or always if it shares no devices; while it does not
-hold the lease; while it loads; while a checkpoint is exported."""
+"""When a term takes memory. always; lease: while the replica holds its lease, or always if it shares no devices; away:
+while it does not hold the lease; loading: while it loads; export: while a checkpoint is exported."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Share:
     """Memory of each of its GPUs; 0: it has none, or that is unknown."""
     time_shared: bool
     token_budget: int | None
-    """Most tokens of a micro-batch that it is sent; None: nobody declares it."""
+    """The most tokens of a micro-batch that it receives; None: no node declares a number."""
     longest_sample: int | None
     longest_asked: int | None = None
     """Tokens of the longest prompt or context that it is asked to continue; None: unknown."""
     sends: tuple[WeightTransport, ...] = ()
-    """To each reader of its weights."""
+    """The transport to each reader of its weights."""
     readers: tuple[str, ...] = ()
     """Dtypes of the readers' parameters, as `Facts.weights_dtype` says."""
     receives: tuple[WeightTransport, ...] = ()
@@ -56,7 +57,7 @@ class Footprint:
 
     terms: tuple[MemoryTerm, ...]
     problems: tuple[str, ...] = ()
-    """What does not fit whatever else is there, as complete sentences."""
+    """Problems that exist even if no other replica takes memory, as complete sentences."""
 
     def num_bytes(self, *stays: Stay, place: MemoryPlace = "device") -> int:
         return sum(term.num_bytes for term in self.terms if term.place == place and term.stay in stays)

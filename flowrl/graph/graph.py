@@ -72,7 +72,7 @@ class Edge:
 
     @property
     def rule(self) -> DispatchRule:
-        """The rule of this name; SHARE for an unknown name, which `Graph.connect` has recorded as a mistake."""
+        """The rule named `dispatch`; SHARE for an unknown name, which `Graph.connect` has recorded as a mistake."""
         return RULES.get(self.dispatch, SHARE)
 
 
@@ -120,8 +120,8 @@ class Graph:
         """Connect two ports by lanes that keep every message, in order, until it is finished.
 
         `capacity` is in messages and per lane (one producer replica to one consumer replica).
-        `dispatch` selects the consumer's replica: "share" the one with most free credits, "key" the same
-        one for all messages of a group, "broadcast" every one, "gang" a part to each rank.
+        `dispatch` selects the consumer's replica: "share" selects the one with the most free credits, "key" the same
+        one for all messages of a group, "broadcast" every replica; "gang" sends a part of the message to each rank.
         An Out port with several edges sends every message along each of them.
         """
         if dispatch not in get_args(Dispatch):
@@ -149,10 +149,11 @@ class Graph:
         """Connect a requesting port to a serving port. Replies return to the requesting replica.
 
         `capacity` bounds the open requests between two replicas. A request goes to the replica of the server with the
-        fewest open requests. With `affinity_margin`, a session of a caller stays on its replica while that has at most
-        so many open requests more than the replica with the fewest; 0 and more, a large number for sessions that never
-        move. New sessions of one group go together under the same condition. "auto" is AFFINITY_MARGIN for the turns of
-        episodes, each of which begins with what its replica has computed before, and None for other requests.
+        fewest open requests. With `affinity_margin`, a caller's session stays on its replica as long as this replica
+        has at most `affinity_margin` more open requests than the replica with the fewest. It is 0 or more; with a large
+        number, sessions never move. Under the same condition, new sessions of one group go to the same replica. "auto"
+        means AFFINITY_MARGIN for the turns of episodes, because each turn begins with a prefix that its replica has
+        already computed, and None for other requests.
         """
         margin = affinity_margin
         if margin == "auto":
@@ -226,7 +227,7 @@ def owner(port: Port) -> str:
 
 
 def carried(port: Port) -> type[Message]:
-    """The message type of a port (for calls that of the request); `Message` if the declaration names none."""
+    """The message type of a port (for calls, of the request); `Message` if the declaration names none."""
     kind = port.types[0] if port.types else Message
     return kind if isinstance(kind, type) and issubclass(kind, Message) else Message
 

@@ -47,7 +47,7 @@ class GraphFile:
     ) -> Any:
         """The configuration with `--field value` overrides. Raises ConfigError for invalid options or values.
 
-        `others` are further valid options; suggestions for an unknown option consider them too. `default` has the
+        `others` are further valid options, which suggestions for an unknown option also consider. `default` has the
         values of the fields that no option sets; its values need not be checked yet.
         """
         with user_code(self.path):

@@ -1,6 +1,6 @@
 """Options whose value is a mapping, on the command line: `--zero.deepspeed zero_optimization.overlap_comm=true wall=3`.
 
-A name with dots is one in nested mappings. A value is JSON where it is JSON, and text elsewhere.
+Dots in a name separate the names of nested mappings. A value is read as JSON if it is valid JSON, else as text.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _parsed(texts: list[str]) -> dict[str, Any]:
     try:
         return parse_mapping(texts)
     except ConfigError as problem:
-        raise ValueError(str(problem)) from None  # tyro names the option with it
+        raise ValueError(str(problem)) from None  # tyro adds the name of the option
 
 
 def _value(text: str) -> Any:

@@ -70,13 +70,14 @@ class Context(Protocol):
     window: int | None
     """Number of finished groups, in admission order, from which a batcher may choose; 0: any, None: no admission."""
     longest_asked: int | None
-    """Tokens of the longest prompt or context that this node is asked to continue, None if those who ask do not say."""
+    """Tokens of the longest prompt or context that this node is asked to continue, None if a caller declares none."""
     own_clock: bool
-    """Whether this trainer's versions are not those of the tokens, because it gets other batches than the main one."""
+    """Whether this trainer's versions differ from those of the tokens, because it gets other batches than the main
+    trainer."""
     in_pieces: bool
     """Whether this batcher sends the groups of a batch as they finish, because its trainers accumulate gradients."""
     others_stand_in: bool
-    """Whether the other replicas can do all that this one does, so that the run goes on without it."""
+    """Whether the other replicas can do everything that this one does, so that the run continues without it."""
     gang_address: str
     """"host:port" at which the ranks of this gang meet, "" if the node is not a gang."""
     weight_routes: tuple[WeightRoute, ...]
@@ -103,7 +104,7 @@ class Context(Protocol):
 
 @functools.cache
 def _port_hints(kind: type[Node]) -> Mapping[str, Any]:
-    """The ports that a class of nodes declares. Reading annotations is most of what making a node costs."""
+    """The ports that a node class declares. Cached: reading annotations is most of the cost of making a node."""
     return {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) in PORT_KINDS}
 
 
@@ -127,7 +128,7 @@ class Node:
     cpus: ClassVar[float] = 0
     """Cores that a replica needs exclusively. 0: cheap, shares a host with other cheap nodes."""
     gpus: float = 0
-    """GPUs of a replica; in a graph, those that `Graph.add` was given."""
+    """GPUs of a replica; in a graph, the number that `Graph.add` was given, if any."""
     gang: ClassVar[bool] = False
     """Replicas run in lockstep (ZeRO ranks); incoming edges need `dispatch="gang"`."""
     keyed_state: ClassVar[bool] = False
@@ -173,7 +174,8 @@ class Node:
     async def on_acquire(self) -> None:
         """Called when this node gets its shared devices (`g.time_share`) back: restore what they held.
 
-        Its invocations begin after it. Work outside of them needs `async with self.context.on_devices():`.
+        The node's invocations begin after this call. Work outside of an invocation needs
+        `async with self.context.on_devices():`.
         """
 
     async def on_release(self) -> None:
@@ -184,13 +186,13 @@ class Node:
         return []
 
     def notes(self) -> list[str]:
-        """Sentences about its settings that `flowrl check` prints with the plan."""
+        """Sentences about the node's settings that `flowrl check` prints with the plan."""
         return []
 
     def preflight(self) -> str | None:
         """Cheap checks on the driver before Ray starts (files, tokenizer, imports). Raises ConfigError.
 
-        What it returns is printed as a line of the run's set-up.
+        The returned text is printed as a line of the run's set-up.
         """
         return None
 
@@ -202,9 +204,9 @@ class Node:
         """Write large state (weights, optimizer) below `path`. Called on every replica while admission is closed."""
 
     def state(self) -> Mapping[str, Any]:
-        """State that a checkpoint has to keep besides messages: scalars, strings, tuples, mappings, arrays.
+        """State that a checkpoint has to keep in addition to messages: scalars, strings, tuples, mappings, arrays.
 
-        Called while the body is waiting. If it waits in a send outside of an invocation, that send is repeated.
+        Called while the body is waiting. If the body waits in a send outside of an invocation, that send is repeated.
         """
         return {}
 

@@ -11,12 +11,13 @@ import resource
 from flowrl.errors import ConfigError
 
 OF_A_PEER = 5
-"""Descriptors for a peer on another machine: of the socket, of its watch (2), and of one stream in each direction. A
-peer on the same machine takes 3."""
+"""Descriptors for a peer on another machine: one for the socket, two for its monitor, and one for the stream in each
+direction. A peer on the same machine takes 3."""
 OF_A_PROCESS = 256
-"""What a process opens besides: libraries, devices, shared memory, data."""
+"""Descriptors that a process opens in addition: libraries, devices, shared memory, data."""
 ENOUGH = 1 << 16
-"""No limit is raised further: some programs walk over all descriptors that they may have when they start another."""
+"""No limit is raised further, because some programs go through all descriptors that they may have when they start
+another program."""
 
 
 def most_files() -> int:
@@ -33,12 +34,12 @@ def raise_limit() -> None:
 
 
 def files_needed(num_peers: int) -> int:
-    """Descriptors of a process that is connected to so many others."""
+    """Descriptors of a process that is connected to `num_peers` others."""
     return OF_A_PROCESS + OF_A_PEER * num_peers
 
 
 def files_problem(num_peers: int, most: int) -> str:
-    """What is wrong where a process with so many peers can have at most so many descriptors; "" if nothing is."""
+    """The error if a process with `num_peers` peers can have at most `most` descriptors; "" if these are enough."""
     if (needed := files_needed(num_peers)) <= most:
         return ""
     return (
@@ -49,7 +50,7 @@ def files_problem(num_peers: int, most: int) -> str:
 
 
 def require_files(num_peers: int) -> None:
-    """Raise ConfigError if this process cannot have the descriptors for so many peers."""
+    """Raise ConfigError if this process cannot have the descriptors for `num_peers` peers."""
     if problem := files_problem(num_peers, most_files()):
         raise ConfigError(problem)
 

@@ -1,4 +1,4 @@
-"""The options of a configuration dataclass with their types: values from a file are checked, and fill an instance."""
+"""The options of a configuration dataclass and their types: checks values from a file, and fills an instance."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def check_value(where: str, value: Any, hint: Any) -> Any:
 
 
 def filled(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base: Any = None) -> Any:
-    """An instance of `kind` with the values of `given`, and of `base` or the defaults elsewhere.
+    """An instance of `kind` with the values of `given`; other fields have the values of `base`, or the defaults.
 
-    Its `__post_init__` does not run: options of the command line may still replace what is wrong. A field without
+    `__post_init__` does not run, because options of the command line may still replace wrong values. A field without
     any value is `tyro.MISSING`.
     """
     import tyro

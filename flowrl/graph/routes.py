@@ -14,10 +14,10 @@ from flowrl.errors import ConfigError
 
 
 class WeightTransport(StrEnum):
-    """A way for weights, under its name in `graph.json` and in manifests."""
+    """A way to transport weights, by its name in `graph.json` and in manifests."""
 
     SHM = "shm"
-    """Host memory of the machine that both use."""
+    """Host memory of the machine on which both trainer and reader are."""
     TCP = "tcp"
     """Host memory, copied once to every other machine."""
     NCCL = "nccl"
@@ -77,9 +77,9 @@ NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def readers_dtype(dtypes: Iterable[str], *, auto: str) -> str | None:
-    """The dtype of readers that say `dtypes`, the widest of them; "auto" stands for `auto`.
+    """The widest dtype of readers that declare `dtypes`; "auto" is replaced by `auto`.
 
-    None if there are none, if one is not known, or if two different ones are as wide.
+    None if there are no readers, if one dtype is not known, or if two different dtypes are equally wide.
     """
     found = {auto if dtype == "auto" else dtype for dtype in dtypes}
     if not found or not found <= NUM_BYTES.keys():

@@ -56,7 +56,7 @@ class RunFile:
     def values(self, *kinds: type[Any]) -> dict[str, Any]:
         """Option -> value for the options of the dataclasses `kinds`, "task.name" for one in a block.
 
-        Raises ConfigError for a key that none of them has, a key given twice and a value of another type.
+        Raises ConfigError for a key that none of them has, a key given twice and a value of the wrong type.
         """
         leaves = {name: hint for kind in kinds for name, hint in leaves_of(kind).items()}
         blocks = {name: first for kind in kinds for name, first in blocks_of(kind).items()}
@@ -94,7 +94,7 @@ class RunFile:
 
 
 def write_run_file(path: Path, graph: str, *options: Mapping[str, Any]) -> str:
-    """Write a run file; returns its text. Raises ConfigError if another one is there, which is not replaced."""
+    """Write a run file; returns its text. Raises ConfigError, and replaces nothing, if `path` has different content."""
     text = run_file_text(graph, *options)
     try:
         if path.exists() and path.read_text(encoding="utf-8") != text:

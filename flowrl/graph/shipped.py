@@ -21,7 +21,7 @@ def shipped_names() -> list[str]:
 def find_graph(graph: str | Path) -> Path:
     """The file of a graph that is named by path or by name. Raises ConfigError if it is neither.
 
-    Whatever ends in .py or has a folder is a path, and need not exist.
+    Text that ends in .py or contains a folder is a path, and the file need not exist.
     """
     text = str(graph)
     if text in shipped_names():
@@ -51,7 +51,7 @@ def source(name: str) -> str:
 
 
 def companions(name: str) -> Iterator[Path]:
-    """Files in folders beside the graphs that this graph finds by its own place, relative to the graphs' folder."""
+    """Files in folders next to the graphs that this graph names in its text, relative to the graphs' folder."""
     texts = {node.value for node in ast.walk(ast.parse(source(name))) if isinstance(node, ast.Constant)}
     for path in sorted(FOLDER.glob("*/**/*.py")):
         if path.name in texts:

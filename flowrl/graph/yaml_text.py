@@ -45,7 +45,7 @@ def parse_yaml(path: Path) -> Any:
 
 
 def plain(node: Any) -> Any:
-    """The data of a node. Raises ConfigError, without a place, if they are not plain or hold a key twice."""
+    """The data of a node. Raises ConfigError, without file and line, if they are not plain or have a key twice."""
     import yaml
 
     try:
@@ -62,7 +62,7 @@ def is_mapping(node: Any) -> bool:
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """The text of plain data in their order. `parse_yaml` and `plain` return what is equal to them."""
+    """The YAML text of `data`, plain data, in their order. `parse_yaml` and `plain` restore equal data from it."""
     import yaml
 
     text = yaml.dump(dict(data), Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=10**6)
@@ -96,7 +96,7 @@ def _loader() -> Any:
 
 @functools.cache
 def _dumper() -> Any:
-    """PyYAML's safe dumper. It quotes text that this loader or one of YAML 1.1 reads as something else."""
+    """PyYAML's safe dumper. It quotes text that this loader, or a YAML 1.1 loader, would read as something else."""
     import yaml
 
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
@@ -107,5 +107,5 @@ def _dumper() -> Any:
 
 
 def _text(dumper: Any, data: str) -> Any:
-    style = None if data.isprintable() else '"'  # PyYAML reads some breaks that it writes without escapes as spaces
+    style = None if data.isprintable() else '"'  # PyYAML writes some line breaks unescaped, and reads them as spaces
     return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)

@@ -1,8 +1,8 @@
 """Finds a model or dataset of the Hub: in the cache, or by a download into it.
 
 A name is resolved to a commit once in a process (`flowrl.hub.pins`). With a commit, files that the cache has are used
-without a request. Tokens and the rest of the settings ($HF_TOKEN, $HF_HOME, $HF_ENDPOINT, $HF_HUB_OFFLINE) are
-huggingface_hub's own business; nothing of them is read or told here but addresses.
+without a request. Tokens and the rest of the settings ($HF_TOKEN, $HF_HOME, $HF_ENDPOINT, $HF_HUB_OFFLINE) are handled
+by huggingface_hub; the code here reads only addresses and whether it is offline, never a token.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flowrl.hub.pins import pin, pinned
 
 Progress = Callable[[str], None]
 Choose = Callable[[Iterable[str]], Sequence[str]]
-"""The files that are needed, of all that a repository has."""
+"""All files of a repository -> those that are needed."""
 TOLD_EVERY_S = 10.0
 
 
 def fetched(name: HubName, choose: Choose, complete: Callable[[Path], bool], progress: Progress) -> Path:
     """The directory of `name`, with the files of `choose`. Raises ConfigError.
 
-    `complete` tells of a directory in the cache whether it has all that is needed, without the repository's list.
+    `complete` says whether a directory in the cache has all needed files, without the repository's file list.
     """
     there = cached(name)
     whole = there is not None and complete(there)
@@ -51,12 +51,12 @@ def fetched(name: HubName, choose: Choose, complete: Callable[[Path], bool], pro
 
 
 def to_stderr(text: str) -> None:
-    """A progress callback for what is done before a run has its view."""
+    """A progress callback for work that is done before a run has its view."""
     print(f"flowrl: {text}", file=sys.stderr, flush=True)
 
 
 class _UnreachableError(Exception):
-    """The Hub did not answer, or with a failure of its own."""
+    """The Hub did not answer, or answered with a failure of its own."""
 
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
@@ -109,9 +109,9 @@ def _info(name: HubName) -> Any:
 def _snapshot(name: HubName, commit: str, files: Sequence[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt; the last one is raised
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt; the last failure is raised
 
-    # A branch or tag is asked for by its name, so that the cache knows it offline too.
+    # Ask for a branch or tag by its name, so that the cache also knows the name offline.
     path = snapshot_download(
         name.repo,
         repo_type=name.kind,
@@ -144,7 +144,8 @@ def _problems_told(name: HubName) -> Iterator[None]:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises: OSError, and the base class of its HTTP library's errors, whichever that is."""
+    """What huggingface_hub raises: OSError, the base class of its HTTP library's errors (whichever it uses), and
+    ValueError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), ValueError)
@@ -152,7 +153,8 @@ def failures() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _lines(name: HubName, num_bytes: int, progress: Progress) -> Iterator[None]:
-    """Within this context a line every ten seconds tells how far the download is; a terminal shows bars instead."""
+    """Within this context, a line every ten seconds reports the progress of the download; a terminal shows bars
+    instead."""
     blobs, ended = repo_dir(name) / "blobs", threading.Event()
     before = _bytes_in(blobs)
 

@@ -1,6 +1,6 @@
 """The Hugging Face cache on this machine, read without the network ($HF_HUB_CACHE, else hub in $HF_HOME).
 
-models--OWNER--NAME/refs/main            the commit that main was when it was last asked for
+models--OWNER--NAME/refs/main            the commit of main when it was last asked for
 models--OWNER--NAME/snapshots/COMMIT/    the files of a commit, or some of them
 """
 
@@ -20,12 +20,12 @@ def cache_home() -> Path:
 
 
 def repo_dir(name: HubName) -> Path:
-    """The cache's directory of `name`, whether it is there or not."""
+    """The cache's directory of `name`, whether it exists or not."""
     return cache_home() / f"{name.kind}s--{name.repo.replace('/', '--')}"
 
 
 def snapshot_dir(name: HubName, commit: str) -> Path:
-    """The cache's directory of one commit, whether it is there or not."""
+    """The cache's directory of one commit, whether it exists or not."""
     return repo_dir(name) / "snapshots" / commit
 
 
@@ -54,6 +54,6 @@ def name_of(directory: Path) -> HubName | None:
 
 
 def files_in(directory: Path) -> dict[str, int]:
-    """Path below `directory` -> bytes, of every file that is there in whole."""
+    """Path below `directory` -> number of bytes, for every complete file."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in found}

@@ -44,7 +44,7 @@ def problem_of(error: Exception, name: HubName) -> ConfigError:
 
 
 def not_cached(name: HubName, *, partly: bool) -> ConfigError:
-    """For a process that may not use the network."""
+    """The error for a name that is not in the cache, in a process that may not use the network."""
     found = "only some of its files are" if partly else "it is not"
     return ConfigError(
         f"{name}: HF_HUB_OFFLINE is set, and {found} in the cache {cache_home()}; unset it to download them, or set "
@@ -65,7 +65,7 @@ def require_room(name: HubName, num_bytes: int) -> None:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """A size for people."""
+    """A size as text, in GB or MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 

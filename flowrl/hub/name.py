@@ -1,4 +1,4 @@
-"""Names on the Hub: OWNER/NAME, with @REVISION for another state than the newest."""
+"""Names on the Hub: OWNER/NAME, with @REVISION for a state other than the newest."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WORD = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
 NAME = re.compile(rf"(?P<repo>{WORD}/{WORD})(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST = 96
-"""Most characters of OWNER/NAME."""
+"""Maximum number of characters in OWNER/NAME."""
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the Hub, and which of its states."""
+    """A repository of the Hub, in one of its states."""
 
     repo: str
     """OWNER/NAME."""
@@ -27,7 +27,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str, kind: Kind = "model") -> HubName | None:
-        """The name that `text` is; None if names on the Hub do not look like that."""
+        """The name in `text`; None if `text` does not have the form of a name on the Hub."""
         found = NAME.fullmatch(text)
         if found is None or len(found["repo"]) > LONGEST or "--" in found["repo"] or ".." in found["repo"]:
             return None
@@ -38,7 +38,7 @@ class HubName:
 
     @property
     def key(self) -> str:
-        """How a run's record names it."""
+        """The name's form in a run's record."""
         return f"{self.kind} {self.repo}@{self.revision}"
 
     @property

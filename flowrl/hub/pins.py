@@ -1,6 +1,6 @@
-"""Which commit each name of the Hub stands for in this process.
+"""The commit to which each name of the Hub is resolved in this process.
 
-A branch may move on while a run lasts, so a name is resolved once: the driver does it before it starts anything, tells
+A branch may move during a run, so a name is resolved only once: the driver resolves it before it starts anything, tells
 every host, and writes the commits into the run's config.json. A resumed run reads them there.
 """
 
@@ -14,17 +14,17 @@ _commits: dict[str, str] = {}
 
 
 def pin(name: HubName, commit: str) -> None:
-    """From now on `name` stands for `commit` in this process."""
+    """From now on, `name` resolves to `commit` in this process."""
     _commits[name.key] = commit
 
 
 def pinned(name: HubName) -> str | None:
-    """The commit that `name` stands for; None if it has not been resolved."""
+    """The commit that `name` resolves to; None if it has not been resolved."""
     return name.commit or _commits.get(name.key)
 
 
 def use(commits: Mapping[str, str]) -> None:
-    """Take over what another process has resolved."""
+    """Take over the commits that another process has resolved."""
     _commits.update(commits)
 
 
@@ -34,5 +34,5 @@ def commits() -> dict[str, str]:
 
 
 def forget() -> None:
-    """Every name is to be resolved again."""
+    """Forget all commits, so that every name is resolved again."""
     _commits.clear()

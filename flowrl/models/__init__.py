@@ -47,10 +47,10 @@ def silent(text: str) -> None:
 
 
 def resolve(policy: Policy, *, progress: Progress = silent) -> str:
-    """The local model directory of `policy`. One that is not on this machine is made or downloaded first.
+    """The local model directory of `policy`. A model that is not on this machine is made or downloaded first.
 
-    Safe to call from several processes: one creates the model, the others wait. `progress` is called with one
-    line per stage. Raises ConfigError if there is no such model, or no such tokenizer as the policy's options name.
+    Safe to call from several processes: one creates the model, the others wait. `progress` is called with one line per
+    stage. Raises ConfigError if the model, or the tokenizer that the policy's options name, does not exist.
     """
     directory = _found(policy, progress)
     if not policy.tokenizer.chosen:
@@ -74,7 +74,7 @@ def _found(policy: Policy, progress: Progress) -> Path:
 
 
 def _tokenizer_directory(policy: Policy, progress: Progress) -> Path | None:
-    """Where the tokenizer is that the policy's options name; None if they name none."""
+    """The directory of the tokenizer that the policy's options name; None if they name none."""
     named = Policy(policy.tokenizer.name) if policy.tokenizer.name else None
     if named is None:
         return None
@@ -84,7 +84,7 @@ def _tokenizer_directory(policy: Policy, progress: Progress) -> Path | None:
 def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
     """Raise ConfigError unless `policy` names a built-in model or a directory that looks like a model.
 
-    A model of the Hub is downloaded. `tiny_agent` is refused with a task for which it cannot be warm-started.
+    A model of the Hub is downloaded. `tiny_agent` is refused with a task on which it cannot be warm-started.
     """
     check_template(policy)
     if policy.model == "smollm2":
@@ -112,14 +112,15 @@ def tokenizer_of(policy: Policy, *, progress: Progress = silent) -> Any:
 
 
 def require_same_vocabulary(scored: Policy, scorer: Policy) -> None:
-    """Compare the loaded tokenizers, where the files alone do not tell. Raises ConfigError if they differ."""
+    """Compare the loaded tokenizers, for models whose files alone do not show whether they agree. Raises ConfigError if
+    they differ."""
     mine, other = (tokenizer_of(policy).get_vocab() for policy in (scored, scorer))
     if mine != other:
         raise ConfigError(difference(scored.model, mine, scorer.model, other))
 
 
 def known_context(policy: Policy) -> int | None:
-    """The most tokens that the model's context takes; None if that is not known before the model is found."""
+    """The most tokens that fit into the model's context; None if that is not known before the model is found."""
     if policy.model in CHARACTER_MODELS:
         return CHARACTER_CONTEXT
     if policy.model == "smollm2":
@@ -195,9 +196,9 @@ def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
 
 
 def check_masks(policy: Policy, rows: Sequence[Row], system_prompt: str, *, last: bool) -> None:
-    """Raise ConfigError unless the assistant's turns can be found in what the chat template makes of `rows`.
+    """Raise ConfigError unless the assistant's turns can be found in `rows` as the chat template renders them.
 
-    Tried is one row of each number of turns. `last`: the last turn is looked for alone.
+    One row of each number of turns is tried. `last`: only the last turn is looked for.
     """
     tokenizer = known_tokenizer(policy)
     if tokenizer is None:

@@ -32,7 +32,7 @@ def check_directory(path: Path) -> None:
 
 
 def require_no_adapter(path: Path) -> None:
-    """Raise ConfigError if `path` has an adapter in place of a model."""
+    """Raise ConfigError if `path` holds an adapter instead of a model."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         named = name_of(path) or path
         raise ConfigError(
@@ -42,7 +42,7 @@ def require_no_adapter(path: Path) -> None:
 
 
 def check_code(path: str | Path, *, trusted: bool) -> None:
-    """Raise ConfigError if the model's own Python files have to be run, and are not trusted."""
+    """Raise ConfigError if the model needs its own Python files to be run, and they are not trusted."""
     config = _json(Path(path) / "config.json")
     if "auto_map" in config and not trusted and config.get("model_type") not in _known_types():
         raise ConfigError(
@@ -76,7 +76,8 @@ def stored_dtype(path: str | Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with the weights, safetensors if there are any, as the index names them if there is one."""
+    """The files with the weights: safetensors if there are any, and those that the index names if there is one. Raises
+    ConfigError if files are missing."""
     index = path / INDEX
     files = _listed(index) or sorted(path.glob("*.safetensors"))
     if not files:
@@ -93,14 +94,14 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _listed(index: Path) -> list[Path]:
-    """The files that an index names; none without that index."""
+    """The files that an index names; [] if the index does not exist."""
     if not index.is_file():
         return []
     return [index.parent / name for name in dict.fromkeys(_json(index).get("weight_map", {}).values())]
 
 
 def _check_pickle(file: Path) -> None:
-    """Refuse a file of torch.save that is cut off, or in the format before torch 1.6, which is not read safely."""
+    """Refuse a file of torch.save that is cut off, or in the format before torch 1.6, which cannot be read safely."""
     if not zipfile.is_zipfile(file):
         raise ConfigError(
             f"{file} is cut off, or was written before torch 1.6 ({file.stat().st_size} bytes); download it again, or "
@@ -126,11 +127,12 @@ def _check_weights(file: Path) -> None:
 
 
 def context_length(path: str | Path) -> int:
-    """The most tokens that the model's context takes, by its config. Raises ConfigError if the config has no number."""
+    """The most tokens that fit into the model's context, by its config. Raises ConfigError if the config has no
+    number."""
     config = _json(Path(path) / "config.json")
     found = config.get("text_config", config).get("max_position_embeddings")
     if not isinstance(found, int):
-        raise ConfigError(f"{path}/config.json has no max_position_embeddings; say limits.tokens, or add it there")
+        raise ConfigError(f"{path}/config.json has no max_position_embeddings; set limits.tokens, or add it there")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Where the files of a model or tokenizer are: in a directory, or in the cache of Hugging Face, once downloaded."""
+"""Finds the files of a model or tokenizer: in a directory, or downloaded into the cache of Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flowrl.models.directory import check_directory
 from flowrl.models.policy import BUILT_IN, Policy
 
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-"""Suffixes of a model's files besides its weights."""
+"""Suffixes of a model's files other than its weights."""
 PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 OTHER_LAYOUT = ("consolidated", "adapter_", "optimizer")
-"""How weights begin that no directory of transformers has, or that are no model's."""
+"""Beginnings of the names of weight files that are not in the layout of transformers, or not a model's weights."""
 TOKENIZER_FILE = re.compile(
     r"(tokenizer|tekken|special_tokens_map|added_tokens|vocab|merges|spiece|sentencepiece|chat_template"
     r"|additional_chat_template).*(?<!\.py)|.+\.tiktoken"
@@ -26,7 +26,8 @@ TOKENIZER_FILE = re.compile(
 
 
 def known_directory(policy: Policy) -> Path | None:
-    """The directory of a model that is on this machine; None if it is built in, or not there yet. Asks nobody."""
+    """The directory of a model that is on this machine; None if the model is built in or not here yet. Uses no
+    network."""
     if policy.built_in:
         return None
     if policy.path.is_dir():
@@ -44,7 +45,7 @@ def found_directory(policy: Policy, progress: Progress) -> Path:
 
 
 def known_tokenizer_directory(policy: Policy) -> Path | None:
-    """Where the tokenizer is that the policy's options name; None if it is built in, or not here yet."""
+    """The directory of the tokenizer that the policy's options name; None if it is built in or not here yet."""
     directory = known_directory(Policy(policy.tokenizer.name))
     return directory if directory is not None and has_tokenizer(directory) else None
 
@@ -52,7 +53,7 @@ def known_tokenizer_directory(policy: Policy) -> Path | None:
 def found_tokenizer(policy: Policy, progress: Progress) -> Path:
     """The directory of the tokenizer that the policy's options name; one of the Hub is downloaded without its model.
 
-    Raises ConfigError. Not for that of a built-in model.
+    Raises ConfigError. Not for the tokenizer of a built-in model.
     """
     named = Policy(policy.tokenizer.name)
     if named.path.is_dir():
@@ -71,17 +72,17 @@ def found_tokenizer(policy: Policy, progress: Progress) -> Path:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether there are files of a tokenizer."""
+    """Whether the directory has files of a tokenizer."""
     return any(TOKENIZER_FILE.fullmatch(path.name) and "chat_template" not in path.name for path in directory.iterdir())
 
 
 def tokenizer_files(names: Iterable[str]) -> list[str]:
-    """The files that a tokenizer needs, of all that a repository has."""
+    """Those of a repository's files that a tokenizer needs."""
     return [name for name in model_files(names) if name.endswith(BESIDE)]
 
 
 def model_files(names: Iterable[str]) -> list[str]:
-    """The files that transformers and vLLM need, of all that a repository has: weights in one format."""
+    """Those of a repository's files that transformers and vLLM need, with the weights in only one format."""
     names = list(names)
     top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
     weights = [name for name in top if name.endswith(".safetensors") and not name.startswith(OTHER_LAYOUT)]

@@ -12,10 +12,10 @@ OPTION = "--reward-model.label"
 
 
 def label_weights(text: str, labels: Sequence[str], *, model: str, option: str = OPTION) -> tuple[float, ...]:
-    """The weight of each of `labels`, those of the model's head, as `text` says; a label not named weighs 0.
+    """The weight of each of `labels`, the labels of the model's head, as `text` says; a label not named weighs 0.
 
-    `text` is a label or its number (from 0), or NAME=WEIGHT,NAME=WEIGHT; empty stands for the only label.
-    Raises ConfigError, which lists the labels, if there are several and none is chosen, and for an unknown one.
+    `text` is a label or its number (from 0), or NAME=WEIGHT,NAME=WEIGHT; empty means the only label. Raises
+    ConfigError, which lists the labels, for an unknown label, and if there are several labels and none is chosen.
     """
     if not text and len(labels) > 1:
         raise ConfigError(
@@ -32,7 +32,7 @@ def label_weights(text: str, labels: Sequence[str], *, model: str, option: str =
 
 
 def weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """The sum of one sample's scores of each label; a label that weighs 0 may have any score."""
+    """The weighted sum of one sample's scores, one for each label; a label that weighs 0 may have any score."""
     return math.fsum(weight * score for weight, score in zip(weights, scores, strict=True) if weight)
 
 

@@ -1,7 +1,7 @@
-"""A model's directory with the tokenizer that a user chose, for all that load the model by its path.
+"""A model's directory with the tokenizer that the user chose, for everything that loads the model by its path.
 
-It is made once in flowrl's cache and has links to the model's files, the tokenizer's files, and both configurations
-with the ids of its tokens. transformers, vLLM and checkpoints take the tokenizer from there like any other.
+It is made once in flowrl's cache. It has links to the model's files, the tokenizer's files, and both configurations
+with the ids of that tokenizer's special tokens. transformers, vLLM and checkpoints use this tokenizer like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowrl.models.tokens.special_tokens import end_token_ids, with_special_toke
 
 CONFIGS = ("config.json", "generation_config.json")
 GENERIC_CLASS = "PreTrainedTokenizerFast"
-"""Takes tokenizer.json as it is; the classes of some families build parts of it anew."""
+"""This class uses tokenizer.json unchanged; the classes of some model families rebuild parts of it."""
 UNUSED_DAYS = 30
 TRIED = "One of 12 lines:\n\tit's a <tag> \u00e9 \u4e2d."
 """A text on which two tokenizers are compared."""
@@ -50,7 +50,7 @@ def model_with_tokenizer(directory: Path, policy: Policy, source: Path | None, p
 
 
 def embedding_rows(directory: Path) -> int | None:
-    """How many tokens the model has embeddings for, by its config; None if that does not say."""
+    """How many tokens the model has embeddings for, by its config; None if the config does not say."""
     config = _json(directory / "config.json")
     found = config.get("vocab_size", dict(config.get("text_config") or {}).get("vocab_size"))
     return found if isinstance(found, int) else None
@@ -79,7 +79,7 @@ def _write(directory: Path, policy: Policy, source: Path | None, target: Path) -
 
 
 def _save(tokenizer: Any, target: Path, *, trusted: bool, of: str) -> None:
-    """Write the tokenizer so that it is the same when it is loaded from there. Raises ConfigError if it never is."""
+    """Write the tokenizer so that it is the same when it is loaded from `target`. Raises ConfigError if that fails."""
     tokenizer.save_pretrained(target)
     loaded = load_tokenizer(target, trust_remote_code=trusted)
     if tokenizer.is_fast and not _alike(tokenizer, loaded):
@@ -112,7 +112,7 @@ def _marks(tokenizer: Any) -> tuple[object, ...]:
 
 
 def _ids(tokenizer: Any, options: TokenizerOptions, source: Path | None) -> dict[str, int | list[int] | None]:
-    """The ids of special tokens, by their keys in the two configurations, of those that are not the model's."""
+    """The ids of the special tokens that differ from the model's, by their keys in the two configurations."""
     found: dict[str, int | list[int] | None] = {}
     if source is not None:
         ends = _json(source / "generation_config.json").get("eos_token_id")
@@ -129,7 +129,7 @@ def _ids(tokenizer: Any, options: TokenizerOptions, source: Path | None) -> dict
 
 
 def _with_ids(config: dict[str, Any], ids: Mapping[str, int | list[int] | None]) -> dict[str, Any]:
-    """A configuration with these ids, in the part about its text too if that names them itself."""
+    """A configuration with these ids, also in its part about text if that part names them itself."""
     inner = config.get("text_config")
     if isinstance(inner, dict):
         config["text_config"] = {**inner, **{key: value for key, value in ids.items() if key in inner}}
@@ -137,7 +137,7 @@ def _with_ids(config: dict[str, Any], ids: Mapping[str, int | list[int] | None])
 
 
 def _files(directory: Path) -> dict[str, Any]:
-    """What tells one state of a directory from another."""
+    """What distinguishes one state of a directory from another."""
     paths = (path for path in sorted(directory.iterdir()) if path.is_file() and path.name != RECIPE)
     found = {path.name: path.stat() for path in paths}
     return {

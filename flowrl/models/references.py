@@ -6,8 +6,8 @@ Invariants
 - A cache under its final name is complete (`flowrl.cache`).
 - When `reference_cache` returns, the model that it loaded has been freed.
 
-The file is memory-mapped for reading: data that nobody requests stay on disk. The sequences, too, are in a file until
-their logprobs are known.
+The file is memory-mapped for reading: data that are never requested stay on disk. The sequences are also kept in a file
+until their logprobs are known.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from flowrl.training.settings import Dtype
 from flowrl.tree_packing import passes_over
 
 VERSION = 1
-"""Increased by changes of this file that give other numbers."""
+"""Increased when a change of this file gives other numbers."""
 LOGPROBS, KEYS, OFFSETS = "logprobs.npy", "keys.npy", "offsets.npy"
 KEY_BYTES = 16
 KEY = np.dtype(f"S{KEY_BYTES}")
 RowKeys = npt.NDArray[np.bytes_]
 BLOCK_TOKENS = 1 << 22
-"""Sequences of about so many tokens are divided into passes together, and in memory meanwhile."""
+"""Sequences with about this many tokens together are in memory at a time, and are divided into passes together."""
 
 
 class ReferenceCache:
@@ -72,7 +72,7 @@ def reference_cache(
     token_budget: int,
     progress: Progress,
 ) -> ReferenceCache:
-    """The cache of `sequences` (token ids, and which of them count) under the model, created first if missing.
+    """The cache for `sequences` (token ids, and which of them count) and the model, created first if missing.
 
     One process creates it; others that request the same cache meanwhile wait. One pass of the model takes at
     most `token_budget` tokens, padding included, or a single longer sequence.
@@ -111,7 +111,8 @@ def fingerprint(model_dir: Path) -> str:
 
 
 class SpooledSequences:
-    """Sequences in a file, each once, in their order; of a token that does not count it has the complement."""
+    """Sequences in a file, each once, in their order. A token that does not count is stored as its bitwise
+    complement."""
 
     def __init__(self, sequences: Iterable[tuple[Int32, Bool]]) -> None:
         self._tokens, keys, counted, bounds = TokenFile(), bytearray(), array("q"), array("q", [0])
@@ -124,7 +125,7 @@ class SpooledSequences:
         firsts.sort()
         self.keys: RowKeys = np.frombuffer(keys, KEY)[firsts]
         self.counted = np.array(counted, np.int64)[firsts]
-        """Number of logprobs of each."""
+        """Number of logprobs of each sequence."""
         self._starts, self._stops = (np.array(bounds, np.int64)[firsts + n] for n in (0, 1))
 
     def __len__(self) -> int:
@@ -136,7 +137,8 @@ class SpooledSequences:
         return np.where(mask, stored, ~stored), mask
 
     def blocks(self) -> list[npt.NDArray[np.int64]]:
-        """Neighbours of up to about `BLOCK_TOKENS` tokens, by index, the longest first."""
+        """Blocks of neighbouring sequences, each of about `BLOCK_TOKENS` tokens, as indices; the longest of a block
+        first."""
         lengths = self._stops - self._starts
         block = (np.cumsum(lengths) - lengths) // BLOCK_TOKENS
         parts = np.split(np.arange(len(self)), np.flatnonzero(np.diff(block)) + 1)
@@ -180,7 +182,7 @@ class _Pass:
         found: Sequence[tuple[Int32, Bool]],
         offsets: npt.NDArray[np.int64],
     ) -> Iterator[int]:
-        """Compute the logprobs of one block; after each pass the number of its sequences."""
+        """Compute the logprobs of one block; yields the number of sequences of each pass when it is done."""
         passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
         items = [[found[number] for number in part] for part in passes]
         for part, results in zip(passes, model.run(logprobs_of, items, trees, 1.0), strict=True):

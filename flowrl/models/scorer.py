@@ -1,9 +1,9 @@
 """Scores conversations with a trained reward model, outside of training.
 
-The score is read at the last real token, which is the end token, exactly once and compared by id. It is appended
-if the template ends a conversation without it; a response's own trailing end tokens count as the same one.
+The score is read at the last real token, the end token. A sequence ends with exactly one end token, compared by id: it
+is appended if the template ends a conversation without one, and several at the end of a response are reduced to one.
 
-Of a model with several labels the score is one of them, or their weighted sum (`flowrl.models.labels`).
+If the model has several labels, the score is that of one label, or a weighted sum (`flowrl.models.labels`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flowrl.training.scoring.local_model import ScoringModel
 
 ScoredMessages = Messages | tuple[Messages, str]
-"""All turns with the assistant's as the last one, or the turns of a prompt and the response to it."""
+"""All turns, the last one being the assistant's; or the turns of a prompt, and the response to it."""
 TOKENS_A_PASS = 16384
 ONE_LABEL: Mapping[str, float] = {"LABEL_0": 1.0}
 
@@ -44,9 +44,9 @@ class Scorer:
     ) -> None:
         self.model = model
         self.labels = labels
-        """Label of the model's head, in order -> its weight in the score."""
+        """Label -> its weight in the score, in the order of the model's head."""
         self.token_budget = token_budget
-        """Most tokens of one pass, padding included; a longer sequence has a pass of its own."""
+        """The most tokens of one pass, padding included; a longer sequence gets a pass of its own."""
         self.chat = Chat(tokenizer, system_prompt)
         self.mean, self.std = stored_statistics(model.facts)
         """Mean of the model's scores in its training; with `std` it makes the scores of several models comparable."""
@@ -86,7 +86,7 @@ class Scorer:
         return scored(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
 
     def step_scores(self, asked: Sequence[tuple[Int32, Bool]]) -> list[list[float]]:
-        """The score of each step, σ of the model's output, of sequences as `step_tokens` has them."""
+        """The score of each step (σ of the model's output) of sequences in the form that `step_tokens` returns."""
         from flowrl.training.scoring.local_model import scored
         from flowrl.training.scoring.passes import values_of_pass
 
@@ -99,7 +99,7 @@ class Scorer:
         return weighted(scores, tuple(self.labels.values()))
 
     def by_name(self, scores: Sequence[float]) -> dict[str, float]:
-        """Label -> score, of a sequence whose labels have these scores; {} if the model has one label."""
+        """Label -> score, for a sequence whose labels have these scores; {} if the model has one label."""
         return dict(zip(self.labels, scores, strict=True)) if len(self.labels) > 1 else {}
 
     def normalised(self, scores: Sequence[float]) -> list[float]:
@@ -119,7 +119,7 @@ def load_scorer(
     layout: Layout = "auto",
     label: str = "",
 ) -> Scorer:
-    """The reward model in the directory `path`; `label` is which of its labels are the score, see `label_weights`.
+    """The reward model in the directory `path`; `label` says which of its labels make the score, see `label_weights`.
 
     Raises ConfigError if there is none.
     """
@@ -172,7 +172,8 @@ def labels_of(path: str | Path, label: str, *, option: str = OPTION) -> Mapping[
 
 
 def stored_statistics(config: Mapping[str, Any]) -> tuple[float, float]:
-    """(mean, std) of a reward model's scores, as flowrl or OpenRLHF writes them into its config; (0, 1) without."""
+    """(mean, std) of a reward model's scores, as flowrl or OpenRLHF writes them into its config; (0, 1) if it has
+    none."""
     for mean, std in (("reward_mean", "reward_std"), ("mean", "std")):
         if mean in config and std in config:
             return float(config[mean]), float(config[std])

@@ -1,4 +1,5 @@
-"""Tokens of many sequences one after another: held, or in a file that has no name and is gone with its process.
+"""Stores the tokens of many sequences one after another: in memory, or in an unnamed file that is gone when its process
+ends.
 
 The file is in flowrl's cache directory.
 """
@@ -16,18 +17,18 @@ from flowrl.disk_room import DiskRoom
 from flowrl.messages import Int32
 
 PART_TOKENS = 1 << 18
-"""Tokens that are gathered before they are written."""
+"""Number of tokens that are collected before they are written."""
 BYTES = 4
 """Bytes of one token."""
 
 
 class TokenStore(Protocol):
-    """Tokens that are added first, and read when all are there."""
+    """Tokens that are all added first, and then read."""
 
     def add(self, token_ids: Int32) -> None: ...
 
     def read(self, start: int, stop: int) -> Int32:
-        """The tokens from one place to another, as slices count."""
+        """The tokens at positions `start` to `stop`, counted as in a slice."""
         ...
 
 

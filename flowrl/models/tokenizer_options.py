@@ -1,4 +1,4 @@
-"""The tokenizer that a user chooses for the policy: another than the model's, and its special tokens. Plain data."""
+"""The user's choice of a tokenizer for the policy: another one than the model's, and its special tokens. Plain data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from flowrl.errors import ConfigError
 
 NONE = "none"
-"""In place of a begin token: texts have none."""
+"""Given as the begin token: texts then have none."""
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """Another tokenizer than the policy's own, or other special tokens of it; all empty: as it is."""
+    """Another tokenizer than the policy's own, or other special tokens of it; all empty: the policy's own tokenizer,
+    unchanged."""
 
     name: str = ""
     """Directory or OWNER/NAME[@REVISION] on the Hugging Face Hub whose tokenizer and chat template are used in place of
@@ -23,9 +24,9 @@ class TokenizerOptions:
     pad: str = ""
     """The token that fills up batches."""
     bos: str = ""
-    """The token before texts without a chat template, and {{ bos_token }} in templates; none: there is none."""
+    """The token before texts without a chat template, and {{ bos_token }} in templates; none: no such token."""
     special: tuple[str, ...] = ()
-    """Further tokens that are never split and not shown. New ones need rows of the embeddings that no token has."""
+    """Further tokens that are never split and not shown. New ones need embedding rows that no token uses."""
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -46,6 +47,6 @@ class TokenizerOptions:
 
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
-        """(option, token) of every token that has to be there."""
+        """(option, token) of every token that must exist in the tokenizer."""
         one = (("pad", self.pad), ("bos", "" if self.bos == NONE else self.bos))
         return (*(("eos", token) for token in self.eos), *((option, token) for option, token in one if token))

@@ -24,13 +24,13 @@ PACKED_BYTES = 2 * (256 << 20)
 GRAPHS_BYTES = 1 << 30
 """CUDA graphs of vLLM. An assumption, as above."""
 EXPORT_BYTES = 2 << 30
-"""Most bytes of a file of an exported model (`SHARD_BYTES` of model_writer.py, which imports torch)."""
+"""Largest file of an exported model in bytes (`SHARD_BYTES` of model_writer.py, which imports torch)."""
 UTILIZATION = 0.92
 """vLLM's default of gpu_memory_utilization."""
 BATCHED_TOKENS = 8192
 """Tokens of a step for which vLLM reserves memory."""
 PROMPT_TOKENS, LARGEST_CPU_CACHE = 512, GIB
-"""As in `kv_cache_room`."""
+"""As in `kv_cache_room` of vllm_start.py."""
 
 
 def trainer_footprint(
@@ -44,8 +44,10 @@ def trainer_footprint(
     kind: SequenceKind = "ulysses",
     tensor: int = 1,
 ) -> Footprint | None:
-    """One rank of a trainer, of `sequence` that divide positions and have attention of that `kind`, or `tensor` that
-    divide matrices; of rank 0, which publishes and exports."""
+    """The footprint of one rank of a trainer; `share.first` is rank 0, which publishes and exports.
+
+    `sequence` ranks divide positions, with attention of that `kind`, or `tensor` ranks divide matrices.
+    """
     shape = known_shape(policy)
     if shape is None:
         return None
@@ -88,7 +90,7 @@ def _broadcast(share: Share) -> int:
 
 
 def _segments(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
-    """Published versions in shared memory: one for each reader, and the two newest, at most."""
+    """Published versions in shared memory: at most one for each reader, and the two newest."""
     readers = [way for way in share.sends if way.in_host_memory]
     read = readers_dtype(share.readers, auto=model.shape.dtype)
     element = min(model.element, BYTES.get(read or "", model.element))
@@ -98,7 +100,7 @@ def _segments(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
 
 
 def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: int) -> Footprint | None:
-    """A model that only scores; the terms on a device are those of each of its GPUs."""
+    """The footprint of a model that only scores; device terms are for each of its GPUs."""
     shape = known_shape(policy)
     if shape is None:
         return None
@@ -123,7 +125,7 @@ def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: 
 def generator_footprint(
     policy: Policy, share: Share, engine: Engine, *, slots: int, longest_response: int
 ) -> Footprint | None:
-    """One generator; the terms on a device are those of each of its GPUs."""
+    """The footprint of one generator; device terms are for each of its GPUs."""
     shape = known_shape(policy)
     if shape is None:
         return None
@@ -163,7 +165,7 @@ def _broadcast_in(share: Share) -> int:
 
 
 def _longest(share: Share, longest_response: int) -> int:
-    """Tokens of the longest sequence that a generator has to hold, as far as it is known."""
+    """Tokens of the longest sequence that a generator has to hold; 0 if unknown."""
     return share.longest_sample or 0 if share.longest_asked is None else share.longest_asked + longest_response
 
 
@@ -204,7 +206,7 @@ def _element(shape: ModelShape, engine: Engine) -> int:
 
 
 def _stored(shape: ModelShape, engine: Engine) -> int:
-    """Bytes of the whole model's weights. fp8 is for the layers' matrices, with a scale of 4 bytes for each output."""
+    """Bytes of the whole model's weights. Only the layers' matrices are in fp8, with a scale of 4 bytes per output."""
     element = _element(shape, engine)
     if "fp8" not in engine.quantization:
         return shape.parameters * element

@@ -51,7 +51,7 @@ __all__ = [
 def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -> tuple[Part, ...]:
     """The reward that scores responses to `task`: its verifier, or `function` (an object, or a reward as text).
 
-    Without the reward model that a sum may have, which a node of its own asks.
+    The reward model that a sum may contain is left out: a node of its own asks it.
     """
     if function is None or isinstance(function, str):
         return tuple(part for part in parts_of(task, function or task.verifier) if part.place != MODEL)
@@ -59,7 +59,7 @@ def reward_parts(task: Task, function: str | Callable[..., Any] | None = None) -
 
 
 def parts_of(task: Task, text: str) -> tuple[Part, ...]:
-    """The parts of a reward as text that scores responses to `task`, its reward model included."""
+    """The parts of the reward that `text` gives for responses to `task`, including its reward model."""
     heads, own = tuple(task.head_weights.items()), task.own_verifier
     return tuple(
         dataclasses.replace(part, heads=heads, asks=task.asked_verifiers if part.place == own else ())
@@ -68,21 +68,23 @@ def parts_of(task: Task, text: str) -> tuple[Part, ...]:
 
 
 def conversation(task: Task, row: Row) -> list[dict[str, str]]:
-    """The messages before the response to `row`, as the model receives them: a row's own system message comes first."""
+    """The messages before the response to `row`, as the model receives them. A row's own system message replaces the
+    task's."""
     own = row.turns[0]["role"] == "system"
     system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt and not own else []
     return [*system, *(dict(turn) for turn in row.turns)]
 
 
 def asked_columns(parts: Sequence[Part], task: Task, row: Row) -> dict[str, Any]:
-    """What a reward gets of `row` besides its columns."""
+    """What a reward receives about `row` in addition to its columns; {} if no part needs more."""
     return row_columns(parts, task.name, conversation(task, row), row) if needs_rows(parts) else {}
 
 
 def check_answers(task: Task, rows: Iterable[Row]) -> None:
-    """Raise ConfigError if answers are not what the check of the rows' own source compares with.
+    """Raise ConfigError if an answer is not of the kind that the check of its row's source compares with.
 
-    Answers that are lists or mappings are left to a reward without the task's own verifier.
+    Answers that are lists or mappings are accepted if the task's own verifier does not compare with them: another
+    reward then reads them.
     """
     checks = {term.text: str(Task(term.text).options.get("check", "exact")) for term in task.sources}
     answers: dict[str, dict[str, tuple[str, Any]]] = {term: {} for term in checks}
@@ -112,7 +114,8 @@ Demonstrator = Callable[[Row, random.Random], str]
 
 
 def demonstrator(task: Task) -> Demonstrator:
-    """The function that gives a warm start the answers to imitate: the task's own, at the quality that it provides."""
+    """The function that gives a warm start the answers to imitate: the task's own demonstrations, which may be
+    imperfect, or right answers."""
     if len(task.sources) > 1:
         return lambda row, rng: demonstrator(Task(row.columns[OF_TASK]))(row, rng)
     if task.source == "sticks":

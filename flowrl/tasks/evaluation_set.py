@@ -1,7 +1,7 @@
 """Sets of prompts that a policy is evaluated on: the held-out rows of a task, or all rows of a file or split.
 
-As text: `test.jsonl:prompt=question,check=math`, with a name `gsm8k=test.jsonl:check=math`, and with options of the set
-beside those of the task: `gsm8k=test.jsonl:check=math,num=200,samples=4,temperature=0.7,reward=rules.py:score`.
+As text: `test.jsonl:prompt=question,check=math`; with a name: `gsm8k=test.jsonl:check=math`; with options of the set
+next to those of the task: `gsm8k=test.jsonl:check=math,num=200,samples=4,temperature=0.7,reward=rules.py:score`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN_OPTIONS = ("num", "samples", "temperature", "top_p", "top_k", "reward")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One set. Its figures are named after it."""
+    """One set. Its metrics are named after it."""
 
     name: str
     task: Task
@@ -32,13 +32,14 @@ class EvaluationSet:
     samples: int = 1
     """Answers to each prompt."""
     temperature: float | None = None
-    """How answers are sampled; None: one answer of a whole set greedily, several as in training."""
+    """Sampling temperature. None: 0 if the set is `whole` and asks for one answer to each prompt, else as the generator
+    answers evaluations."""
     top_p: float | None = None
     """Answers are sampled among the likeliest tokens whose probabilities sum up to this."""
     top_k: int | None = None
-    """They are sampled among so many of the likeliest tokens; 0: among all."""
+    """Answers are sampled among this many of the likeliest tokens; 0: among all."""
     at_most: bool = False
-    """Whether all are asked where there are fewer than `num`."""
+    """Whether all prompts are asked if there are fewer than `num`."""
     whole: bool = False
     """All rows, not only those that are held out."""
 
@@ -46,8 +47,9 @@ class EvaluationSet:
     def parse(cls, text: str, *, like: Task, samples: int) -> EvaluationSet:
         """The set that `text` names, with the system prompt of `like`.
 
-        Answers are scored by the set's `reward`, else by its own verifier if it says `check`, else by the reward of
-        `like`, which is its own verifier if `like` has none. Raises ConfigError.
+        Answers are scored by the set's `reward`; without one by its own verifier if it has one source and sets `check`,
+        else by the reward of `like`. If `like` has no reward either, the set's own verifier scores them. Raises
+        ConfigError.
         """
         named = NAMED.fullmatch(text)
         name, rest = named.groups() if named else ("", text)
@@ -98,7 +100,7 @@ class EvaluationSet:
 
     @property
     def asked_as(self) -> dict[str, float]:
-        """How its prompts say that they are sampled, by the names of a Prompt's fields."""
+        """The sampling options that its prompts carry, by the names of a Prompt's fields."""
         own = {"temperature": self.asked_at, "top_p": self.top_p, "top_k": self.top_k}
         return {name: value for name, value in own.items() if value is not None}
 
@@ -114,16 +116,17 @@ class EvaluationSet:
         return lowest(self.choice(rows), self.num)
 
     def choice(self, rows: Rows) -> Sequence[Row]:
-        """The prompts among which those to ask are chosen."""
+        """The prompts from which those to ask are chosen."""
         return joined(rows.train, rows.held_out) if self.whole else rows.held_out
 
     @property
     def takes_fewer(self) -> bool:
-        """Whether all are asked where there are fewer than `num`: a file has as many held-out rows as it has."""
+        """Whether all prompts are asked if there are fewer than `num`, as for the held-out rows of a file: a file has
+        as many as it has."""
         return self.at_most or not (self.whole or self.task.generated)
 
     def require_enough(self, found: Sequence[object]) -> None:
-        """Raise ConfigError if there are fewer prompts than `num`, or of the held-out rows of a file none at all."""
+        """Raise ConfigError if there are fewer prompts than `num`, or, for the held-out rows of a file, none at all."""
         if self.num is None or len(found) >= self.num or (found and self.takes_fewer):
             return
         if self.whole:
@@ -132,7 +135,7 @@ class EvaluationSet:
 
 
 def too_few(name: str, found: int, wanted: int) -> str:
-    """What to do about too few held-out rows."""
+    """The error text for too few held-out rows, with what to do about it."""
     fewer = f"ask for at most {found}" if found else "ask for none with --evaluate 0"
     return (
         f"{name!r} has {found or 'no'} held-out rows (one row in {HELD_OUT_ONE_IN} is held out), but {wanted} are to "

@@ -1,4 +1,4 @@
-"""How a row's question is asked: `--task.template 'Solve: {prompt}'`, with other columns of the row by their names."""
+"""The template for a row's question: `--task.template 'Solve: {prompt}'`. It may name other columns of the row."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 NAMED, EMPTY = "{prompt}", "{}"
 FIELD = re.compile(r"\{(\w+)\}")
 KEPT_BACK = ("answer", "chosen", "rejected", "completion")
-"""Columns that a question must not tell."""
+"""Columns that a question must not reveal."""
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError for a template that does not hold the prompt, or gives the answer away."""
+    """Raise ConfigError for a template that has no place for the prompt."""
     if template and NAMED not in template and EMPTY not in template:
         raise ConfigError(f"the task's template {template!r} has no place for the prompt; write {NAMED} where it goes")
 
 
 def asked_by(template: str, rows: Iterable[AnyRow]) -> Iterator[AnyRow]:
-    """The rows with their last message put into the template. Other braces, as of \\boxed{}, stay as they are."""
+    """The rows with their last message put into the template. Other braces are unchanged, such as those of
+    \\boxed{}."""
     for row in rows:
         yield dataclasses.replace(row, turns=(*row.turns[:-1], {**row.turns[-1], "content": _asked(template, row)}))
 
 
 def asked_of_source(row: AnyRow, source: str, template: str) -> AnyRow:
-    """A row with the name of its source in a mixture, unless that is "", and put into the template if there is one."""
+    """The row, with the name of its source in a mixture added unless that is "", and put into the template if there is
+    one."""
     if source:
         row = dataclasses.replace(row, columns={**row.columns, OF_TASK: source})
     return next(asked_by(template, [row])) if template else row

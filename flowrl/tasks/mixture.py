@@ -1,9 +1,9 @@
 """Several sources in one task: `0.7*problems.jsonl:answer=solution + 0.3*arithmetic`.
 
-An epoch holds rows of each source in proportion to its weight, none twice. So it contains all rows of the
-source that is smallest relative to its weight; of the others each epoch draws another part. Where a share is no whole
-number of rows, one epoch has a row more than another, and the first one has rows of every source. The verifier of
-a row's own source, named by its column `of_task`, judges the row.
+An epoch holds rows of each source in proportion to its weight, and no row twice. So it contains all rows of the source
+that is smallest relative to its weight, and a random part of each other source, drawn anew for each epoch. If a share
+is not a whole number of rows, some epochs have one row more than others; the first epoch has rows of every source. A
+row is judged by the verifier of its own source, which its column `of_task` names.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flowrl.tasks.row_reading.indexed_rows import picked, sources
 from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 
-ROUNDING = 1e-9  # `size * weight` may be slightly above or below an integer, which it would be but for rounding
+ROUNDING = 1e-9  # rounding may put `size * weight` slightly above or below an integer
 
 
 def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[int]:
-    """The rows of an epoch of a mixture, by index and in order; (seed, epoch) determine it."""
+    """The indices of the rows of one epoch of a mixture, in order; (seed, epoch) determine them."""
     rng = random.Random(f"{seed}/{epoch}")
     of_source = _of_each_source(rows, task)
     size = min(len(of_source[term.text]) / term.weight for term in task.sources)
@@ -36,14 +36,14 @@ def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[
 
 
 def _number_in(epoch: int, share: float) -> int:
-    """Number of rows of a source in this epoch. The mean over all epochs so far is the share, rounded up."""
+    """Number of rows of a source in this epoch. The sum over all epochs so far is that of the shares, rounded up."""
     if abs(share - round(share)) < ROUNDING:
         return round(share)
     return math.ceil((epoch + 1) * share - ROUNDING) - math.ceil(epoch * share - ROUNDING)
 
 
 def first_rows(rows: Sequence[Row], task: Task, most: int | None) -> Sequence[Row]:
-    """The first `most` rows; of a mixture the first ones of each source, in shares by weight, at least one of each.
+    """The first `most` rows; from a mixture the first ones of each source, in shares by weight, at least one of each.
 
     Raises ConfigError for a mixture with a source that has no row.
     """
@@ -88,7 +88,7 @@ def _of_each_source(rows: Sequence[Row], task: Task) -> dict[str, list[int]]:
 def score(
     prompts: Sequence[str], responses: Sequence[str], *, of_task: Sequence[str], **columns: Sequence[Any]
 ) -> dict[str, Any]:
-    """Score each response with the verifier of its source; what that logs is 0 for responses to other sources."""
+    """Score each response with the verifier of its source; its logs are 0 for responses to other sources."""
     rewards, scores = [0.0] * len(responses), [0.0] * len(responses)
     logs: dict[str, list[float]] = {}
     for name in dict.fromkeys(of_task):
@@ -119,4 +119,4 @@ def _check_columns(columns: Mapping[str, Any], place: str) -> None:
 
 score.check_columns = _check_columns  # type: ignore[attr-defined]
 score_with_code = score
-"""The same for a mixture with check=code, whose programs may run for longer, and several at a time."""
+"""The same function for a mixture with check=code, whose programs may run longer, and several at a time."""

@@ -29,7 +29,7 @@ def parse_options(what: str, text: str) -> Mapping[str, Any]:
 
 
 def option_text(key: str, value: str) -> str:
-    """The text of one option, `key=value`, the value in quotes where it would not be read as it is."""
+    """The text of one option, `key=value`, with the value in quotes if it would otherwise be read as something else."""
     plain = f"{key}={value}"
     try:
         read = parse_options("", plain)
@@ -39,7 +39,7 @@ def option_text(key: str, value: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """What stands between the commas outside of brackets and quotes."""
+    """The texts between those commas that are outside brackets and quotes."""
     start = depth = 0
     for piece in _PIECE.finditer(text):
         depth = max(0, depth + (piece[0] in ("[", "(")) - (piece[0] in ("]", ")")))
@@ -50,7 +50,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def take_options(what: str, name: str, taken: Collection[str]) -> tuple[str, Mapping[str, Any]]:
-    """The name without the options `taken`, and those of them that it has. Raises ConfigError."""
+    """The name without the options in `taken`, and those options of it with their values. Raises ConfigError."""
     source, text = split_name(name)
     own = {key: value for key, value in parse_options(what, text).items() if key in taken} if text else {}
     if not own:

@@ -27,7 +27,7 @@ OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
 
 
 def tagged(text: str) -> list[str]:
-    """What is between each <answer> and the next </answer>."""
+    """The texts between each <answer> and the next </answer>."""
     found, at = list[str](), text.find(OPEN_TAG)
     while at >= 0 and (end := text.find(CLOSE_TAG, at)) >= 0:
         found.append(text[at + len(OPEN_TAG) : end])
@@ -39,8 +39,8 @@ NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers of a text, without the commas between thousands. As in evaluation harnesses a hyphen directly before
-    a number is its sign, also in `12-5`."""
+    """The numbers of a text, without the commas between thousands. As in evaluation harnesses, a hyphen directly before
+    a number is its sign, even in `12-5`."""
     return [number.replace(",", "") for number in NUMBER.findall(text)]
 
 
@@ -63,7 +63,7 @@ def rows(task: Task) -> Iterator[Row]:
 
 
 def _difficulty(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The column `difficulty` of an entry, as num_terms=3,num_digits=2; none where the package does not tell."""
+    """The column `difficulty` of an entry, as num_terms=3,num_digits=2; {} if the package does not report it."""
     ranges = metadata.get("difficulty")
     names = [name for name in ranges if isinstance(metadata.get(name), int)] if isinstance(ranges, Mapping) else []
     return {"difficulty": ",".join(f"{name}={metadata[name]}" for name in names)} if names else {}
@@ -80,22 +80,22 @@ def score(
 
 
 def prepare() -> None:
-    """Import reasoning-gym if it is installed; where it is not, `check` reports that."""
+    """Import reasoning-gym if it is installed; if it is not, `check` reports that."""
     with suppress(ImportError):
         _names()
 
 
 def _names() -> Mapping[str, Any]:
-    """The datasets that there are by name."""
+    """The package's datasets, by name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
+        warnings.simplefilter("ignore", SyntaxWarning)  # from a package that it imports, when Python compiles that
         from reasoning_gym.factory import DATASETS
     return cast(Mapping[str, Any], DATASETS)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One entry of a dataset that the seed alone determines."""
+    """One entry of a dataset, which only the seed determines."""
 
     task: Task
     entry: Mapping[str, Any]
@@ -111,7 +111,7 @@ class Problem:
         return str(self.entry["answer"])
 
     def score(self, response: str) -> float:
-        """As the function `score`."""
+        """The same as the function `score` computes."""
         return float(self._source.score_answer(extracted(self.task.name, response), entry=self.entry))
 
 
@@ -122,7 +122,7 @@ def problem(task: Task, seed: int) -> Problem:
 
 
 def extracted(task: str, response: str) -> str:
-    """The part of `response` that the verifier of the task of that name sees; "" if `response` has no such part."""
+    """The part of `response` that the verifier of the task named `task` sees; "" if `response` has no such part."""
     extraction = _extraction(task)
     if extraction is None:
         return response.strip()

@@ -32,13 +32,13 @@ from flowrl.tasks.weighted_sums import Term, terms
 
 SCHEMES = ("http://", "https://")
 OPENRLHF = "openrlhf+"
-"""Before the scheme of an address: requests have OpenRLHF's fields, too."""
+"""Prefix of an address: its requests have OpenRLHF's fields in addition to ours."""
 VERIFIER = "verifier"
 MODEL = "reward_model"
 """The name of a graph's reward model in a sum."""
 HTTP_CONCURRENCY = 64
 PROGRAMS = 4
-"""Programs that check=code runs at a time."""
+"""Number of programs that check=code runs at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Part:
     weight: float = 1.0
     name: str = ""
     heads: tuple[tuple[str, float], ...] = ()
-    """(head of its answer, weight): those that do not weigh 1."""
+    """(head of its answer, weight), for heads whose weight is not 1."""
     loaded: Convention | None = None
-    """The convention of the function as `check_reward` has loaded it."""
+    """The convention of the function, once `check_reward` has loaded it."""
     asks: tuple[str, ...] = ()
-    """Verifiers that the function asks, as that of a mixture asks those of the sources."""
+    """Verifiers that the function asks, as a mixture's function asks those of its sources."""
     hidden: tuple[str, ...] = ()
-    """Columns of the rows that `check_reward` was shown which the function takes and cannot be given."""
+    """Columns of the rows given to `check_reward` that the function would take but cannot be given."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -65,12 +65,13 @@ class Part:
 
     @property
     def of_openrlhf(self) -> bool:
-        """Whether requests of an HTTP reward have OpenRLHF's fields too."""
+        """Whether requests of an HTTP reward also have OpenRLHF's fields."""
         return self.place.startswith(OPENRLHF)
 
     @property
     def convention(self) -> Convention | None:
-        """The convention of a function; None if it is no function, or if no file says it before it is loaded."""
+        """The convention of a function; None if it is no function, or if it is not loaded yet and no file declares
+        it."""
         return None if self.urls else self.loaded or declared(self.place)
 
 
@@ -104,12 +105,12 @@ def gathers(parts: Iterable[Part]) -> bool:
 
 
 def usual_processes(parts: Iterable[Part]) -> int:
-    """Worker processes of each function, unless a graph says otherwise."""
+    """Number of worker processes for each function, unless a graph says otherwise."""
     return PROGRAMS if any(part.place in (CHECKS["code"], OF_MIXTURE_WITH_CODE) for part in parts) else 1
 
 
 def samples_at_once(parts: Sequence[Part], concurrency: int | None) -> int:
-    """How many samples a node asks about at a time; `concurrency` as that of `open_reward`."""
+    """How many samples a node asks about at a time; `concurrency` is that of `open_reward`."""
     if gathers(parts):
         return BATCH * (usual_processes(parts) if concurrency is None else concurrency)
     if concurrency is not None:
@@ -138,7 +139,8 @@ def adapted_text(parts: Iterable[Part]) -> str | None:
 
 
 def row_columns(parts: Sequence[Part], task: str, turns: Sequence[Mapping[str, Any]], row: Row) -> dict[str, Any]:
-    """What rewards get of a row besides its columns: servers the conversation, foreign functions what the row is."""
+    """What rewards receive about a row in addition to its columns: servers get the conversation, and functions of other
+    conventions get the column ROW."""
     found: dict[str, Any] = {"messages": [dict(turn) for turn in turns]} if uses_http(parts) else {}
     if any(part.convention in ("trl", "verl") for part in parts):
         source = str(row.columns.get(OF_TASK, task))
@@ -147,7 +149,8 @@ def row_columns(parts: Sequence[Part], task: str, turns: Sequence[Mapping[str, A
 
 
 def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> tuple[Part, ...]:
-    """Load every function and check that each of `rows` has its columns; the parts as they are called. ConfigError."""
+    """Load every function and check that each of `rows` has its columns. Returns the parts with what loading has found.
+    Raises ConfigError."""
     judges = {part.place: load_judge(part.place) for part in parts if not part.urls}
     hidden: dict[str, set[str]] = {place: set() for place in judges}
     for row in rows:
@@ -170,11 +173,12 @@ def open_reward(
     retries: int | None = None,
     patience: Patience = PATIENT,
 ) -> RewardClient:
-    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function; None: as usual.
+    """A client for the weighted sum, with `concurrency` worker processes for each synchronous function; None: the usual
+    number.
 
-    As many calls of an `async` function run at a time. Functions that expect many samples at once get those that wait,
-    in as many calls. Servers get as many samples at a time, at least two requests each; those that cannot be reached
-    are waited for with `patience`.
+    `concurrency` is also the number of calls of an `async` function that run at a time, and of the calls in which
+    functions that expect many samples at once get the waiting samples. Servers get this many samples at a time, in at
+    least two requests each; `patience` says how long to wait for servers that cannot be reached.
     """
     opened = []
     for part in parts:
@@ -194,13 +198,14 @@ def is_sum(parts: Sequence[Part]) -> bool:
 
 
 def named_parts(parts: Sequence[Part], verdicts: Verdicts) -> dict[str, float]:
-    """What the functions beside a reward model say of one sample, each under its name, as of a sum."""
+    """What the functions next to a reward model return for one sample, each under its name, as in a sum."""
     named = {name: values[0] for name, values in verdicts.logs.items()}
     return named if is_sum(parts) else {parts[0].name: verdicts.rewards[0], **named}
 
 
 def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
-    """The weight of the reward model in a sum, and the other parts; a reward without it is replaced by the model."""
+    """The weight of the reward model in a sum, and the other parts. A reward that does not name the model is replaced
+    by it."""
     weights = [part.weight for part in parts if part.place == MODEL]
     return (sum(weights), tuple(part for part in parts if part.place != MODEL)) if weights else (1.0, ())
 
@@ -304,7 +309,7 @@ def _open(part: Part, timeout_s: float, concurrency: int) -> RewardClient:
 
 
 def _named(term: Term) -> Term:
-    """A file stands for its one reward function."""
+    """The term, where a file without a function is replaced by its one reward function."""
     return replace(term, text=with_function(term.text))
 
 

@@ -1,7 +1,7 @@
 """Rows: one prompt each, with the columns that rewards receive. The split depends only on the prompt.
 
-A hash of its prompt decides whether a row is held out. So the two parts are disjoint for every order,
-seed and number of rows, and a problem that is generated twice is always in the same part.
+A hash of its prompt decides whether a row is held out. So the two parts are disjoint for every order, seed and number
+of rows, and a problem that is generated twice is in the same part both times.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flowrl.message_base import scalar_problem
 
 HELD_OUT_ONE_IN = 8
 MOST_TEXT_BYTES = 7 << 20
-"""Most text of a row's columns. A message holds 8 MiB (`flowrl.channel.encoding.cost`), of which 1 MiB is for the texts
-of a prompt and a response that are within the limits of a model."""
+"""The most text, in bytes, of a row's columns. A message holds 8 MiB (`flowrl.channel.encoding.cost`), of which 1 MiB
+is reserved for the texts of a prompt and a response within the limits of a model."""
 OF_TASK = "of_task"
 """The column of a mixture's rows that names the row's own source."""
 
 
 def digest(value: Any) -> str:
-    """16 hex digits over a value that JSON can hold."""
+    """A hash of a value that JSON can hold, as 16 hex digits."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -41,20 +41,21 @@ class Row:
 
     turns: tuple[Mapping[str, Any], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All else that the row holds; `answer`, where there is one, is text, or a list or mapping as the data have it."""
+    """Everything else in the row. `answer`, if it exists, is text, or a list or mapping as in the data."""
     score: float = 0.0
-    """Score of the answer; of several answers to one prompt, the one with the highest score is taken."""
+    """Score of the answer. If a prompt has several answers, the one with the highest score is taken."""
     as_messages: bool = False
     """Whether its source has messages rather than text."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Definitions of the tools that the conversation may call."""
     reply: tuple[Mapping[str, Any], ...] = ()
-    """The reference response as turns, where it calls tools; () where the text `answer` is all of it."""
+    """The reference response as turns if it calls tools; () if the text `answer` is the whole response."""
     place: str = field(default="", compare=False)
-    """Where it was read, as `train.jsonl:17`; "" of a row that was generated."""
+    """Where the row was read, such as `train.jsonl:17`; "" for a generated row."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that no message can carry: they would fail a lane in the middle of the run."""
+        """Raise ConfigError for values that no message can carry: otherwise they would fail a lane in the middle of the
+        run."""
         for turn in self.turns:
             _check_all("the prompt", turn.values())
         _check("the column 'tools'", self.tools)
@@ -64,7 +65,7 @@ class Row:
             _check(f"the column {name!r}", value)
 
     def require_short(self) -> None:
-        """Raise ConfigError if the columns do not fit into a message: every sample has those of its row."""
+        """Raise ConfigError if the columns do not fit into a message: every sample carries the columns of its row."""
         sizes = {name: _text_bytes(value) for name, value in self.columns.items()}
         if (total := sum(sizes.values())) > MOST_TEXT_BYTES:
             largest = max(sizes, key=lambda name: sizes[name])
@@ -86,7 +87,7 @@ class Row:
 
     @property
     def answer(self) -> str | None:
-        """The reference response, None if the data have none; a list or mapping as JSON."""
+        """The reference response; None if the data have none. A list or mapping is returned as JSON text."""
         answer = self.columns.get("answer")
         if isinstance(answer, tuple | Mapping):
             return json.dumps(answer, ensure_ascii=False)
@@ -94,7 +95,7 @@ class Row:
 
     @property
     def text_answer(self) -> bool:
-        """Whether the answer, if there is one, is something to say rather than a list or mapping."""
+        """Whether the answer, if there is one, is a text rather than a list or mapping."""
         return not isinstance(self.columns.get("answer"), tuple | Mapping)
 
     @property
@@ -104,7 +105,7 @@ class Row:
 
     @property
     def all_turns(self) -> tuple[Mapping[str, Any], ...]:
-        """Every message that the row has, those of its responses too unless they are text."""
+        """Every message of the row, including those of a response that is not text."""
         return (*self.turns, *self.reply)
 
     @cached_property
@@ -114,7 +115,7 @@ class Row:
 
     @cached_property
     def asked_id(self) -> str:
-        """16 hex digits over the conversation and its tools, the same for all rows that ask the same."""
+        """A hash of the conversation and its tools, as 16 hex digits; the same for all rows that ask the same."""
         return digest(self.asked)
 
     @property
@@ -130,13 +131,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Demonstration(Row):
-    """A row whose prompt may be that of other rows: of those, it is number `occurrence`."""
+    """A row whose prompt other rows may have as well. `occurrence` is its number among them, from 0."""
 
     occurrence: int = 0
 
     @cached_property
     def prompt_id(self) -> str:
-        """16 hex digits, others for each row of a prompt; the first has those of a plain row."""
+        """A hash as 16 hex digits, different for each row of a prompt; the first row has that of a plain row."""
         return digest([*self.asked, self.occurrence]) if self.occurrence else self.asked_id
 
 
@@ -167,7 +168,7 @@ class Rows:
 
     @classmethod
     def every(cls, rows: Iterable[Row]) -> Rows:
-        """Split by hash, with all rows of a prompt; where their scores differ, those with the highest."""
+        """Split by hash, with all rows of a prompt that have the highest score among them."""
         of_prompt: dict[str, list[Row]] = {}
         for row in (found := list(rows)):
             of_prompt.setdefault(row.asked_id, []).append(row)
@@ -184,7 +185,7 @@ class Rows:
 
     @classmethod
     def _parted(cls, ordered: Sequence[Row], read: int) -> Rows:
-        """Both parts of the rows that were taken, of those that were read."""
+        """Both parts of the rows that were taken; `read` is the number of rows that were read."""
         train, held_out = (tuple(r for r in ordered if r.held_out is part) for part in (False, True))
         return cls(train, held_out, repeated=read - len(ordered))
 

@@ -1,8 +1,9 @@
-"""The built-in game of sticks: two players take 1 to `take` sticks in turn, and who takes the last one wins.
+"""The built-in game of sticks: two players alternately take 1 to `take` sticks, and the player who takes the last one
+wins.
 
-As a task, the prompt is what a player has seen and done so far, and the answer a move that wins, if there is one. The
-demonstrations are imperfect on purpose: most are any allowed move. A model that imitates them knows the rules and
-plays badly; self-play, which only sees who wins, can teach it within minutes to win.
+As a task, the prompt is what a player has seen and done so far, and the answer is a winning move, if there is one. The
+demonstrations are imperfect on purpose: most are random allowed moves. A model that imitates them knows the rules and
+plays badly; self-play, which only sees who wins, can teach it to win within minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
 
 KNOWING = 1 / 5
-"""The share of demonstrations that are a winning move, where there is one."""
+"""The share of demonstrations that are chosen to win, where a winning move exists."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class SticksRules:
             raise ConfigError(f"sticks: take is {self.take}; it has to be 1 to 9, because a move is one digit")
 
     def start(self, rng: random.Random) -> int:
-        """The number of sticks with which a game begins."""
+        """The number of sticks at the beginning of a game."""
         return rng.randint(self.least, self.most)
 
     def move(self, text: str, left: int) -> int:
-        """The sticks that a reply takes; 0 if it is no allowed move."""
+        """The number of sticks that a reply takes; 0 if the reply is no allowed move."""
         text = text.strip()
         moves = {str(number): number for number in self.moves(left)}
         return moves.get(text, 0)
@@ -60,7 +61,7 @@ class SticksRules:
                     yield row
 
     def _row(self, turns: int, rng: random.Random) -> Row | None:
-        """A game in which the player has had so many turns; None if it is over by then."""
+        """A game in which the player has already made `turns` moves; None if the game is over by then."""
         left = self.start(rng)
         if rng.random() < 0.5:  # the other player begins
             left -= rng.choice(self.moves(left))
@@ -79,7 +80,7 @@ class SticksRules:
 
 
 GAMES = 400
-"""Games from which the rows of one length are taken."""
+"""Number of games that are played to get the rows of one length."""
 
 
 def demonstrate_move(rules: SticksRules, row: Row, rng: random.Random) -> str:

@@ -16,7 +16,7 @@ from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
 from flowrl.user_path import user_path
 
 MADE = ("arithmetic", "sticks")
-"""Sources that make their rows, besides those of reasoning_gym."""
+"""Sources that generate their rows, in addition to those of reasoning_gym."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Task:
     last <answer>…</answer>.
     """
     reward: str = ""
-    """`file.py:function`, `package.module:function`, `http://HOST:PORT/PATH`, or a weighted sum of such.
+    """`file.py:function`, `package.module:function`, `http://HOST:PORT/PATH`, or a weighted sum of these.
 
-    As `verifier + 0.1*rules.py:short`; "" is the task's own verifier. See `flowrl.tasks.rewards`.
+    Such a sum is `verifier + 0.1*rules.py:short`; "" is the task's own verifier. See `flowrl.tasks.rewards`.
     """
     reward_weights: str = ""
-    """Weights of the heads of a reward that has several, as correct=1,format=0.2; those not named weigh 1."""
+    """Weights of the heads of a reward that has several, such as correct=1,format=0.2; heads not named weigh 1."""
     system_prompt: str = ""
     """First message of every conversation; "" leaves it to the model's chat template."""
     template: str = ""
-    """How a question is asked, as 'Solve: {prompt}'; {COLUMN} is another column of the row. {} is the prompt, too."""
+    """How a question is asked, such as 'Solve: {prompt}'; {COLUMN} is another column of the row. {} also is the
+    prompt."""
 
     def __post_init__(self) -> None:
         check_template(self.template)
@@ -72,11 +73,12 @@ class Task:
 
     @property
     def sources(self) -> tuple[Term, ...]:
-        """The sources of a mixture with their weights, else the task's name alone."""
+        """The sources of a mixture with their weights; for another task, its name as the only source."""
         return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
 
     def with_option(self, key: str, value: str, *, unless: str = "") -> Task:
-        """The task with this option of each source that may have files and has neither it nor the option `unless`."""
+        """The task with this option added to each source that may have files, except where the source already has the
+        option or the option `unless`."""
         found = []
         for term in self.sources:
             text, made = term.text, term.text in self.made_sources
@@ -89,14 +91,15 @@ class Task:
 
     @property
     def made_sources(self) -> tuple[str, ...]:
-        """The sources that make their rows, and have no files, with their options."""
+        """The sources that generate their rows, so have no files; with their options."""
         named = {term.text: split_name(term.text)[0] for term in self.sources}
         return tuple(text for text, name in named.items() if name in MADE or name.startswith("reasoning_gym/"))
 
     @property
     def source_names(self) -> Mapping[str, str]:
         """Short names of a mixture's sources by their texts: what follows `as`, else the last part of the source's
-        name; a name that two would have is followed by their number. {} of a task with one source."""
+        name; a name that several sources would have is followed by the source's number. {} for a task with one
+        source."""
         if len(self.sources) < 2:
             return {}
         short = [(term.name or Path(split_name(term.text)[0]).name.split(".")[0]) for term in self.sources]
@@ -106,7 +109,8 @@ class Task:
 
     @property
     def generated(self) -> bool:
-        """Whether a source of the task makes its rows, so that there is no file whose rows are all wanted."""
+        """Whether a source is arithmetic or of reasoning_gym (not sticks): these generate their rows, so no file limits
+        them."""
         names = [split_name(term.text)[0] for term in self.sources]
         return any(name == "arithmetic" or name.startswith("reasoning_gym/") for name in names)
 
@@ -139,7 +143,7 @@ class Task:
 
     @property
     def asked_verifiers(self) -> tuple[str, ...]:
-        """Those that a mixture's own verifier asks, each once; () of a task with one source."""
+        """The verifiers that a mixture's own verifier asks, each once; () for a task with one source."""
         if len(self.sources) < 2:
             return ()
         return tuple(dict.fromkeys(Task(term.text).own_verifier for term in self.sources))
@@ -151,7 +155,8 @@ class Task:
 
     @property
     def by_model(self) -> Task:
-        """The task as a graph's reward model scores it: in a sum where its reward names the model, else alone."""
+        """The task as a graph's reward model scores it: within the sum if the task's reward names the model, else by
+        the model only."""
         return self if names_model(self.reward) else replace(self, reward=MODEL)
 
     @property

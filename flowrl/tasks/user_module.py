@@ -30,7 +30,8 @@ def one_line(problem: BaseException) -> str:
 
 @contextlib.contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Raise ConfigError where what is imported ends Python. `what` is as "the reward's file r.py"."""
+    """Raise ConfigError if the code that is imported within calls sys.exit. `what` names it, as in "the reward's file
+    r.py"."""
     try:
         yield
     except SystemExit as end:
@@ -42,7 +43,7 @@ def no_exit(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importing(what: str) -> Iterator[None]:
-    """Raise ConfigError for whatever the user's module raises."""
+    """Turn any exception of the user's module into a ConfigError."""
     with no_exit(what):
         try:
             yield

@@ -28,7 +28,7 @@ def terms(text: str) -> tuple[Term, ...]:
 
 
 def parse_weights(what: str, text: str) -> dict[str, float]:
-    """NAME=WEIGHT,NAME=WEIGHT as a mapping. Raises ConfigError, which names `what`, for what is no such list."""
+    """NAME=WEIGHT,NAME=WEIGHT as a mapping. Raises ConfigError, which names `what`, for any other text."""
     found: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = part.rpartition("=")

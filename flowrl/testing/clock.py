@@ -1,13 +1,13 @@
-"""A clock for tests of code that waits: its time passes when everything waits, and takes none of the test's.
+"""A clock for tests of code that waits: its time passes only while everything waits, and costs the test no time.
 
 Invariants
-- Time advances only when no callback is due and no descriptor is ready, and then at once to the next timer. So a run
-  of minutes takes the milliseconds that its Python code needs, and its delays order its events alike each time.
-- What would go to another thread is done at once, in this one: no thread can be late.
+- Time advances only when no callback is due and no descriptor is ready, and then at once to the next timer. So a run of
+  minutes takes the milliseconds that its Python code needs, and its delays order its events in the same way each time.
+- Work for another thread is done at once, in this one: no thread can be late.
 
 It is asyncio's time: `asyncio.sleep`, `timeout`, `call_later` and `loop.time()`. `time.monotonic()` and `time.time()`
-stay the machine's. Sockets and child processes are looked at without waiting for them, so what goes through them has
-no place in this time; use it for code that waits for nothing outside of its own process.
+stay the machine's. Sockets and child processes are polled without waiting, so what comes through them has no defined
+moment in this time. Use the clock for code that waits for nothing outside its own process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stuck(Exception):
 
 
 class VirtualClock:
-    """Runs coroutines in its own time, which begins at 0 and goes on from one `run` to the next.
+    """Runs coroutines in its own time, which begins at 0 and continues from one `run` to the next.
 
         clock = VirtualClock()
         clock.run(asyncio.sleep(3600))  # returns at once
@@ -50,9 +50,9 @@ class VirtualClock:
 def run_on(loop_factory: Callable[[], asyncio.AbstractEventLoop], main: Coroutine[Any, Any, R]) -> R:
     """The result of `main`, on a new loop.
 
-    The runner's own task has no result. At its end the runner asks `signal` for the handler of SIGINT, which knows the
-    task, and `signal` first formats whatever is no number for an error that it then drops: the task with its result,
-    which for arrays can take longer than `main` itself.
+    The runner's own task has no result, for speed. At its end, the runner asks `signal` for the handler of SIGINT,
+    which refers to the task. `signal` first formats any handler that is not a number, for an error that it then drops:
+    it would format the task with its result, which for arrays can take longer than `main` itself.
     """
     results = []
 
@@ -119,6 +119,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         done: asyncio.Future[Any] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # an executor's thread hands over whatever was raised
+        except Exception as error:  # an executor's thread would hand over any exception
             done.set_exception(error)
         return done

@@ -40,7 +40,7 @@ class GraphRun:
     directory: Path
     outcome: Outcome | None
     error: Exception | None
-    """What it raised, None after an orderly end."""
+    """What the run raised, None after an orderly end."""
     view: KeptView
 
     @property
@@ -67,7 +67,7 @@ class GraphRun:
         return {f"{state}: {reason}" if reason else state: count for state, reason, count in counted}
 
     def raise_for_error(self) -> GraphRun:
-        """This run, if it ended in order."""
+        """This run, if it ended in order; else raises its `error`."""
         if self.error is not None:
             raise self.error
         return self
@@ -117,7 +117,7 @@ def run_graph(
 
 
 def _prepared(launch: Launch, directory: RunDir, graph: Graph, cluster: Cluster) -> PreparedRun:
-    """The launch after its checks, with what a resume goes on from."""
+    """The launch after its checks, with the checkpoint that a resumed run continues from."""
     version, resume_from = directory.newest_checkpoint() if launch.options.resume else (0, None)
     plan = make_plan(graph, cluster)
     if resume_from is None:
@@ -136,6 +136,6 @@ def _driven(prepared: PreparedRun, timeout_s: float, clock: VirtualClock | None)
 
     try:
         outcome = run_on(HostLoop, drive()) if clock is None else clock.run(drive())
-    except Exception as error:  # whatever a run raises is what a test looks at
+    except Exception as error:  # a test examines whatever the run raises
         return GraphRun(prepared.directory.path, None, error, view)
     return GraphRun(prepared.directory.path, outcome, None, view)

@@ -13,7 +13,7 @@ from flowrl.runtime.telemetry.statistics import Statistics
 
 
 class LocalCluster:
-    """Stands for `RayCluster`: it starts hosts here, and has no processes that could die."""
+    """A stand-in for `RayCluster`: it starts hosts in this process, and has no processes that could die."""
 
     started = True
     lost = ""
@@ -25,7 +25,7 @@ class LocalCluster:
         """There are no devices to reserve."""
 
     def own_devices(self) -> None:
-        """Every host has made-up names."""
+        """Nothing to do: the device names of every host are made up."""
 
     def processes(self) -> dict[str, int]:
         return {}

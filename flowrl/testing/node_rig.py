@@ -5,7 +5,7 @@ places of its neighbours and of the driver: it feeds In ports, collects what lea
 asks Serve ports.
 
 Every wait ends with what it waits for, with the node's failure (raised as the node raised it), or after `timeout_s`
-with RigTimeout, which tells what the node waits for meanwhile. Leaving the rig stops the node, wherever it is.
+with RigTimeout, which says what the node is waiting for. Leaving the rig stops the node, wherever it is.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Rep = TypeVar("Rep", bound=Message)
 R = TypeVar("R")
 TIMEOUT_S = 10.0
 SETUP_TIMEOUT_S = 100.0
-"""At least this long for a set-up, which may import libraries and load models."""
+"""Shortest timeout of a set-up, which may import libraries and load models."""
 Fed = Message | tuple[int, Message]
 """A message to feed; with the ticket that it travels under, where that matters."""
 
@@ -60,13 +60,14 @@ class NodeRig:
             record = await rig.finished()
             assert record.reasons() == [("filtered", "too_short")]
 
-    Entering does what a run does: the node's `check`, `preflight` (unless it is switched off), `setup`, what `resume`
-    restores (a directory that `snapshot` wrote), and then its `run`. Leaving closes it.
+    Entering does what a run does: it calls the node's `check`, `preflight` (unless it is switched off) and `setup`,
+    restores the state from `resume` (a directory that `snapshot` wrote), and starts the node's `run`. Leaving closes
+    the node.
 
     `answers` maps Call ports to functions, plain or async, that take a request and return the reply; a Call port
-    without one is not connected, and neither is a port in `ignore`. The other ports all are. Edges have room for all
-    that a test makes, but those of the Out ports in `unread`: they hold one message, and a second send waits until the
-    test calls `read`. `around` sets what the node finds in its `context`, see Surroundings.
+    without an answer is not connected, and neither is a port in `ignore`. All other ports are. Edges have room for
+    everything that a test sends, except those of the Out ports in `unread`: such an edge holds one message, and a
+    second send waits until the test calls `read`. `around` sets what the node finds in its `context`, see Surroundings.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class NodeRig:
         self._engine = RigEngine(spec, self._graph.graph, self.node, self.record, num_groups)
         try:
             await self._begin(self._engine)
-        except BaseException:  # a node's setup may raise anything, and what has begun is stopped
+        except BaseException:  # a node's setup may raise anything, and what has started is stopped
             await self._stop()
             raise
         return self
@@ -147,7 +148,7 @@ class NodeRig:
     async def finished(self, *, leftovers: bool = False) -> NodeRecord:
         """End every stream to the node, read every one from it, and wait until its `run` has returned.
 
-        Raises Leaked for messages that it was sent and did not finish, unless `leftovers` are expected.
+        Raises Leaked if the node did not finish messages that it was sent, unless `leftovers` are expected.
         """
         self.end()
         self.read(*self._graph.collectors)
@@ -165,14 +166,14 @@ class NodeRig:
     ) -> None:
         failed = self._failure()
         reports = await self._stop()
-        failed = failed or self._failure()  # it may have been on its way
+        failed = failed or self._failure()  # the failure may have been on its way
         if error is None and failed is not None:
             raise failed
         if error is None and reports:
             raise node_failed(reports[0])
 
     async def _stop(self) -> list[dict[str, Any]]:
-        """Close everything. Returns how nodes failed to close."""
+        """Close everything. Returns the reports of nodes that failed to close."""
         stopping = asyncio.ensure_future(self._engine.stop())
         await asyncio.wait((stopping,), timeout=self.timeout_s)
         asyncio.get_running_loop().set_exception_handler(self._handler)
@@ -181,7 +182,7 @@ class NodeRig:
             raise RigTimeout(f"node {self._graph.name!r} has not ended {self.timeout_s:g} s after it was cancelled")
         return stopping.result()
 
-    # In the places of the neighbours
+    # In place of the neighbours
 
     @overload
     def feed(self, port: In[T], *messages: T | Tombstone, ticket: int | None = None) -> None: ...
@@ -191,7 +192,7 @@ class NodeRig:
         """Send messages to an In port, in order. Does not wait.
 
         They travel under `ticket`; without one, each group has a ticket of its own, in order of appearance. A Tombstone
-        stands for a member that was lost on its way (see `flowrl.testing.lost`).
+        takes the place of a member that was lost on its way (see `flowrl.testing.lost`).
         """
         name = self._graph.port(port, In)
         feeder = self._graph.feeders[name]
@@ -201,7 +202,7 @@ class NodeRig:
             feeder.put(message, ticket)
 
     def end(self, *ports: Port | str) -> None:
-        """End the streams to these In ports, and the calls to these Serve ports; without any, to all of them."""
+        """End the streams to these In ports, and the calls to these Serve ports; without arguments, to all of them."""
         around = self._graph.feeders | self._graph.askers
         for name in [self._graph.port(port, In, Serve) for port in ports] or around:
             around[name].end()
@@ -246,7 +247,7 @@ class NodeRig:
         return await self._within(asking, f"port {name!r} of node {self._graph.name!r} gave no reply")
 
     async def until(self, condition: Callable[[NodeRecord], bool], what: str = "what the test waits for") -> None:
-        """Wait until `condition(record)` holds; it is looked at after each change of the record."""
+        """Wait until `condition(record)` holds; it is checked after each change of the record."""
         await self._within(
             self._changes(lambda: condition(self.record)), f"{what} has not come from node {self._graph.name!r}"
         )
@@ -256,15 +257,15 @@ class NodeRig:
             self._changed.clear()
             await self._changed.wait()
 
-    # In the place of the driver
+    # In place of the driver
 
     def give_up(self, group_id: str, *, state: str = "dropped", reason: str = "given_up") -> None:
-        """Tell the node that another one dropped this whole group: work of `each` on its members is cancelled."""
+        """Tell the node that another node dropped this whole group: work of `each` on its members is cancelled."""
         self._engine.endpoint.notify(HOST, "give up", {"group_id": group_id, "state": state, "reason": reason})
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Inside, the node stands as in a checkpoint: no invocation is in user code, nothing is taken or sent."""
+        """Inside, the node is paused as for a checkpoint: no invocation is in user code, nothing is taken or sent."""
         orders = self._orders()
         waiting = f"node {self._graph.name!r} does not pause: an invocation has not ended"
         await self._within(orders.ask(HOST, "pause"), waiting)
@@ -274,9 +275,9 @@ class NodeRig:
     async def snapshot(self, directory: Path) -> Path:
         """Write a snapshot of the node, and of the messages that it has not finished, to the new `directory`.
 
-        The node goes on afterwards. `resume=directory` lets a fresh node in another rig go on from the snapshot: its
-        `load_state` gets what `state` returned, its unfinished messages come to it again, and what it had sent already
-        is not sent twice.
+        The node continues afterwards. `resume=directory` lets a fresh node in another rig continue from the snapshot:
+        its `load_state` gets what `state` returned, the unfinished messages come to it again, and messages already sent
+        are not sent twice.
         """
         directory.mkdir(parents=True)  # noqa: ASYNC240
         taking = self._snapshotter(directory).take({}, directory, cast(Accounting, NoAccounting()))
@@ -292,7 +293,8 @@ class NodeRig:
     # Waiting
 
     async def _within(self, work: Awaitable[R], what: str, timeout_s: float | None = None) -> R:
-        """The result of `work`. Raises the node's failure if that comes first, and RigTimeout with `what`."""
+        """The result of `work`. Raises the node's failure if that comes first, and RigTimeout, whose text begins with
+        `what`."""
         within_s = self.timeout_s if timeout_s is None else timeout_s
         task = asyncio.ensure_future(work)
         both = {task} if self._running is None else {task, self._running}
@@ -300,7 +302,7 @@ class NodeRig:
             await asyncio.wait(both, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             if (failed := self._failure()) is not None:
                 raise failed
-            await asyncio.wait((task,), timeout=0)  # the node's end may be what it waits for
+            await asyncio.wait((task,), timeout=0)  # the end of the node may be what `work` waits for
             if task.done():
                 return await self._result(task)
             ended = self._running is not None and self._running.done()
@@ -308,7 +310,7 @@ class NodeRig:
             raise RigTimeout(f"{what} {when}; {situation(self._engine.under_test, self._graph.feeders)}")
         finally:
             task.cancel()
-            await asyncio.wait((task,), timeout=self.timeout_s)  # code that ignores the cancel is told by `_stop`
+            await asyncio.wait((task,), timeout=self.timeout_s)  # `_stop` reports code that ignores the cancel
 
     async def _result(self, task: asyncio.Future[R]) -> R:
         try:

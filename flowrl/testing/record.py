@@ -18,7 +18,7 @@ class Sent:
 
     message: Message
     ticket: int
-    """The ticket under which it travels, -1 for none: that of its parents if they have the same one."""
+    """The ticket under which it travels, -1 for none: that of its parents if they all have the same one."""
     made_from: tuple[Message, ...]
     """The messages that it was made from, as the node received them, without lost ones; empty for a source."""
 
@@ -41,7 +41,7 @@ class NodeRecord:
     """Out port -> what was sent on it, tombstones included."""
     lost: list[Lost] = field(default_factory=list)
     ledger: list[tuple[Any, ...]] = field(default_factory=list)
-    """Events for the ledger, as ("scored", "g:0", 1.0, 1700000000.0); see flowrl.runtime.ledger.ledger_client."""
+    """Events for the ledger, such as ("scored", "g:0", 1.0, 1700000000.0); see flowrl.runtime.ledger.ledger_client."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counter (`context.metric`) -> its sum."""
     gauges: dict[str, list[float]] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class NodeRecord:
         return [(one.state, one.reason) for one in self.lost]
 
     def events(self, kind: str) -> list[tuple[Any, ...]]:
-        """The `ledger` events of one kind, without it.
+        """The `ledger` events of one kind, without the kind itself.
 
-        Kinds are generated, scored, lost, step, finished, holds, evaluation, and of episodes request, abandoned, void,
+        Kinds are generated, scored, lost, step, finished, holds, evaluation, and for episodes request, abandoned, void,
         episode, episode failed.
         """
         return [event[1:] for event in self.ledger if event[0] == kind]

@@ -23,7 +23,7 @@ from flowrl.runtime.ports.items import Item, OpenItems
 from flowrl.testing.record import Lost, NodeRecord
 
 HOST = DRIVER
-"""The one host of a rig is its driver too: requests to the driver come to its own endpoint."""
+"""The one host of a rig is also its driver: requests to the driver come to its own endpoint."""
 
 
 class RigEngine(HostEngine):
@@ -50,7 +50,7 @@ class RigEngine(HostEngine):
         return cast(RecordedReplica, self.replicas[f"{self._tested.name}/0"])
 
     def answer_as_driver(self) -> None:
-        """Answer what a node asks of the driver; call it after `open`."""
+        """Answer the requests of nodes to the driver; call this after `open`."""
         locks, tables = Locks(), LongTables()
         for kind, handler in (
             ("admit", self._admit),
@@ -90,7 +90,7 @@ async def _granted(host: str, body: Any) -> None:
 
 
 class RecordedReplica(Replica):
-    """The node under test, what it makes of what, and what it loses."""
+    """The node under test. Records which messages it makes from which, and what it loses."""
 
     def __init__(self, node: Node, place: ReplicaPlace, lease: Lease, engine: HostEngine, record: NodeRecord) -> None:
         super().__init__(node, place, engine.endpoint, engine.trace, lease)
@@ -125,7 +125,7 @@ class RecordedItems(OpenItems):
 
 
 class RecordedLedger(LedgerClient):
-    """Reports as every ledger client, and names the messages that are lost."""
+    """Reports like every ledger client, and records the messages that are lost."""
 
     record: NodeRecord
     losing: Sequence[Item] = ()
@@ -139,7 +139,7 @@ class RecordedLedger(LedgerClient):
 
 @dataclass
 class RecordedMeters(Meters):
-    """Counters and gauges whose every value is kept."""
+    """Counters and gauges that record the sum of each counter and every value of each gauge."""
 
     record: NodeRecord = field(default_factory=NodeRecord)
 
@@ -162,7 +162,7 @@ class RigOrders(Orders):
 
 
 class NoAccounting:
-    """Stands for the ledger and the tickets of a run, which a rig has not."""
+    """A stand-in for the ledger and the tickets of a run, which a rig does not have."""
 
     head = ""
 

@@ -14,7 +14,7 @@ from flowrl.testing.rig_nodes import Feeder
 
 
 class RigTimeout(AssertionError):
-    """Something that a test waits for has not come in time. The text tells what the node waits for meanwhile."""
+    """Something that a test waits for has not come in time. The text says what the node is waiting for."""
 
 
 class Leaked(AssertionError):
@@ -22,7 +22,7 @@ class Leaked(AssertionError):
 
 
 def failure_in(error: BaseException) -> BaseException:
-    """What a test is to see of an error of the engine: the exception that the node raised, with a note that names it.
+    """What a test sees of an error of the engine: the exception that the node raised, with a note that names the node.
 
     Where several nodes failed, causes come before their consequences.
     """
@@ -47,7 +47,7 @@ def _raised(error: BaseException) -> BaseException:
 
 
 def node_failed(report: dict[str, Any]) -> NodeFailed:
-    """The error for a failure of which only the engine's report is left."""
+    """The error for a failure for which only the engine's report is left."""
     return NodeFailed(
         report["node"],
         report["replica"],
@@ -79,7 +79,7 @@ def left_over(replica: RecordedReplica, feeders: Mapping[str, Feeder]) -> str:
     found = []
     for name, feeder in feeders.items():
         untaken = feeder.num_fed - replica.inbound[name].num_taken
-        if untaken and not issubclass(carried(feeder.of), Weights):  # of weights, the newest is all there is
+        if untaken and not issubclass(carried(feeder.of), Weights):  # only the newest weights exist
             found.append(f"{untaken} message(s) on port {name!r} that it did not take")
     held = [f"{_called(item.body)} of {item.port}" for item in replica.open_items.unfinished()]
     if held:

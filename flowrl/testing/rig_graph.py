@@ -1,4 +1,4 @@
-"""The graph of a rig: the node under test, and at each of its ports a node that stands for the rest of a graph."""
+"""The graph of a rig: the node under test, and at each of its ports a node in place of the rest of a graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowrl.testing.rig_nodes import Answer, Answerer, Asker, Collector, Feeder,
 
 CLUSTER = Cluster((Machine((0,), memory_bytes=64 << 30),))
 ROOM = 1 << 20
-"""Messages that a lane of a rig holds: whatever a test feeds is on its way, and part of a snapshot, at once."""
+"""Messages that a lane of a rig can hold: all that a test feeds is on its way at once, and so is part of a snapshot."""
 
 
 class Surroundings(TypedDict, total=False):
@@ -48,7 +48,7 @@ class Surroundings(TypedDict, total=False):
 
 
 class RigGraph:
-    """See the module. Raises GraphError for a node whose `check` finds problems."""
+    """The graph that the module describes. Raises GraphError for a node whose `check` finds problems."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RigGraph:
         self.collectors: dict[str, Collector] = {}
         self.askers: dict[str, Asker] = {}
         self.graph = Graph("rig")
-        node.name = ""  # it may be a node of a graph, or have been in another rig
+        node.name = ""  # the node may be in a graph, or have been in another rig
         self.graph.add(self.name, node)
         self.graph.placed[self.name] = replace(self.graph.placed[self.name], cpus=0, gpus=0)
         for key in (*answers, *ignore, *unread):

@@ -21,7 +21,7 @@ PORT = "port"
 
 
 def with_port(kind: type[N], port: Any) -> type[N]:
-    """The class `kind` with a port of this type, as `In[Sample]`."""
+    """The class `kind` with a port of this type, such as `In[Sample]`."""
     return type(kind.__name__, (kind,), {"__annotations__": {PORT: port}})
 
 
@@ -39,7 +39,7 @@ class Feeder(RigNode):
     """Sends messages to an In port, each as soon as its edge has room, until `end`."""
 
     tickets: dict[str, int]
-    """Group -> its ticket; the feeders of a rig share it."""
+    """Group -> its ticket; all feeders of a rig share this dict."""
 
     def __init__(self, of: Port) -> None:
         super().__init__(of)

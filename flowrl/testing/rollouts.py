@@ -17,7 +17,7 @@ GROUP_SIZE = 4
 
 
 def prompt(member: int = 0, *, group: str = "g", **more: Any) -> Prompt:
-    """Member `member` of group `group`, not yet generated. `more` are further fields of Prompt, or other values."""
+    """Member `member` of group `group`, not yet generated. `more` sets further fields of Prompt, or overrides these."""
     lineage = _lineage(member, group)
     token_ids = np.arange(PROMPT_TOKENS, dtype=np.int32)
     fields: dict[str, Any] = {"seed": member, "text": "1+1=", "token_ids": token_ids, "columns": {"answer": "2"}}
@@ -25,12 +25,12 @@ def prompt(member: int = 0, *, group: str = "g", **more: Any) -> Prompt:
 
 
 def sample(member: int = 0, *, response: int = 2, group: str = "g", **more: Any) -> Sample:
-    """A rollout with `response` policy tokens. `more` are further fields of Sample, or other values."""
+    """A rollout with `response` policy tokens. `more` sets further fields of Sample, or overrides these."""
     return Sample(**(_rollout(member, response, group) | more))
 
 
 def scored(member: int, reward: float, *, response: int = 2, group: str = "g", **more: Any) -> Scored:
-    """The same with its reward."""
+    """Like `sample`, with its reward."""
     return Scored(**(_rollout(member, response, group) | {"reward": reward, "raw_reward": reward} | more))
 
 

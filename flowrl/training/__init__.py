@@ -3,6 +3,6 @@
 `settings`, `schedule` and the objectives of `loss` are plain data that a graph file can build without torch;
 `advantage` and `batch.batch_stats` need only numpy. Nothing here imports ray or vllm.
 
-`learner` uses the rooms in the order of a batch: `batch` (samples to tensors), `engine` (ranks of a sharded model),
-`model` (tensors to logprobs or values), `loss`.
+`learner` uses the subpackages in the order in which a batch passes through them: `batch` (samples to tensors), `engine`
+(ranks of a sharded model), `model` (tensors to logprobs or values), `loss`.
 """

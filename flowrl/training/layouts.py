@@ -1,6 +1,6 @@
-"""Whether the sequences of a pass stand in rows or in a tree of shared prefixes: decided by the model and the settings.
+"""Decides from a model's config and the settings whether a pass has rows or a tree of shared prefixes.
 
-Plain data, read without torch: `flowrl check` and the batcher need the same answer as the process with the model.
+Plain data that needs no torch: `flowrl check` and the batcher need the same answer as the process with the model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MIXED_BY_DEFAULT = frozenset(
         "zaya",
     ]
 )
-"""Types of transformers 5 whose layers are not all of full attention unless the config says so."""
+"""Model types of transformers 5 in which some layers have no full attention, unless the config says otherwise."""
 OWN_ATTENTION = frozenset(
     [
         "bart",
@@ -97,13 +97,13 @@ OWN_ATTENTION = frozenset(
         "xlnet",
     ]
 )
-"""Types whose classes do not use transformers' attention interface, or positions of their own."""
+"""Model types whose classes bypass transformers' attention interface, or take no position ids."""
 SILENT_LAYERS = {"nemotron", "stablelm"}
-"""Types whose layers take keywords and do not pass them on to their attention."""
+"""Model types whose layers accept keywords but do not pass them on to their attention."""
 WITH_SINKS = frozenset(
     ["deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "inkling", "inkling_text", "mimo_v2_flash"]
 )
-"""Types that add something to attention scores or to their softmax, a sink or a bias, beside mask and positions."""
+"""Model types that, besides mask and positions, add a sink or a bias to attention scores or to their softmax."""
 WITH_ALIBI = {"bloom", "mpt"}
 RECURRENT = frozenset(
     [
@@ -139,9 +139,9 @@ class Decision:
     """The layout of a model's passes."""
 
     layout: Layout
-    """auto: trees wherever something is shared. tree: always. rows: never."""
+    """auto: trees where sharing prefixes saves enough tokens. tree: always trees. rows: never trees."""
     reason: str = ""
-    """Why not in trees, as part of a sentence; "" if they are, or if rows were asked for."""
+    """Why passes have no trees, as part of a sentence; "" if they have, or if rows were asked for."""
 
     @property
     def trees(self) -> bool:
@@ -156,7 +156,7 @@ def decide(
     packing: bool | None = None,
     kind: SequenceKind = "ulysses",
 ) -> Decision:
-    """The layout of a model with this config.json and these settings; {} is a model without peculiarities."""
+    """The layout of a model with this config.json and these settings; {} means a model with plain attention."""
     if asked == "rows":
         return Decision("rows")
     reason = next(_settings_obstacles(attention, packing, kind), "") or tree_obstacle(config)
@@ -169,7 +169,7 @@ def decide_trainer(zero: ZeroSettings, config: Mapping[str, Any], kind: Sequence
 
 
 def refused(asked: Layout, decision: Decision) -> list[str]:
-    """Trees were asked for and cannot be, as a complete sentence."""
+    """A complete sentence if trees were asked for but are not possible; else an empty list."""
     if asked != "tree" or decision.trees:
         return []
     return [f"layout is 'tree', but {decision.reason}; set layout to auto, which keeps rows where it has to"]
@@ -179,7 +179,7 @@ def _settings_obstacles(attention: Attention | None, packing: bool | None, kind:
     if kind == "ring":
         yield "ring attention computes rows"
     if packing:
-        yield "packing puts sequences into one row one after the other"
+        yield "packing concatenates sequences into one row"
     if attention not in (None, "sdpa"):
         yield f"attention {attention!r} has its own kernels; trees need sdpa"
 
@@ -187,17 +187,18 @@ def _settings_obstacles(attention: Attention | None, packing: bool | None, kind:
 def tree_obstacle(config: Mapping[str, Any]) -> str:
     """Why a model with this config.json cannot compute trees, as part of a sentence; "" if it can.
 
-    A tree needs attention in which a mask and the positions decide alone what a token sees.
+    A tree needs attention in which only the mask and the positions decide what a token sees.
     """
     text = {**config, **(config.get("text_config") or {})}
     name = f"{text.get('model_type', 'the model')} has"
     if text.get("model_type") in RECURRENT or any(text.get(key) for key in RECURRENT_KEYS):
-        return f"{name} recurrent layers (state-space, convolution or linear attention), whose state is a row's"
+        layers = "recurrent layers (state-space, convolution or linear attention)"
+        return f"{name} {layers}, whose state runs along a whole row"
     kinds = {str(kind) for key in ("layer_types", "layers_block_type", "block_types") for kind in text.get(key) or ()}
     if others := sorted(kinds - FULL):
         return f"{name} layers with {', '.join(others).replace('_', ' ')}"
     if text.get("model_type") in MIXED_BY_DEFAULT and not any(key in text for key in PLAIN_KEYS):
-        return f"{name} layers with other attention than over all tokens, unless its config.json says otherwise"
+        return f"{name} layers whose attention does not cover all tokens, unless its config.json says otherwise"
     if text.get("model_type") in OWN_ATTENTION or "auto_map" in config:
         return f"{name} attention that does not go through transformers' attention interface"
     if text.get("model_type") in SILENT_LAYERS:

@@ -1,15 +1,17 @@
 """Trains one batch on one rank: from samples to updated weights and their metrics.
 
 Invariants
-- The loss is a mean over the *global* optimizer step: denominators are summed over the parts of a batch and
-  their micro-batches before the first backward of a whole batch, so no split changes the gradient. Ranks that share
-  a part (sequence or tensor parallelism) have the same logprobs, losses and sums; these count once.
-- No token older than the bound reaches a gradient; this is asserted before anything is computed.
-- KTO's baseline is also a mean over the whole optimizer step, computed with the weights at its start.
-- π_p are the weights at the batch's first optimizer step. With one step they are the weights being
-  trained, so no extra pass is needed.
-- A batch in pieces is one optimizer step: the gradient is a sum, divided once by the number that all pieces of all
-  ranks have when the last is there, before norm, clipping and optimizer. Only rounding differs from a whole batch.
+- The loss is a mean over the *global* optimizer step. Before the first backward pass of a whole batch, the denominators
+  are summed over all parts of the batch and their micro-batches, so the way a batch is split does not change the
+  gradient. Ranks that share a part (sequence or tensor parallelism) have the same logprobs, losses and sums; each part
+  counts once.
+- No token older than the staleness bound reaches a gradient; this is asserted before anything is computed.
+- KTO's baseline is also a mean over the whole optimizer step, computed with the weights from before the step.
+- π_p is the policy with the weights from before the batch's first optimizer step. If a batch has only one step, these
+  are the weights being trained, so no extra pass is needed.
+- A batch that arrives in pieces is one optimizer step. The gradient is accumulated as a sum. When the last piece has
+  arrived, the sum is divided once by the count over all pieces of all ranks, before norm, clipping and optimizer. The
+  result differs from that of a whole batch only by rounding.
 - All ranks run the same number of forward and backward passes: an empty micro-batch runs on padding.
 
 `update` is collective and blocking; it ends when the slowest rank has done its part.
@@ -40,7 +42,7 @@ from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, Tota
 from flowrl.training.model.output_layer import OutputLayer
 
 BALANCE = "router_aux_loss"
-"""The load-balancing loss of a mixture of experts in a metrics line, without its coefficient."""
+"""Name in a metrics line: the load-balancing loss of a mixture of experts, not multiplied by its coefficient."""
 
 
 class Learner:
@@ -57,7 +59,7 @@ class Learner:
         teacher: OutputLayer | None = None,
         router_aux_loss_coef: float = 0.0,
     ) -> None:
-        """`router_aux_loss_coef` is the weight of the load-balancing loss, which a `balanced` engine gives."""
+        """`router_aux_loss_coef` is the weight of the load-balancing loss, which a `balanced` engine computes."""
         self.engine = engine
         self.objective = objective
         self._epochs = epochs
@@ -70,7 +72,7 @@ class Learner:
     def update(self, part: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update:
         """Train on this rank's part of a batch. `masks` say which tokens of each sample enter the loss.
 
-        `version` is the one being updated. Raises FlowrlError if a token is older than the bound.
+        `version` is the version being updated. Raises FlowrlError if a token is older than the staleness bound.
         """
         self.engine.set_lr(lr)
         steps, totals = self._laid_out(part, masks, version)
@@ -81,10 +83,10 @@ class Learner:
         return replace(update, tokens_computed=self._computed(micro_batches))
 
     def add(self, piece: Batch, masks: Sequence[Bool], version: int, lr: float) -> Update | None:
-        """Take the gradient of this rank's part of a piece, and with the batch's last piece make its one step.
+        """Accumulate the gradient of this rank's part of a piece; after the last piece, make the batch's one step.
 
-        Returns None before that. Arguments are those of `update`, and the version is the same for all pieces. Raises
-        FlowrlError if a token is older than the bound, or if this learner needs batches whole.
+        Returns None for all but the last piece. The arguments are those of `update`; `version` is the same for all
+        pieces. Raises FlowrlError if a token is older than the staleness bound, or if this learner needs whole batches.
         """
         over = self._divisor()
         so_far = self._so_far
@@ -105,7 +107,7 @@ class Learner:
         return self._stepped(so_far, over, lr, stepping=stepping)
 
     def _stepped(self, so_far: Accumulated, over: MeanOver, lr: float, *, stepping: bool) -> Update:
-        """Make the step of all pieces, unless there is nothing to train; what came of it, over all ranks."""
+        """Make the step of all pieces, unless there is nothing to train. Returns the result over all ranks."""
         norms, skipped = list[float](), 0
         if stepping:
             self.engine.set_lr(lr)
@@ -126,7 +128,7 @@ class Learner:
         return over
 
     def _others(self, inputs: LossInputs, over: MeanOver) -> dict[MeanOver, dict[str, Tensor]]:
-        """The parts of the stats that are means over something else than the loss, as sums."""
+        """Stats, or parts of them, that are means over another count than the loss: undivided sums, by that count."""
         found: dict[MeanOver, dict[str, Tensor]] = {}
         with torch.no_grad():
             for other in (other for other in get_args(MeanOver) if other != over):
@@ -140,7 +142,7 @@ class Learner:
         return found
 
     def rest(self, part: Batch, masks: Sequence[Bool], version: int) -> Update:
-        """Process a batch without an update: nothing is computed, but the bound is asserted."""
+        """Process a batch that makes no update: nothing is computed, but the staleness bound is asserted."""
         part, masks, _ = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
         return Update.of(Sums(), self._names, [], 0, 0)
@@ -148,9 +150,9 @@ class Learner:
     def _laid_out(
         self, part: Batch, masks: Sequence[Bool], version: int
     ) -> tuple[list[list[MicroBatch]], list[Totals]]:
-        """The micro-batches of each optimizer step of this rank's part, and the step's totals; collective.
+        """The micro-batches of each optimizer step of this rank's part, and each step's totals; collective.
 
-        Those without a backward pass come first, and all ranks have the same number of either kind.
+        Micro-batches without a backward pass come first. All ranks have the same number of each kind.
         """
         part, masks, shares = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
@@ -175,8 +177,9 @@ class Learner:
         return steps, self._totals(steps)
 
     def _passes(self, part: Batch, masks: Sequence[Bool], micro_batches: Sequence[Sequence[int]]) -> StepPasses:
-        """The passes of one optimizer step, as many of either kind as on the rank with most; collective."""
-        # Every token has a part in the load-balancing loss. A step has a backward pass even if its gradient is 0.
+        """The passes of one optimizer step, padded to the largest number of each kind on any rank; collective."""
+        # Every token contributes to the load-balancing loss, so no pass is without a backward. A step has at least one
+        # backward pass, even if its gradient is 0.
         found = (
             StepPasses((), tuple(map(tuple, micro_batches)))
             if self._balance_coef
@@ -200,11 +203,11 @@ class Learner:
         return {name: merged.values.get(name) for name in ("loss", *self.objective.stats)}
 
     def _computed(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Tokens of one pass over the micro-batches of all ranks; collective."""
+        """Number of tokens that one pass over the micro-batches of all ranks computes; collective."""
         return sum(self.engine.gang.parts(sum(self.engine.num_computed(one.rows) for one in micro_batches)))
 
     def _placing(self, part: Batch) -> Placing:
-        """How the passes over `part` are laid out. Trees have more sequences than rows would have room for."""
+        """How the passes over `part` are laid out. A tree can have more sequences than would fit into rows."""
         if part.layout != "tree":
             return self.engine.layout
         if self.engine.layout not in ("auto", "tree"):
@@ -247,13 +250,13 @@ class Learner:
         share: float,
         first_epoch: bool,
     ) -> float | None:
-        """Run one optimizer step; return its gradient norm, None if the step was not applied."""
+        """Run one optimizer step; return its gradient norm, or None if the step was not applied."""
         mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
         for position, micro_batch in enumerate(micro_batches):
             inputs, loss, stats = self._loss(micro_batch, total, old.get(id(micro_batch)), mismatched_kl)
             sums.add(self._reported(loss.detach(), stats), share)
             if inputs.balance is not None:
-                # A mean over the micro-batches of all ranks, by the tokens that each routes.
+                # A mean over the micro-batches of all ranks, weighted by the number of tokens that each one routes.
                 balance = inputs.balance * (micro_batch.num_places / total.num_places)
                 sums.add({BALANCE: balance.detach()}, share)
                 loss = loss + self._balance_coef * balance
@@ -320,7 +323,7 @@ class Learner:
         )
 
     def _proximal(self, micro_batches: Sequence[MicroBatch]) -> dict[int, Tensor]:
-        """log π_p of every micro-batch, by the micro-batch's id(): one pass without gradients."""
+        """log π_p of every micro-batch, keyed by the micro-batch's id(); computed in one pass without gradients."""
         with torch.no_grad():
             return {
                 id(micro_batch): micro_batch.rows.spread(

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the version being made, so a checkpoint needs no state of it."""
+"""The learning rate as a function of the version being made, so a checkpoint stores no state of a scheduler."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Schedule:
     decay: Decay = "constant"
     """How the rate falls from its peak to `floor` at the run's last step; linear and cosine need --steps."""
     warmup_steps: int = 0
-    """Batches over which the rate rises: the first one trains with peak / warmup_steps."""
+    """Number of batches over which the rate rises; the first batch trains with peak / warmup_steps."""
     floor: float = 0.0
-    """The last rate as a share of the peak, 0 to 1."""
+    """The final rate as a share of the peak, from 0 to 1."""
 
     def __post_init__(self) -> None:
         if self.decay not in get_args(Decay):
@@ -31,7 +31,7 @@ class Schedule:
             raise ConfigError(f"floor is {self.floor}; it is a share of the learning rate, from 0 to 1")
 
     def factor(self, step: int, num_steps: int | None) -> float:
-        """The factor on the peak rate in batch `step`, counted from 1, of `num_steps`."""
+        """The factor by which the peak rate is multiplied in batch `step` of `num_steps`, counted from 1."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
         if self.decay == "constant":

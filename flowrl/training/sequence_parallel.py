@@ -9,7 +9,7 @@ from flowrl.training.layouts import tree_obstacle
 from flowrl.training.settings import SequenceKind, ZeroSettings
 
 MASKED = "flex_attention"
-"""The implementation of attention whose mask transformers makes itself, for the positions of one rank alone."""
+"""The attention implementation whose mask transformers makes itself, and only for the positions of one rank."""
 WINDOWED = frozenset(
     [
         "cohere2",
@@ -30,8 +30,8 @@ WINDOWED = frozenset(
         "vaultgemma",
     ]
 )
-"""Types of transformers 5 that give each layer's window, and the soft cap if they have one, to its attention. Others
-trust the mask that transformers makes for the positions of one rank."""
+"""Model types of transformers 5 that pass each layer's window, and its soft cap if it has one, to the attention
+function. Other types rely on the mask that transformers makes, which covers only the positions of one rank."""
 
 
 def sequence_problems(
@@ -44,7 +44,7 @@ def sequence_problems(
 ) -> Iterator[str]:
     """Why a model with this config.json cannot be trained by groups of `size` ranks, as complete sentences.
 
-    `heads` are its attention heads if the config does not say.
+    `heads` is the number of its attention heads, used if the config does not have it.
     """
     if kind not in get_args(SequenceKind):
         yield f"sequence_parallel_kind is {kind!r}; choose one of {', '.join(get_args(SequenceKind))}"
@@ -60,7 +60,7 @@ def sequence_problems(
         )
     elif zero.attention == MASKED:
         yield (
-            f"{found}, but attention {zero.attention!r} needs a mask over all positions, of which a rank has a part; "
+            f"{found}, but attention {zero.attention!r} needs a mask over all positions, of which a rank has some; "
             "choose sdpa, flash attention or varlen"
         )
     if obstacle := _obstacle(config):
@@ -69,7 +69,7 @@ def sequence_problems(
     if kind == "ulysses" and heads and heads % size:
         able = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         yield (
-            f"{found}, but the model has {heads} attention heads, of which each rank takes an equal number; "
+            f"{found}, but the model has {heads} attention heads, which the ranks have to share equally; "
             f"choose one of {able}, or set sequence_parallel_kind to ring"
         )
 
@@ -77,7 +77,8 @@ def sequence_problems(
 def _obstacle(config: Mapping[str, Any]) -> str:
     """Why attention cannot be computed from slices, as part of a sentence; "" if it can.
 
-    It can where trees can, and besides with windows and soft caps that are told: every rank gets whole rows.
+    Slices are possible wherever trees are. They are also possible with windows and soft caps that the model passes to
+    its attention function, because that function gets whole rows on every rank.
     """
     text = {**config, **(config.get("text_config") or {}), "text_config": None}
     if text.get("model_type") in WINDOWED:

@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.training.settings import LoRA, ZeroSettings
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in a config.json."""
+"""Keys in a config.json that give the number of experts."""
 
 
 def tensor_problems(
@@ -30,7 +30,7 @@ def tensor_problems(
             "leave tensor_parallel_size at 1"
         )
     if zero.optimizer == "muon":
-        yield f"{found}, but muon orthogonalizes whole matrices, of which a rank has a part; choose adamw or sgd"
+        yield f"{found}, but muon orthogonalizes whole matrices, of which a rank has parts; choose adamw or sgd"
     if lora.rank:
         yield f"{found}, but adapters are not divided among ranks; leave it at 1, or train without an adapter"
     yield from _size_problems(found, size, {**config, **(config.get("text_config") or {})})
@@ -49,5 +49,5 @@ def _size_problems(found: str, size: int, config: Mapping[str, Any]) -> Iterator
         able = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
         yield (
             f"{found}, but the model has {heads} attention heads, {keys} heads of keys and {wide} features in a "
-            f"feed-forward layer, of each of which every rank takes an equal number; choose one of {able}"
+            f"feed-forward layer, which the ranks have to share equally; choose one of {able}"
         )

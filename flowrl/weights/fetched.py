@@ -14,7 +14,7 @@ class TransferEngine:
     """An engine of vLLM that loads weights into the model."""
 
     name: str
-    """As vLLM's registry has it."""
+    """The name in vLLM's registry."""
     one_by_one: bool = True
     """Whether replicas may update one after another. False if a transfer needs all of them at once."""
 
@@ -40,7 +40,7 @@ class Receiver(Protocol):
     """Receives the versions of one policy for one replica."""
 
     engine: TransferEngine
-    """What vLLM has to load its updates with."""
+    """The engine of vLLM that loads the updates."""
 
     def join(self, manifest: Weights) -> Mapping[str, Any] | None:
         """Init info for vLLM's transfer engine at the first call; None afterwards, or if the engine needs none."""

@@ -1,4 +1,4 @@
-"""Loads a published version into a torch module: for nodes that read weights and are no vLLM engine."""
+"""Loads a published version into a torch module: for nodes that read weights and are not vLLM engines."""
 
 from __future__ import annotations
 

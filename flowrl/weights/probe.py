@@ -22,13 +22,14 @@ Measured: 2e-6 for a small model in float32; 0.1 for SmolLM2 between bfloat16 an
 single tokens. That is why the mean is compared, and not the largest difference.
 """
 TF32_TOLERANCE = 0.01
-"""The same for float32 on a GPU, where Triton's attention multiplies in TF32, which makes 0.0018 for a small model."""
+"""The same for float32 on a GPU, where Triton's attention multiplies in TF32: 0.0018 measured for a small model."""
 FP8_TOLERANCE = 2.0
 """The same for the first probe of an engine whose matrices are in fp8: three times SmolLM2's 0.66 (vLLM's CPU build,
-fp8_per_channel, bfloat16 otherwise; 0.18 on text). That finds gross mismatches alone, such as another model. Later
-probes are held to DRIFT times the first, or to TOLERANCE: a stale scale may stay below both."""
+fp8_per_channel, bfloat16 otherwise; 0.18 on text). That finds only gross mismatches, such as another model. Later
+probes may differ by DRIFT times the first difference or by TOLERANCE, if that is more; a stale scale may stay below
+that."""
 DRIFT = 3.0
-"""Multiple of the first probe's difference that later ones may have: sharper distributions round more coarsely."""
+"""Multiple of the first probe's difference that later probes may have: sharper distributions round more coarsely."""
 _LENGTHS = (5, 11, 17, 24)
 PROBE_TOKENS = max(_LENGTHS)
 """Tokens of the probe's longest sequence."""
@@ -59,8 +60,7 @@ def coarser(manifest: Weights, dtype: str) -> str:
 
 @dataclass
 class ProbeCheck:
-    """Compares the probes of one replica, which has this dtype and quantization; `tolerance` replaces what follows from
-    both."""
+    """Compares the probes of one replica. `tolerance` replaces the one that follows from dtype and quantization."""
 
     replica: str
     dtype: str
@@ -106,5 +106,5 @@ class ProbeCheck:
             )
         return (
             f"The first probe differed by {self.first:.2g}, so the usual cause is a layer that the updates since then "
-            "did not refresh, such as one of which vLLM keeps a packed copy"
+            "did not refresh, such as a layer of which vLLM keeps a packed copy"
         )

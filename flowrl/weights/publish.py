@@ -64,7 +64,7 @@ class Publisher:
         self._probe_every = probe_every
         self._num_published = 0
         self._untransmitted = False
-        """Whether tensors are staged that receivers wait for. Not after an unchanged version: they have its tensors."""
+        """Whether receivers wait for staged tensors. False after an unchanged version, whose tensors they have."""
         self._last: Weights | None = None
 
     def publish(self, version: int, kind: str = "full") -> Weights | None:

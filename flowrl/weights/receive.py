@@ -73,7 +73,7 @@ class SegmentReceiver:
                     return open_version(known, manifest.base_version)
                 except SegmentLost:
                     pass  # the note names an older copy: download this version
-                remove_pool_of_dead(known)  # while the run goes on without its reader, nobody else does
+                remove_pool_of_dead(known)  # nothing else removes the pool of a dead reader during the run
             name = self._download(origin, manifest)
             os.truncate(note, 0)
             os.pwrite(note, name.encode(), 0)
@@ -101,7 +101,7 @@ class SegmentReceiver:
 
 
 class _locked:
-    """An exclusive lock on a small file beside the segments. The processes that hold it in turn share its content."""
+    """An exclusive lock on a small file next to the segments. Processes that take the lock share the file's content."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -139,7 +139,7 @@ class SegmentSender:
         return rows, checksum.value, offset
 
     def transmit(self) -> None:
-        """Does nothing: readers fetch by themselves."""
+        """Does nothing: readers fetch the tensors themselves."""
 
     def close(self) -> None:
         if self._server is not None:

@@ -36,7 +36,7 @@ DATA_OFFSET = 4096
 _HEADER = struct.Struct("<8sqQ")
 _MAGIC = b"flowrlW1"
 _POOL = re.compile(r"(?P<pool>flowrl-[^-]+-(?P<pid>\d+)-weights-[^-]*-)\d+")
-"""The name of a segment: that of its pool, with its process, and a number."""
+"""The name of a segment: the name of its pool, which contains the process id, and a number."""
 _serial = itertools.count()
 """Numbers the segments that this process creates."""
 

@@ -1,4 +1,4 @@
-"""An agent for graphs/agent_openai.py: it answers a question of arithmetic, and may use a calculator before.
+"""An agent for graphs/agent_openai.py: it answers a question of arithmetic, and may use a calculator first.
 
 It knows OpenAI's library and nothing of flowrl, so it can be run against any server of that API.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from openai import APIStatusError, AsyncOpenAI
 
 CALLS = 8
-"""Most calls of an episode."""
+"""Maximum number of calls in an episode."""
 CALCULATOR: Any = {
     "type": "function",
     "function": {
@@ -62,7 +62,7 @@ async def play(client: AsyncOpenAI, task: Mapping[str, Any]) -> dict[str, float]
 
 
 def calculated(name: str, arguments: str) -> str:
-    """What the tool answers; what the policy did wrong is told to it."""
+    """The tool's answer; if the policy made a mistake, the answer says what is wrong."""
     if name != "calculator":
         return f"There is no tool {name}; the tools are calculator."
     try:
@@ -84,8 +84,8 @@ def value(node: ast.expr) -> Number:
 
 
 def bounded(number: Number) -> Number:
-    """A policy may ask for anything, and the next operation has to be quick."""
-    if not abs(number) <= LARGEST:  # so that not a number is refused too
+    """`number`, unless it is too large: a policy may ask for anything, and the next operation has to be quick."""
+    if not abs(number) <= LARGEST:  # with `not`, so that NaN is refused as well
         raise ValueError("the result is too large")
     return number
 

@@ -1,4 +1,4 @@
-"""An HTTP endpoint for agent code, in front of whatever samples. `nodes.agent_program` uses it in graphs."""
+"""An HTTP endpoint for agent code, in front of a backend that samples. `nodes.agent_program` uses it in graphs."""
 
 from flowrl.agents.endpoint.agent_endpoint import AgentEndpoint
 from flowrl.agents.endpoint.backend import (

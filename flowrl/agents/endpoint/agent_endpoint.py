@@ -4,7 +4,7 @@
 /s/SESSION/v1/…  the URL names it, and either key opens it
 /sessions      see `sessions_over_http`
 
-It is bound to this machine's loopback unless it is told otherwise.
+By default it listens only on this machine's loopback address.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 SHUTDOWN_S = 1.0
-"""For responses that are being written when the endpoint closes."""
+"""Seconds for responses that are still being written when the endpoint closes."""
 
 
 class AgentEndpoint:
     """Open within `async with`. `tokenizer` is the policy's; its chat template joins messages.
 
-    Leaving cancels the calls that are open. Sessions that are open then are not reported as finished.
+    Leaving cancels open calls. Sessions that are still open are not reported as finished.
     """
 
     def __init__(self, backend: Backend, sessions: Sessions, tokenizer: Any, settings: EndpointSettings) -> None:
@@ -49,7 +49,7 @@ class AgentEndpoint:
 
     @property
     def key(self) -> str:
-        """The run's key, which begins sessions and opens all of them."""
+        """The run's key, which starts sessions and gives access to all of them."""
         return self._table.run_key
 
     def open_session(self, task: SessionTask) -> SessionAccess:
@@ -58,11 +58,11 @@ class AgentEndpoint:
         return SessionAccess(session.session_id, session.key, self.url)
 
     def has_session(self, session_id: str) -> bool:
-        """Whether it is open."""
+        """Whether the session is open."""
         return self._table.is_open(session_id)
 
     def end_session(self, session_id: str, reward: float | None = None, cause: str = "") -> FinishedSession:
-        """End a session from this process. Raises ApiProblem if it is not open, or has another reward."""
+        """End a session from this process. Raises ApiProblem if it is not open, or already has another reward."""
         session = self._table.named(self.key, session_id)
         if reward is not None:
             session.give_reward(checked_reward(reward))
@@ -137,7 +137,7 @@ class AgentEndpoint:
             self._table.named(key, session_id)
 
     def _write_key(self) -> None:
-        """Into a new file that is its user's alone from the beginning."""
+        """Write the key to a new file, which only its user can read from the beginning."""
         self._remove_key()
         if self._settings.key_file:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -150,13 +150,13 @@ class AgentEndpoint:
 
 
 def _model(name: str) -> dict[str, object]:
-    """With what OpenAI's and Anthropic's clients read of a model."""
+    """A model, with the fields that OpenAI's and Anthropic's clients read."""
     openai = {"object": "model", "created": 0, "owned_by": "flowrl"}
     return {"id": name, **openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _in_the_apis_shape() -> Any:
-    """A middleware that writes errors as the API that was called does."""
+    """A middleware that writes errors in the form of the API that was called."""
     from aiohttp import web
 
     @web.middleware

@@ -35,7 +35,7 @@ class AgentSession:
         self.tree = MessageTree(template_of, self.branches)
         self.prompts = RawPrompts(tokenizer, self.branches)
         self.active_s = 0.0
-        """When it was last heard of, on the loop's clock."""
+        """Time of the client's last activity, on the loop's clock."""
         self.request_ids: list[str] = []
         self.reward: float | None = None
         self.full = False
@@ -47,7 +47,7 @@ class AgentSession:
         return self.task.session_id
 
     def give_reward(self, reward: float) -> None:
-        """Raises ApiProblem if there is another one already."""
+        """Set the reward. Raises ApiProblem if the session already has another one."""
         if self.reward not in (None, reward):
             raise ApiProblem(409, f"the session has the reward {self.reward} already; a session has one reward")
         self.reward = reward

@@ -1,4 +1,4 @@
-"""What stands behind the endpoint: who samples, and who has tasks.
+"""The interfaces behind the endpoint: `Backend` samples replies, and `Sessions` hands out tasks.
 
 Array axes: N sampled tokens of an answer.
 """
@@ -31,14 +31,14 @@ class SampledAnswer:
     text: str
     """Decoded without special tokens, and without the stop text that ended it."""
     message: Mapping[str, Any] | None = None
-    """The reply as parsed: `content`, `reasoning_content`, `tool_calls` whose arguments are mappings. None is a
-    message of the text alone. The ids of calls may be missing."""
+    """The reply as parsed: `content`, `reasoning_content`, `tool_calls` whose arguments are mappings. None: a message
+    with only the text. The ids of calls may be missing."""
     stop_text: str = ""
-    """The one of the call's stop texts that ended the reply, if one did."""
+    """The call's stop text that ended the reply, "" if none did."""
     cached_tokens: int = 0
     """Tokens of the context that were in the prefix cache."""
     request_id: str = ""
-    """The backend's own; `FinishedSession.request_ids` says which were used."""
+    """The backend's own id of the request; `FinishedSession.request_ids` says which requests were used."""
 
     def __post_init__(self) -> None:
         sizes = {self.token_ids.size, self.logprobs.size, self.versions.size}
@@ -54,10 +54,10 @@ class Backend(Protocol):
     async def reply(
         self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
     ) -> SampledAnswer:
-        """One reply to a context. Cancelling aborts the sampling. Several may be asked for at the same time.
+        """One reply to a context. Cancelling aborts the sampling. Several replies may be asked for at the same time.
 
-        `tools` are those that the reply may call, to parse it with. Raises Unavailable or Busy, which the client sees
-        as 503 and 429, or LimitReached; any other exception is a 500.
+        `tools` are those that the reply may call, which its parser needs. Raises Unavailable or Busy, which the client
+        sees as 503 and 429, or LimitReached; any other exception is a 500.
         """
         ...
 
@@ -83,19 +83,19 @@ class RunEnded(Exception):
 
 
 class LimitReached(Exception):
-    """The session may not ask for more. The client sees a 409 with this text, which it does not send again."""
+    """The session may not ask for more. The client sees a 409 with this text, and is told not to retry."""
 
 
 @dataclass(frozen=True)
 class SessionTask:
-    """What an agent is to do, under the session's name."""
+    """The task of an agent, and the name of its session."""
 
     session_id: str
     """Letters, digits, - and _; unique within the run."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """The row, as JSON."""
     temperature: float | None = None
-    """With which its replies are sampled, if not with that of the endpoint's settings."""
+    """Temperature with which the session's replies are sampled; None: that of the endpoint's settings."""
     top_p: float | None = None
 
 
@@ -111,14 +111,15 @@ class FinishedSession:
     full: bool
     """Whether a call was refused because its context left no place for a reply."""
     cause: str
-    """"" if the session has a reward and was ended by its client; else session_idle | no_reward."""
+    """ "" if the session has a reward and was ended by its client; else session_idle | no_reward."""
 
 
 class Sessions(Protocol):
     """Hands out tasks, and takes sessions back."""
 
     async def next_task(self) -> SessionTask:
-        """The next one, which a session begins with. Cancelling takes none. Raises Unavailable, Busy or RunEnded."""
+        """The next task, with which a session starts. A cancelled call takes no task. Raises Unavailable, Busy or
+        RunEnded."""
         ...
 
     def finished(self, session: FinishedSession) -> None:

@@ -1,8 +1,8 @@
-"""Runs of calls, apart from their clients: a retry joins or repeats the first run, and samples nothing.
+"""Runs of calls, independent of their clients: a retry joins the first run or repeats its answer, and samples nothing.
 
-Invariants: a run goes on while a client waits for it, and `leave_s` longer; then it is cancelled, or its answer is
-forgotten. An answer is delivered once: what delivering changes happens for the first client that receives it.
-Waits end with the run, or with the client's leaving, which cancels the wait and not the run.
+Invariants: a run continues while a client waits for it, and for `leave_s` after that; then it is cancelled, or its
+answer is forgotten. An answer is delivered once: the effects of a delivery happen for the first client that receives
+the answer. A wait ends with the run, or when the client leaves, which cancels the wait but not the run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flowrl.agents.endpoint.problems import ApiProblem
 Sampled = TypeVar("Sampled")
 Delivered = TypeVar("Delivered")
 MOST_KEPT = 64
-"""Finished runs of a session whose answers can be repeated."""
+"""Maximum number of finished runs of a session whose answers can be repeated."""
 
 
 class CallRun(Generic[Sampled, Delivered]):
-    """One call being answered. `deliver` makes what clients see of what was sampled."""
+    """One call being answered. `deliver` makes what clients see from what was sampled."""
 
     def __init__(self, key: bytes, task: asyncio.Task[Sampled], deliver: Callable[[Sampled], Delivered]) -> None:
         self.key = key
@@ -30,7 +30,7 @@ class CallRun(Generic[Sampled, Delivered]):
         self.received = False
         """Whether a client has the whole answer."""
         self.given_up = False
-        """The session has ended; what was sampled since is not part of it."""
+        """Whether the session has ended; what was sampled since then is not part of it."""
         self.leaving: asyncio.TimerHandle | None = None
         self._deliver = deliver
         self._delivered: Delivered | None = None
@@ -53,8 +53,8 @@ class CallRun(Generic[Sampled, Delivered]):
 class CallRuns(Generic[Sampled, Delivered]):
     """The runs of one session.
 
-    `begin` makes the task of a run; its owner waits for the tasks in the end. `changed` is called when a client
-    begins to wait, and when it no longer does.
+    `begin` makes the task of a run; the owner of `begin` waits for the tasks at the end. `changed` is called when a
+    client starts to wait, and when it stops.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         self._most_open = most_open
         self._changed = changed
         self._runs: dict[CallRun[Sampled, Delivered], None] = {}
-        """In the order of their beginnings."""
+        """In the order in which they started."""
         self._closed = False
 
     @asynccontextmanager
@@ -84,7 +84,8 @@ class CallRuns(Generic[Sampled, Delivered]):
         *,
         retried: bool,
     ) -> AsyncIterator[CallRun[Sampled, Delivered]]:
-        """A run of the call `key`: if it was `retried`, the one that the first attempt began, if that is known.
+        """A run of the call `key`: if the call was `retried`, the run that the first attempt started, if that is still
+        known.
 
         Leaving the block without an exception means that the client has the answer. Raises ApiProblem.
         """
@@ -106,7 +107,7 @@ class CallRuns(Generic[Sampled, Delivered]):
             self._changed()
 
     def close(self) -> None:
-        """Cancel what is open; whoever waits is told."""
+        """Cancel open runs; clients that wait for them get an ApiProblem."""
         self._closed = True
         runs = list(self._runs)
         self._runs.clear()
@@ -136,7 +137,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         return next(reversed(lost or equal), None)
 
     def _ended(self, run: CallRun[Sampled, Delivered]) -> None:
-        """Failures are not repeated: a retry of one is sampled anew."""
+        """Forget a failed run, so that a retry samples again, and the oldest finished runs beyond MOST_KEPT."""
         if run.task.cancelled() or run.task.exception() is not None:
             self._runs.pop(run, None)
         done = [other for other in self._runs if other.task.done() and not other.waiting]

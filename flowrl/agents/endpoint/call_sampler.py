@@ -42,7 +42,7 @@ class CallSampler:
         elif not call.messages:
             raise invalid("messages", "there are no messages; give at least one")
         elif call.messages[-1]["role"] == "assistant":
-            message = "messages ends with one of the assistant, and a reply that is begun cannot be continued"
+            message = "messages ends with one of the assistant, and flowrl does not continue a reply"
             raise invalid("messages", f"{message}; end with a message of the user or of a tool")
 
     async def sample(self, session: AgentSession, call: ApiCall) -> SampledCall:
@@ -83,7 +83,7 @@ class CallSampler:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
         room = self._room(context_tokens)
         if not room:
-            # Harnesses know a full context by the words of OpenAI's or Anthropic's servers, not by the code.
+            # Harnesses recognise a full context by the words of OpenAI's or Anthropic's servers, not by the code.
             most = self._settings.context_tokens
             message = (
                 f"prompt is too long: {context_tokens} tokens > {most - 1} maximum; this model's maximum context "
@@ -115,7 +115,7 @@ class CallSampler:
             raise ApiProblem(429, str(problem), retry_after_s=problem.retry_after_s) from None
         except LimitReached as problem:
             raise ApiProblem(409, str(problem), code="limit_reached") from None
-        except Exception as problem:  # the boundary to whatever samples
+        except Exception as problem:  # the boundary to the backend
             log.exception("sampling for the session %s failed", session.session_id)
             raise ApiProblem(500, f"sampling failed: {type(problem).__name__}: {problem}") from None
 
@@ -132,7 +132,7 @@ class CallSampler:
         return Choice(answer, message, self._tokens(ids) if call.logprobs else ())
 
     def _tokens(self, ids: Int32) -> tuple[str, ...]:
-        """The text of each token alone, special tokens included."""
+        """The text of each single token, special tokens included."""
         return tuple(self._tokenizer.decode([token], skip_special_tokens=False) for token in ids.tolist())
 
     def _check_vocabulary(self, call: ApiCall) -> None:

@@ -10,11 +10,12 @@ from flowrl.errors import ConfigError
 @dataclass(frozen=True)
 class EndpointSettings:
     context_tokens: int
-    """The model's length: tokens of a context with its reply."""
+    """The model's context length: maximum number of tokens in a context and its reply together."""
     turn_tokens: int
-    """Most tokens of a reply; a call may ask for less."""
+    """Maximum number of tokens in a reply; a call may ask for fewer."""
     temperature: float = 1.0
-    """The graph's, which calls take whatever they ask for; a header says so. A session's task may name another one."""
+    """The graph's temperature, which is used even if a call asks for another; a header says so. A session's task may
+    set another one."""
     top_p: float = 1.0
     models: tuple[str, ...] = ("policy",)
     """Names that calls may give to the policy. A call for another model is refused."""
@@ -22,17 +23,17 @@ class EndpointSettings:
     port: int = 0
     """0 is any free port."""
     key_file: str = ""
-    """Where the run's key is written, for its user's eyes alone, while the endpoint is open; "" is nowhere."""
+    """File with the run's key, which only its user can read, while the endpoint is open; "": no file."""
     sessions: int = 1024
-    """Most that are open; further ones are refused with 429."""
+    """Maximum number of open sessions; further ones are refused with 429."""
     session_calls: int = 64
-    """Most calls of a session at a time; further ones are refused with 429."""
+    """Maximum number of calls of a session at a time; further ones are refused with 429."""
     idle_s: float = 600.0
-    """A session that asks nothing for so long, with no call open, is ended as `session_idle`."""
+    """Seconds after which a session that asks nothing and has no open call is ended as `session_idle`."""
     keep_alive_s: float = 10.0
-    """Between signs of life in a stream whose reply is not complete."""
+    """Seconds between keep-alive messages in a stream whose reply is not complete."""
     leave_s: float = 2.0
-    """How long a call goes on without its client, which may be about to retry: SDKs do within a second."""
+    """Seconds for which a call continues without its client, which may be about to retry: SDKs do within a second."""
     body_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:

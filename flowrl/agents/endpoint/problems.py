@@ -21,7 +21,7 @@ ANTHROPIC_TYPES = {**OPENAI_TYPES, 500: "api_error", 503: "overloaded_error"}
 
 @dataclass(eq=False)
 class ApiProblem(Exception):
-    """What went wrong with a request; `status` is that of HTTP."""
+    """What went wrong with a request; `status` is the HTTP status."""
 
     status: int
     message: str
@@ -30,11 +30,11 @@ class ApiProblem(Exception):
     code: str | None = None
     retry_after_s: int | None = None
     details: Mapping[str, Any] | None = None
-    """What Anthropic's SDK reads of an error to go on by itself."""
+    """What Anthropic's SDK reads from an error to continue on its own."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Clients repeat 409 by themselves, which nothing would come of here."""
+        """The response's headers. Clients retry a 409 on their own, which is pointless here."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         return {"x-should-retry": "false"} if self.status == 409 else {}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SessionAccess:
-    """How an agent reaches its session: by base URL, or by key alone."""
+    """How an agent reaches its session: by base URL, or only by key."""
 
     session_id: str
     api_key: str
@@ -39,12 +39,12 @@ class SessionAccess:
 
     @property
     def anthropic_base_url(self) -> str:
-        """Without v1, which that SDK adds."""
+        """Without v1, which Anthropic's SDK adds."""
         return f"{self.url}/s/{self.session_id}"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for an agent's process; SDKs read them by themselves."""
+        """Variables for an agent's process, which SDKs read."""
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
             "OPENAI_API_KEY": self.api_key,

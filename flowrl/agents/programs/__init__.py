@@ -1,4 +1,4 @@
-"""Agents that are programs: how they are named, run in a process of their own, and what they give back."""
+"""Agents that are programs: how they are named, how they run in their own processes, and what they return."""
 
 from flowrl.agents.programs.agent_failure import AGENT_CAUSES, AgentCause, AgentFailed, as_agents_failure
 from flowrl.agents.programs.agent_result import AgentResult

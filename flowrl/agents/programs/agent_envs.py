@@ -1,7 +1,7 @@
-"""Agents' programs as environments of one step, so that they have what environments have.
+"""Agents' programs as environments of one step, so that they get what environments get.
 
-That is a process of its own for every attempt, forked from one that has imported the agent's file; limits of time and
-memory; a parent-death signal; and the end of everything that the program has started.
+That is a new process for every attempt, forked from one that has imported the agent's file; limits of time and memory;
+a parent-death signal; and the end of everything that the program has started.
 
 The row's options say what is to be done; the text of the one action is the JSON of the variables that lead to the
 session; the text of the observation is the result.
@@ -87,7 +87,7 @@ class CommandAgent(ProgramAgent):
 
 @functools.lru_cache(maxsize=1)
 def agent_function(place: str) -> Function:
-    """The function `FILE.py:FUNCTION`. Raises ConfigError. It is known already in a process that was forked."""
+    """The function `FILE.py:FUNCTION`. Raises ConfigError. A forked process already has it."""
     file, _, name = place.rpartition(":")
     function = getattr(user_module(file, owner="agent"), name, None)
     if function is None:
@@ -100,7 +100,7 @@ def agent_function(place: str) -> Function:
 
 
 async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
-    """A program that does not read its input is left alone."""
+    """Write the program's input; it is no error if the program does not read it."""
     try:
         stdin.write(text.encode())
         await stdin.drain()
@@ -111,7 +111,7 @@ async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
 
 
 async def _last_line(stdout: asyncio.StreamReader) -> str:
-    """The last line with something in it. All that is printed is repeated, for the texts of errors."""
+    """The last line that is not empty. All output is copied to this process's stdout, for the texts of errors."""
     end = b""
     while part := await stdout.read(READ_BYTES):
         os.write(1, part)

@@ -20,7 +20,7 @@ CAUSE_OF: Mapping[str, AgentCause] = {
     "env_out_of_memory": "agent_died",
     "env_malformed": "agent_died",
 }
-"""What happens to the process of an environment -> what it is called of an agent. Of a start alone: `env_timed_out`."""
+"""Cause of a failed environment process -> its name for an agent. `env_timed_out` occurs only at a start."""
 
 
 class AgentFailed(AttemptFailed):
@@ -32,7 +32,7 @@ class AgentFailed(AttemptFailed):
 
 @contextlib.contextmanager
 def as_agents_failure(program: ProgramName) -> Iterator[None]:
-    """Turns EnvironmentFailed, of the process that runs `program`, into AgentFailed, but for what no resume can do."""
+    """Raises AgentFailed for an EnvironmentFailed of the process that runs `program`, except for RESUME_CAUSES."""
     try:
         yield
     except EnvironmentFailed as failed:

@@ -1,4 +1,4 @@
-"""What an agent's program gives back: a reward and metrics, or nothing."""
+"""What an agent's program returns: a reward and metrics, or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDED = "it needs a finite number, or a dict of such with the key 'reward'"
 @dataclass(frozen=True)
 class AgentResult:
     reward: float | None = None
-    """None if the program gave none back; it may have posted one to its session."""
+    """None if the program returned none; it may have posted one to its session."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -35,11 +35,11 @@ class AgentResult:
 
     @classmethod
     def unpacked(cls, text: str) -> AgentResult:
-        """What `packed` has made."""
+        """The result from the text that `packed` returned."""
         return cls(**json.loads(text))
 
     def packed(self) -> str:
-        """As text."""
+        """The result as text, for `unpacked`."""
         return json.dumps({"reward": self.reward, "metrics": dict(self.metrics)})
 
 

@@ -1,8 +1,8 @@
-"""The client of OpenAI's library that an agent's function gets, and what it takes to make one cheaply.
+"""The client of OpenAI's library that an agent's function gets, and how to make one cheaply.
 
 A fresh process spends some 90 ms on a client and its first call: 20 on TLS certificates, the rest on what the library
-loads and builds at a first call. `warm_up` does both in the process that those of the agents are forked from; there
-an agent's client and two calls, one with a tool's result, take 17.
+loads and builds at a first call. `warm_up` does both in the process from which the agents' processes are forked; in
+these, a client and two calls, one with a tool's result, then take 17 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowrl.errors import ConfigError
 TOOL: Any = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
 CALLED: Any = {"id": "call", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
 THREADS_END_S = 5.0
-"""Some threads of the library's end after its client."""
+"""Seconds to wait for the library's threads, some of which end after its client."""
 ANSWER: Any = {
     "id": "warm-up",
     "object": "chat.completion",
@@ -38,7 +38,7 @@ ANSWER: Any = {
 
 
 def openai_client(**options: Any) -> Any:
-    """An `openai.AsyncOpenAI`; without `options` it leads to where the environment's variables say."""
+    """An `openai.AsyncOpenAI`; without `options` its address and key are those of the environment variables."""
     try:
         import openai
     except ImportError:
@@ -47,7 +47,8 @@ def openai_client(**options: Any) -> Any:
 
 
 def warm_up() -> None:
-    """Make one call to a server of its own. Leaves no event loop, and no thread: the process is about to be forked."""
+    """Make two calls to a server in this process. Leaves no event loop and no thread: the process is about to be
+    forked."""
     asyncio.run(_one_call())
     one_thread_left(THREADS_END_S)
 
@@ -62,7 +63,7 @@ async def _one_call() -> None:
     port = server.sockets[0].getsockname()[1]
     async with server, openai_client(api_key="none", base_url=f"http://127.0.0.1:{port}/v1") as client:
         messages: list[Any] = [{"role": "user", "content": "hello"}]
-        for _ in range(2):  # what a call and its result are made of is built when they are first sent, too
+        for _ in range(2):  # the second one sends a tool's result, for which the library also builds something
             answer = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
             messages.append(answer.choices[0].message.to_dict())
             messages.append({"role": "tool", "tool_call_id": CALLED["id"], "content": ""})

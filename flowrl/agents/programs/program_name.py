@@ -40,7 +40,7 @@ class ProgramName:
 
     @property
     def is_environment(self) -> bool:
-        """Whether it is one of verifiers, which asks the policy itself."""
+        """Whether the program is an environment of verifiers, which asks the policy itself."""
         return is_of_verifiers(self.function)
 
     @property
@@ -57,7 +57,7 @@ class ProgramName:
 
 
 def is_of_verifiers(name: str) -> bool:
-    """Whether it names an environment of verifiers, and not a function of a file in a folder of that name."""
+    """Whether `name` names an environment of verifiers, and not a function of a file in a folder of that name."""
     return name.startswith(VERIFIERS) and EnvironmentName(name).adapter + "/" == VERIFIERS
 
 

@@ -1,4 +1,4 @@
-"""Arrays beside a body: in raw frames of the multipart, or in shared memory."""
+"""Arrays that are sent outside a body: in raw frames of the multipart, or in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides what is too long for one notification: a receiver decodes a limited number of values at once (`cost`)."""
+"""Divides data that are too long for one note: a receiver decodes a limited number of values at once (`cost`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any, TypeVar
 from flowrl.channel.encoding.cost import MOST_VALUES
 
 CHUNK_VALUES = MOST_VALUES // 4
-"""Values of one chunk. Decoding it takes some 10 ms of the receiver's event loop."""
+"""The most values of one chunk. Decoding a chunk takes about 10 ms of the receiver's event loop."""
 VALUE_LENGTH = 50
-"""Characters of text, or bytes, that count as one more value; so a chunk's texts stay below `MOST_TEXT_BYTES`."""
+"""Number of characters of text, or of bytes, that count as one more value; this keeps a chunk's texts below
+`MOST_TEXT_BYTES`."""
 
 T = TypeVar("T")
 
 
 def chunked(items: Iterable[T], most_values: int = CHUNK_VALUES) -> Iterator[list[T]]:
-    """The items in order, in lists of at most `most_values` values, or of one item."""
+    """The items in order, in lists of at most `most_values` values. A list of a single item may have more."""
     chunk: list[T] = []
     total = 0
     for item in items:
@@ -31,9 +32,9 @@ def chunked(items: Iterable[T], most_values: int = CHUNK_VALUES) -> Iterator[lis
 
 
 def values_in(value: Any) -> int:
-    """How many values a receiver decodes for this one, counted as `cost.weigh` does: a container is one, too.
+    """How many values a receiver decodes for this one, counted as in `cost.weigh`: a container itself counts as one.
 
-    A long text counts as several, and so do bytes.
+    A long text counts as several values, and so do long bytes.
     """
     if isinstance(value, str | bytes):
         return 1 + len(value) // VALUE_LENGTH

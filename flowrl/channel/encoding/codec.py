@@ -3,15 +3,15 @@
 A body is the tuple of a message's group id, its plain arrays and its field values. A plain array is a
 short, one-dimensional array that is itself a field: it is sent as its raw values, and the entry "plain arrays"
 holds the code of its dtype, one byte for each field that is declared as an array. Any other array is a
-msgpack extension, which costs several calls each. It starts with dtype and shape, followed by
+msgpack extension, which costs several calls per array. The extension starts with dtype and shape, followed by
 
 - INLINE: the raw values (small arrays),
 - FRAME:  the index of the raw frame that holds them,
 - SLAB:   their address in a shared-memory slab.
 
-Types that msgpack lacks are extensions too, so that they keep their type: a nested message (its schema hash and
-its own body, without a group id), a tuple of many messages of one class (`table`), a list, a read-only mapping, a
-numpy number. Nothing is ever pickled. Arrays arrive read-only, and are made read-only at the sender too. A message
+Values of types that msgpack lacks are also extensions, so that they keep their type: a nested message (its schema hash
+and its own body, without a group id), a tuple of many messages of one class (`table`), a list, a read-only mapping, a
+numpy number. Nothing is ever pickled. Arrays arrive read-only, and are also made read-only at the sender. A message
 arrives with all its fields, including those with `init=False`: no `__init__` or `__post_init__` runs again.
 
 The bodies of requests and notes are less strict outside of the messages in them: lists arrive as tuples, other
@@ -79,13 +79,13 @@ _index = Struct("<Q")
 _hash = Struct("<I")
 WITHIN.update({MESSAGE_CODE: _hash.size, LIST_CODE: 0, PROXY_CODE: 0, TABLE_CODE: 0})
 UNPARSABLE = (ValueError, TypeError, LookupError, OverflowError, StructError, UnpackException)
-"""The errors that the parser raises for bytes that are no body."""
+"""The errors that the parser raises for bytes that are not a valid body."""
 _extension = partial(tuple.__new__, msgpack.ExtType)
-"""An ExtType without the checks of its constructor."""
+"""Makes an ExtType without the checks of its constructor."""
 
 
 class Encoder:
-    """Packs values. After `pack`, `frames` holds the arrays that are sent beside the packed bytes.
+    """Packs values. After `pack`, `frames` holds the arrays that are sent outside the packed bytes.
 
     The caller clears `frames` when it begins a new multipart; indices count from its start. After each value that
     put arrays into `frames` or into shared memory, the caller calls `keep`, or `undo` if the value will not be sent.
@@ -98,9 +98,11 @@ class Encoder:
         self.cost = 0
         """What an Allowance counts for the extensions of the current value, and for containers in its messages."""
         self.tables_cost = self.tables_bulk = 0
-        """The part of `cost` that is for what is made of tables: without their texts' characters, and for these."""
+        """The parts of `cost` for what the receiver makes from tables: `tables_bulk` for the characters of their texts,
+        `tables_cost` for everything else."""
         self.beside_bytes = self.shared_bytes = self.tables_shared = 0
-        """Bytes of the current value's arrays in `frames`, in shared memory, and of those the ones in tables."""
+        """Bytes of the current value's arrays: those in `frames`, those in shared memory, and of the latter those in
+        tables."""
         self._place = place
         self._beside = beside
         self._packers = [msgpack.Packer(default=self._default)]
@@ -124,7 +126,7 @@ class Encoder:
         """Convert `value`, which is in a message, to what a packer takes. Raises WireError if it cannot be sent.
 
         Integers and texts are not checked here: the packer checks each. `nested` is the number of tuples and dicts
-        around `value` since the last message or list.
+        around `value` since the last message, list or read-only mapping.
         """
         kind = kind_of(value)
         if kind == TUPLE:
@@ -145,16 +147,16 @@ class Encoder:
         return value
 
     def _table(self, messages: Sequence[Any]) -> Any:
-        """Pack a table. Bytes are added where its own would not pay for what the receiver makes of it."""
+        """Pack a table. Padding is added if its own bytes would not pay for what the receiver makes from it."""
         paid = self._paid()
         shared = self.tables_shared - self.shared_bytes
         code, body = self._within(TABLE_CODE, lambda: (len(messages), self._columns.of(messages)))
         self.tables_shared = shared + self.shared_bytes
-        missing = self._paid() - paid - PER_BYTE // 4 * len(body)  # most of what it pays for is the body itself
+        missing = self._paid() - paid - PER_BYTE // 4 * len(body)  # most of what a byte pays for is the body itself
         return _extension((code, padded(body, missing) if missing > 0 else body))
 
     def _paid(self) -> int:
-        """What tables cost so far, without what their arrays pay for."""
+        """What tables have cost so far, minus what arrays outside the body pay for."""
         return self.tables_cost + self.tables_bulk - PER_BYTE * (self.beside_bytes + self.shared_bytes)
 
     def _pay(self, cost: int, bulk: int) -> None:
@@ -188,7 +190,7 @@ class Encoder:
         raise refusal(value)
 
     def _within(self, code: int, make: Callable[[], Any], head: bytes = b"") -> Any:
-        """Pack an extension that has a body of its own."""
+        """Pack an extension that contains a body."""
         # A packer is not reentrant: each depth of nesting has its own.
         self._depth += 1
         try:
@@ -232,23 +234,24 @@ class Decoder:
         self._allowance = Allowance()
         self._num_bytes = 0
         self._attached: dict[bytes, Any] = {}
-        """Arrays of the current body by address, kept until the body is decoded: if the last reference to one goes,
-        its block is released to the owner."""
+        """Arrays of the current body by address, kept until the body is decoded: when the last reference to an array
+        disappears, its block is released to the owner."""
         self._depth = 0
         self.counting = False
-        """Whether decoding the current multipart is paid for. Tiny multiparts and stored data need no counting."""
+        """Whether the cost of decoding the current multipart is counted. Tiny multiparts and stored data need no
+        counting."""
         self._weighing = False
         self._read = self._read_any
         """The function that unpacks bodies of the current multipart."""
 
-    # Methods, because a `functools.partial` with these keywords takes half as long again as `unpackb` itself.
+    # Methods, because a `functools.partial` with these keywords takes 1.5 times as long as `unpackb` itself.
 
     def _read_any(self, data: bytes | memoryview) -> Any:
         """The value in `data`, whatever it costs."""
         return msgpack.unpackb(data, ext_hook=self._ext, use_list=False, strict_map_key=False)
 
     def _read_short(self, data: bytes | memoryview) -> Any:
-        """As `_read_any`, but refuses containers longer than SHORT."""
+        """Like `_read_any`, but refuses containers longer than SHORT."""
         return msgpack.unpackb(
             data,
             ext_hook=self._ext,
@@ -259,7 +262,7 @@ class Decoder:
         )
 
     def _read_counted(self, data: bytes | memoryview) -> Any:
-        """As `_read_short`, and pays for every container."""
+        """Like `_read_short`, and also pays for every container."""
         return msgpack.unpackb(
             data,
             ext_hook=self._ext,
@@ -294,7 +297,7 @@ class Decoder:
             return self._read_or_weigh(data) if self.counting else self._read(data)
         except UNPARSABLE as error:
             if isinstance(error, ValueError) and self._read == self._read_short:
-                # Perhaps a container is longer than SHORT. It may be, but such a body has to be weighed first.
+                # Perhaps a container is longer than SHORT. This is allowed, but the body has to be weighed first.
                 self._begin_counting()
                 self._allowance.careful = True
                 return self.unpack(data)
@@ -304,7 +307,7 @@ class Decoder:
                 self._attached.clear()
 
     def bodies(self, schema: Schema, heads: Sequence[Head], data: bytes | memoryview) -> list[Envelope]:
-        """The messages in their envelopes. `data` is an array of what `Schema.take_apart` made of each.
+        """The messages in their envelopes. `data` is an array of the results of `Schema.take_apart`, one per message.
 
         Raises WireError.
         """
@@ -317,7 +320,7 @@ class Decoder:
             raise WireError(f"a body that does not parse ({type(error).__name__}: {error})") from error
 
     def _read_or_weigh(self, data: bytes | memoryview) -> Any:
-        """Counts while it unpacks. A body that costs too much, or is long, is weighed first."""
+        """Unpack `data` and count its cost meanwhile. A body that costs too much, or is long, is weighed first."""
         allowance = self._allowance
         if len(data) <= SMALL_BYTES and not allowance.careful:
             spent = allowance.spent()
@@ -359,7 +362,7 @@ class Decoder:
         return self._shared(data[start:], shape, dtype)
 
     def _body(self, code: int, body: memoryview, data: bytes) -> Any:
-        """The value of an extension that has a body of its own."""
+        """The value of an extension that contains a body."""
         values = self._nested(body)
         if code == LIST_CODE:
             return [*values]
@@ -385,7 +388,7 @@ class Decoder:
 
     def _shared(self, address: bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         if self._attach is None:
-            raise ValueError("an array in shared memory that this transport does not have")
+            raise ValueError("an array in shared memory, which this transport does not support")
         block = self._attached.get(address)
         if block is None:
             num_bytes = dtype.itemsize * math.prod(shape)

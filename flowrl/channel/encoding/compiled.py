@@ -1,7 +1,7 @@
-"""Generates one function per message class for each conversion to and from a body, with the fields in its code.
+"""Generates one function per message class for each conversion to and from a body, with the fields written out.
 
-This is how dataclasses generate `__init__`. Every message passes here, and a general loop over the fields takes
-twice as long, on the sending and on the receiving side.
+Dataclasses generate `__init__` in the same way. Every message passes through these functions, and a general loop over
+the fields takes twice as long, on the sending and on the receiving side.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DTYPES = tuple(
 )
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 NOT_PLAIN = 255
-"""In place of a dtype's code: the value of this field is no plain array."""
+"""Replaces a dtype's code if the value of the field is not a plain array."""
 INLINE_LIMIT_BYTES = 8192
-"""A larger array is sent as a frame of its own. zmq allocates frames of this size separately, so
-that their data are aligned."""
+"""A larger array is sent as a separate frame. zmq allocates frames of this size separately, so that their data are
+aligned."""
 
 Head = tuple[bytes, int, int]
 """The part of a message on the wire that is not in its body: id, ticket, member."""
@@ -35,14 +35,14 @@ _FROZEN = {
     int: "type(v) is not int or not -9223372036854775808 <= v <= 18446744073709551615",
     str: "type(v) is not str or not v.isascii()",
 }
-"""By a field's type: the condition under which its value `v` needs the full check."""
+"""Type of a field -> the condition under which its value `v` needs the full check."""
 _SENT = {int: "type(v{at}) is not int", str: "type(v{at}) is not str"}
 """The same for a value that will be packed: the packer itself checks each integer and text."""
 
 
 def make_freeze(hints: Mapping[str, Any], arrays: Sequence[int], check: Callable[[Any, int], None]) -> Freeze:
     """Generate freeze(message, number of messages around it), which makes the message's arrays read-only. `check` does
-    this for any value, and raises WireError for a value that cannot be sent."""
+    the same for any value, and raises WireError for a value that cannot be sent."""
     lines = ["def freeze(message, depth):", " pass"]
     for at, (name, hint) in enumerate(hints.items()):
         lines.append(f" v = message.{name}")
@@ -57,7 +57,7 @@ def make_freeze(hints: Mapping[str, Any], arrays: Sequence[int], check: Callable
 
 def make_take_apart(hints: Mapping[str, Any], arrays: Sequence[int], scalars: frozenset[type]) -> TakeApart:
     """Generate take_apart(group id, message, carried) -> the values of the message's body: group id, the arrays' codes
-    (None without such fields), the fields. `carried` converts a value that contains others, or that msgpack lacks.
+    (None without such fields), the fields. `carried` converts a value that contains others or whose type msgpack lacks.
 
     `arrays` are the positions of the fields that may hold plain arrays. These arrays are made read-only here.
     """
@@ -86,9 +86,10 @@ def make_take_apart(hints: Mapping[str, Any], arrays: Sequence[int], scalars: fr
 def make_put_together(cls: type[Message], names: Sequence[str], arrays: Sequence[int], *, slotted: bool) -> PutTogether:
     """Generate put_together(heads of messages, values of their bodies) -> the messages in their envelopes.
 
-    `names` are the class's fields, `arrays` the positions of those that may hold plain arrays. It checks the number of
-    values and that the group id is text, and raises TypeError or ValueError; it does not check the types of fields.
-    It bypasses `__init__`: the sender has constructed the message, and in a frozen dataclass `__init__` is slow.
+    `names` are the class's fields, `arrays` the positions of those that may hold plain arrays. The function checks the
+    number of values and that the group id is text, and raises TypeError or ValueError; it does not check the types of
+    fields. It bypasses `__init__`: the sender has constructed the message, and in a frozen dataclass `__init__` is
+    slow.
     """
     lines = [
         "def put_together(heads, bodies):",

@@ -21,23 +21,23 @@ from flowrl.errors import WireError
 PER_BYTE = 16
 FLOOR_BYTES = 1 << 20
 MOST_BYTES = 96 << 20
-"""Not counting the content of texts and bytes, which is copied fast."""
+"""The content of texts and bytes does not count towards this, because it is copied fast."""
 MOST_VALUES = 150_000
-"""Most values in those bodies of a multipart that are weighed: reading and decoding them takes some 40 ms."""
+"""The most values in all weighed bodies of a multipart together: reading and decoding them takes about 40 ms."""
 MOST_TEXT_BYTES = 8 << 20
-"""Most bytes of text in one body that is weighed: if its characters have different widths, each byte of it takes five
-bytes of memory."""
+"""The most bytes of text in one body that is weighed: if the characters of a text have different widths, each of its
+bytes takes five bytes of memory."""
 SHORT = 256
 """Longest container that is decoded without being weighed first."""
 SMALL_BYTES = 1 << 18
-"""Longest body that is decoded without being weighed first. So at most this much is decoded in vain, and that only
+"""Longest body that is decoded without being weighed first. So at most this many bytes are decoded in vain, and only
 once per multipart."""
 
 ENVELOPE, FRAME, EXTENSION = 512, 300, 1024
-"""The cost of a message, of another frame, and of an array or message in a body."""
+"""The cost of a message, of any other frame, and of an array or message in a body."""
 _SLOT, _TUPLE, _DICT, _ITEM = 88, 128, 256, 200
 WORST = 400
-"""The most that an Allowance counts for one byte of a body, without what is made of its tables."""
+"""The most that an Allowance counts for one byte of a body, without what is made from its tables."""
 TINY_BYTES = FLOOR_BYTES // WORST
 """Longest multipart that needs no counting at all."""
 FEW_BYTES = 1024
@@ -87,7 +87,7 @@ class Allowance:
         self.pay(num_bytes + bulk_bytes - free)
 
     def earn(self, num_bytes: int) -> None:
-        """Allow for `num_bytes` that came in shared memory."""
+        """Raise the allowance for `num_bytes` that arrived in shared memory."""
         most = PER_BYTE * num_bytes
         more = min(most, MOST_BYTES - self._most)
         self._most += more
@@ -96,7 +96,7 @@ class Allowance:
         self._bulk += most - more
 
     def spent(self) -> tuple[int, int]:
-        """For `spend_again`."""
+        """What is left without what was earned, for `spend_again`."""
         return self.left - self._earned[0], self._bulk - self._earned[1]
 
     def spend_again(self, spent: tuple[int, int]) -> None:
@@ -104,7 +104,7 @@ class Allowance:
         self.left, self._bulk = spent[0] + self._earned[0], spent[1] + self._earned[1]
 
     def weigh(self, data: bytes | memoryview, *, deep: bool = False) -> None:
-        """Pay for decoding `data`. Raises Costly, or WireError as `weigh` does; after either, nothing is left."""
+        """Pay for decoding `data`. Raises Costly, or WireError like the function `weigh`; then nothing is left."""
         left, self.left = self.left, -1
         weight = weigh(data, self._values, deep=deep)
         self.left = left
@@ -114,7 +114,7 @@ class Allowance:
         self.pay(weight.num_bytes + weight.bulk_bytes - free)
 
     def array(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
-        self.left -= _TUPLES[len(items)]  # a hot path: every message's body comes here
+        self.left -= _TUPLES[len(items)]  # a hot path: every message's body passes through here
         if self.left < 0:
             raise Costly
         return items
@@ -146,7 +146,7 @@ class Weight(NamedTuple):
 
 
 def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: bool = False) -> Weight:
-    """What decoding `data` costs. Bodies of messages within it count as bytes unless `deep`.
+    """What decoding `data` costs. Bodies nested in it, such as those of messages, count as bytes unless `deep`.
 
     Raises WireError for bytes that end within a value, for more values than `most_values`, for more text than may
     be decoded at once, and for more memory than any allowance permits.
@@ -231,7 +231,7 @@ class _Scale:
 
 
 WITHIN: dict[int, int] = {}
-"""Extensions that hold a body themselves, by code: the number of bytes before it."""
+"""Code of an extension that contains a body -> the number of bytes before that body."""
 
 _Sized = Callable[[_Scale, int], tuple[int, int]]
 

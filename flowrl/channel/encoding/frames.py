@@ -11,13 +11,13 @@ from flowrl.channel.encoding.cost import SHORT, SMALL_BYTES
 MAGIC = b"flow"
 WIRE_VERSION = 6
 MAX_BODY_BYTES = 72 << 20
-"""Largest body of one message or other frame, without the arrays beside it; copying it takes some 50 ms."""
+"""Largest body of one message or other frame, without the arrays outside it; copying it takes about 50 ms."""
 RECORD_BYTES = SMALL_BYTES
 """Largest total size of the bodies of messages that share a record."""
 MAX_FRAMES = SHORT
-"""Most messages and other frames in one multipart."""
+"""The most messages and other frames in one multipart."""
 MAX_PARTS = 16384
-"""Most arrays beside the bodies of one multipart."""
+"""The most arrays outside the bodies of one multipart."""
 
 PREAMBLE = Struct("<4sHHIH")
 FOLLOWED = 6  # offset of the field "whether parts follow"
@@ -26,7 +26,7 @@ HEADER = Struct("<BIIQIII")
 HEAD = Struct("<16sqi")
 PREAMBLE_BYTES, HEADER_BYTES, HEAD_BYTES = PREAMBLE.size, HEADER.size, HEAD.size
 ARRAY = Struct(">BI")
-ARRAY_32 = 0xDD  # msgpack's mark of an array with 32 bits of length
+ARRAY_32 = 0xDD  # msgpack's mark of an array with a 32-bit length
 
 # Kinds of frames. Frames of a lane go to its receiver (hello, data, cancel, tombstone, close, error) or to its
 # sender (credit, ack, resend, sync, refuse); frames from REQUEST on belong to a pair of processes.

@@ -39,11 +39,12 @@ from flowrl.errors import WireError
 from flowrl.messages import Tombstone
 
 _FRAME_COST = FLOOR_BYTES // MAX_FRAMES
-"""At least what an Allowance counts for another frame, or for a message in its own record, without the body.
+"""Upper bound of what an Allowance counts for one more frame, or for a message in its own record, without the body.
 Frames that together cost less than FLOOR_BYTES are within the allowance and within MAX_FRAMES."""
 
 _MOST_SHARED = 12 << 20
-"""Most that a multipart costs without an exact count. Tuples that cost less hold fewer than MOST_VALUES values."""
+"""The most that a multipart may cost by estimate; a frame that exceeds it is weighed exactly and sent in its own
+multipart. Tuples that cost less than this hold fewer than MOST_VALUES values."""
 
 
 class _Record:
@@ -78,7 +79,7 @@ class MessageEncoder:
         """Number of frames in the full multiparts."""
         self._full: list[list[Buffer]] = []
         self._until = 0
-        """Messages below this seq can join the open record without a look at the multipart's cost."""
+        """Messages below this seq can join the open record without a check of the multipart's cost."""
         self._begin_multipart()
 
     def _begin_multipart(self) -> None:
@@ -88,8 +89,8 @@ class MessageEncoder:
         """The last record of the current multipart, if the next messages of its lane can still join it."""
         self._frames = 0
         self._num_bytes = self._beside_bytes = self._cost = 0
-        """The current multipart: bytes of its bodies, bytes of the arrays beside them, and its cost. Messages of the
-        open record are added when the record is closed."""
+        """The current multipart: bytes of its bodies, bytes of the arrays outside the bodies, and its cost. Messages of
+        the open record are added when the record is closed."""
 
     @property
     def pending(self) -> int:
@@ -203,25 +204,28 @@ class MessageEncoder:
             cost <= _MOST_SHARED
             and cost <= FLOOR_BYTES + PER_BYTE * (body_bytes + beside_bytes)
             and body_bytes <= MAX_BODY_BYTES
-            and num_bytes <= MOST_TEXT_BYTES  # a longer body may hold more text than that: it is weighed
+            and num_bytes <= MOST_TEXT_BYTES  # a longer body may hold more text than allowed, so it is weighed
             and self._frames < MAX_FRAMES
             and len(self._encoder.frames) <= MAX_PARTS
         )
 
     def _check_alone(self, body: bytes, cost: int) -> None:
-        """Raises WireError if `body` does not fit even into a multipart of its own."""
+        """Raises WireError if `body` does not fit even into its own multipart."""
         if len(body) > MAX_BODY_BYTES:
             raise WireError(
                 f"a body of {len(body)} bytes; at most {MAX_BODY_BYTES} can be. "
                 "Keep large data in arrays: they do not count"
             )
         if len(self._encoder.frames) > MAX_PARTS:
-            raise WireError(f"{len(self._encoder.frames)} large arrays; at most {MAX_PARTS} can be. Join some of them")
+            raise WireError(
+                f"{len(self._encoder.frames)} large arrays; at most {MAX_PARTS} are allowed. Concatenate some of them"
+            )
         allowance = Allowance(len(body) + self._encoder.beside_bytes)
         try:
             allowance.pay(cost)
             allowance.weigh(body, deep=True)
-            allowance.earn(self._encoder.tables_shared)  # before its table is made, unlike other arrays
+            # The arrays of a table are attached before the table is paid for, unlike other arrays in shared memory.
+            allowance.earn(self._encoder.tables_shared)
             allowance.pay_table(self._encoder.tables_cost, self._encoder.tables_bulk)
         except Costly:
             raise too_costly() from None

@@ -105,7 +105,7 @@ def schema_named(number: int) -> Schema:
     if schema is not None:
         return schema
     for cls in known_types():
-        with suppress(SchemaError):  # a class of which no message can exist yet
+        with suppress(SchemaError):  # no message of such a class can exist yet
             known = schema_of(cls)
             _by_hash[known.hash] = known
     if number not in _by_hash:
@@ -125,7 +125,7 @@ def freeze(message: Message) -> None:
 
 
 def freeze_inside(value: Any) -> None:
-    """`freeze` every message and array in the value of a request, which may hold other values too."""
+    """`freeze` every message and array in the value of a request, which may also hold other values."""
     if type(value) in SCALARS:
         return
     if isinstance(value, Message):
@@ -143,7 +143,8 @@ def freeze_inside(value: Any) -> None:
 def check(value: Any, depth: int, nested: int = 0) -> None:
     """Make the arrays in any value read-only. Raises WireError for a value that cannot be sent.
 
-    `depth` is the number of messages around it, `nested` the number of tuples and dicts since the last of them.
+    `depth` is the number of messages, lists and read-only mappings around `value`, `nested` the number of tuples and
+    dicts since the last of these.
     """
     kind = kind_of(value)
     if kind == ARRAY:

@@ -34,7 +34,7 @@ from flowrl.messages import Message
 
 FORMAT = 1
 MOST_BYTES = (1 << 32) - 1
-"""What one value of a msgpack file can hold."""
+"""The most bytes that one msgpack value can hold."""
 TOO_LARGE = "is too large"
 """The end of msgpack's error for an array, or bytes, of more than MOST_BYTES."""
 Stored = bytes | npt.NDArray[np.uint8]
@@ -94,9 +94,9 @@ def load_value(data: Stored) -> Any:
 
 
 _TYPE = "\0type"
-"""A stored mapping with this key represents another value. Its value under the key is the class name of a message; or
-it tells what the value under _ITEMS is: a mapping that itself has this key (None), a list (_LISTED) or a read-only
-mapping (_READ_ONLY)."""
+"""A stored mapping with this key represents another value. The mapping's value under this key is the class name of a
+message, or it tells what the value under _ITEMS is: a mapping that itself has this key (None), a list (_LISTED) or a
+read-only mapping (_READ_ONLY)."""
 _ITEMS = "items"
 _LISTED, _READ_ONLY = 1, 2
 
@@ -108,7 +108,10 @@ class _Naming:
         self._encoder = encoder
 
     def named(self, value: Any, depth: int, nested: int = 0) -> Any:
-        """`depth` is the number of messages around `value`, `nested` that of tuples and dicts since the last."""
+        """`value` with mappings in place of messages, lists and read-only mappings.
+
+        `depth` is the number of these around `value`, `nested` the number of tuples and dicts since the last of them.
+        """
         kind = kind_of(value)
         if kind == TUPLE:
             return self._tuple(value, depth, nested + 1)

@@ -1,25 +1,25 @@
-"""Tables: many messages of one class as columns, which is how a batch travels.
+"""Tables: many messages of one class as columns. A batch is sent in this form.
 
-One by one, a sample costs some fifty values of msgpack and several small arrays. As columns a batch of any size costs a
-few values and arrays for each field, so that it fits into one body (`cost`), and is packed and unpacked several times
-as fast. Arrays of all messages stand one after the other in one array, which goes beside the body or into shared
-memory as every large array does; each message gets a read-only view of it.
+If samples are sent one by one, each costs about fifty msgpack values and several small arrays. As columns, a batch of
+any size costs a few values and arrays for each field, so that it fits into one body (`cost`), and is packed and
+unpacked several times as fast. The arrays of all messages are concatenated into one array, which is sent outside the
+body or through shared memory like every large array; each message gets a read-only view of it.
 
-A column is a tuple: its form, then what that form needs for its n values.
+A column is a tuple: its form, then the data that this form needs for the column's n values.
 
-- SAME:     the value, which all rows have; one of SCALARS but no float, or an empty tuple.
-- NUMBERS:  their type's position in NUMBER_TYPES, and an array of n.
-- TEXTS:    all texts in UTF-8 as bytes in an array, and their n lengths in bytes.
-- ARRAYS:   all arrays, which have one axis and one dtype, one after the other, and their n lengths.
-- DICTS:    the keys, texts that all have in the same order, and a column for each key.
-- RECORDS:  tuples of one short length: their length, and a column for each position.
-- TUPLES:   the n lengths, and a column of all items.
+- SAME:     the one value that all rows have: one of SCALARS other than a float, or an empty tuple.
+- NUMBERS:  the position of the numbers' type in NUMBER_TYPES, and an array of the n numbers.
+- TEXTS:    an array with the bytes of all texts in UTF-8, and the n lengths of the texts in bytes.
+- ARRAYS:   the concatenation of all arrays, each of one axis and all of one dtype, and their n lengths.
+- DICTS:    the keys (texts, the same in all dicts and in the same order), and a column for each key.
+- RECORDS:  for tuples of one short length: this length, and a column for each position.
+- TUPLES:   for other tuples: their n lengths, and a column of all items.
 - MESSAGES: the hash of their schema, and a column for each field.
 - ROWS:     the values one by one.
 
-A table is (number of messages, a column of MESSAGES, and perhaps bytes that say nothing). Whoever expands a column pays
-for what it makes before it makes it, and its sender counts the same. A receiver allows so much for each byte that it
-got (`cost`): the bytes that say nothing make up for columns that are shorter than the messages one by one.
+A table is (number of messages, a MESSAGES column, optional padding bytes). A receiver pays for the values of a column
+before it makes them, and the sender counts the same cost. Every received byte adds to the receiver's allowance
+(`cost`), but columns have fewer bytes than the same messages sent one by one: the padding makes up for the difference.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from flowrl.messages import Message
 SAME, NUMBERS, TEXTS, ARRAYS, DICTS, RECORDS, TUPLES, MESSAGES, ROWS = range(9)
 LONGEST_RECORD = 8
 LEAST_ROWS = 32
-"""A shorter tuple of messages is sent one by one."""
+"""The messages of a shorter tuple are sent one by one."""
 MOST_COLUMNS_DEEP = 8
-"""Most columns around a column; what is deeper goes in rows."""
+"""The most columns around a column; deeper values are sent as ROWS."""
 NUMBER_TYPES: tuple[type, ...] = (bool, int, float)
 _DTYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
 _LENGTH = np.dtype(np.int64)
 _NUMBER, _TEXT, _VIEW, _DICT, _FIELD = 48, 80, 144, 256, 56
-"""What a number, a text without its characters, a view of an array, an empty dict or message, and a key with its value
-take in memory, at most."""
+"""Upper bounds, in bytes of memory: a number, a text without its characters, a view of an array, an empty dict or
+message, and one key with its value."""
 
 _GAIN = PER_BYTE - 4
-"""What a byte that says nothing pays for, less what it costs itself: it is counted at each level around it."""
+"""What a padding byte pays for, minus what it costs itself, because it is counted at each level around it."""
 
 Column = tuple[Any, ...]
 Pay = Callable[[int, int], None]
-"""Pays for so many bytes of memory, and so many bytes of text besides."""
+"""pay(bytes of memory, additional bytes of text)"""
 
 
 def is_table(values: Sequence[Any]) -> bool:
-    """Whether these are messages of one class, and enough of them."""
+    """Whether these are messages of one class, at least LEAST_ROWS of them."""
     return len(values) >= LEAST_ROWS and isinstance(values[0], Message) and len({*map(type, values)}) == 1
 
 
 class Columns:
-    """Makes columns. `carried` converts a value that stands alone, within so many tuples and dicts.
+    """Makes columns. `carried(value, nested)` converts a single value that is within `nested` tuples and dicts.
 
-    `pay` hears what the receiver will pay, and besides what the values of ROWS cost.
+    `pay` is called with what the receiver will pay for columns, and also with the cost of each tuple of ROWS.
     """
 
     def __init__(self, carried: Callable[[Any, int], Any], pay: Pay) -> None:
@@ -74,9 +74,9 @@ class Columns:
         self._pay = pay
 
     def of(self, values: Sequence[Any], depth: int = 0, nested: int = 0) -> Column:
-        """The column of these values, of which there is at least one.
+        """The column of `values`, which has at least one value.
 
-        `depth` is the number of columns around it, `nested` that of tuples and dicts since the last message.
+        `depth` is the number of columns around it, `nested` the number of tuples and dicts since the last message.
         """
         kinds = {*map(type, values)}
         first = values[0]
@@ -153,12 +153,12 @@ class Columns:
 
 
 def padded(body: bytes, missing: int) -> bytes:
-    """The packed pair of a table, with a third part whose bytes are received and pay for `missing` bytes of memory."""
+    """`body`, the packed pair of a table, with padding as a third part that pays for `missing` bytes of memory."""
     return b"\x93" + body[1:] + bytes(msgpack.packb(bytes(missing // _GAIN + 1)))
 
 
 def messages_of(table: Any, pay: Pay | None) -> tuple[Any, ...]:
-    """The messages of a table. Raises as `expanded`; without `pay` nothing is paid."""
+    """The messages of a table. Raises the same errors as `expanded`; without `pay` nothing is paid."""
     number, column, *_ = table
     if type(number) is not int or number <= 0 or type(column) is not tuple or column[0] != MESSAGES:
         raise ValueError("a table of no messages")
@@ -166,9 +166,9 @@ def messages_of(table: Any, pay: Pay | None) -> tuple[Any, ...]:
 
 
 def expanded(column: Any, number: int, pay: Pay, depth: int = 0) -> Sequence[Any]:
-    """The values of a column. Raises ValueError for what is no column of `number` values, and what `pay` raises."""
+    """The values of a column. Raises ValueError if it is not a column of `number` values, and what `pay` raises."""
     if depth > MOST_COLUMNS_DEEP + 1 or type(column) is not tuple or type(column[0]) is not int:
-        raise ValueError("a table of too many levels, or without a column")
+        raise ValueError("a table that is nested too deeply, or has no column")
     form, *parts = column
     match form, parts:
         case 0, [value]:
@@ -216,9 +216,9 @@ def expanded(column: Any, number: int, pay: Pay, depth: int = 0) -> Sequence[Any
 def _columns(
     columns: Sequence[Any], wanted: int, number: int, pay: Pay, depth: int, cost: int
 ) -> Sequence[Sequence[Any]]:
-    """The values of `wanted` columns, after paying `cost` for what is made of them."""
+    """The values of `wanted` columns, after paying `cost` for what is made from them."""
     if len(columns) != wanted:
-        raise ValueError(f"{len(columns)} columns where there are {wanted} fields")
+        raise ValueError(f"{len(columns)} columns, but the class has {wanted} fields")
     pay(cost, 0)
     return [expanded(column, number, pay, depth + 1) for column in columns]
 
@@ -244,7 +244,7 @@ def _require(array: Any, dtype: np.dtype[Any] | None = None, number: int | None 
 
 
 def _bounds(lengths: Any, number: int, total: int | None = None) -> Iterator[tuple[int, int]]:
-    """Where each value begins and ends in what is joined."""
+    """Where each value begins and ends in the concatenated data."""
     _require(lengths, _LENGTH, number)
     if number and int(lengths.min()) < 0:
         raise ValueError("a negative length")
@@ -259,5 +259,5 @@ def _of_tuples(number: int, total: int) -> int:
 
 
 def _of_fields(number: int) -> int:
-    """The cost of a dict or message with so many fields, without their values."""
+    """The cost of a dict or message with `number` fields, without the values of the fields."""
     return _DICT + _FIELD * number

@@ -1,7 +1,7 @@
 """What a message may hold: one rule for messages that stay in their process, are sent or are stored.
 
-A value keeps its type or is refused. So types are compared exactly: from a subclass (a named tuple, an enum, an
-OrderedDict, a masked array) the other end would make the plain type.
+A value keeps its type or is refused. So types are compared exactly: the other end would turn an instance of a subclass
+(a named tuple, an enum, an OrderedDict, a masked array) into the plain type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowrl.message_base import scalar_problem
 from flowrl.messages import Message
 
 MAX_DEPTH = 32
-"""Most messages, lists and read-only mappings that may be nested around a message: each takes some 40 KiB of
+"""The most messages, lists and read-only mappings that may be nested around a value: each takes about 40 KiB of
 the receiver's stack."""
 MAX_NESTED = 64
 """Deepest nesting of tuples and dicts within one of these."""
@@ -72,7 +72,7 @@ def refusal(value: Any) -> WireError:
         return WireError(scalar_problem(value))
     plain = next((f"; make it {what}" for kind, what in _PLAIN if isinstance(value, kind)), "")
     return WireError(
-        f"a value of type {cls.__module__}.{cls.__qualname__} cannot travel{plain}. Messages hold scalars, str, "
+        f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent{plain}. Messages hold scalars, str, "
         "bytes, tuples, lists, dicts, messages, numpy arrays and numpy numbers"
     )
 
@@ -92,14 +92,14 @@ def check_keys(keys: Iterable[Any]) -> None:
         elif kind in (TEXT, WHOLE):
             check_scalar(key)
         elif kind not in (FREE, NUMBER):
-            raise WireError(f"a {type(key).__name__} as a key cannot travel; keys are scalars, or tuples of them")
+            raise WireError(f"a {type(key).__name__} as a key cannot be sent; keys are scalars, or tuples of them")
 
 
 def check_depth(depth: int) -> None:
     """Raises WireError if `depth`, the number of messages, lists and read-only mappings around a value, is too high."""
     if depth > MAX_DEPTH:
         raise WireError(
-            f"a value inside more than {MAX_DEPTH} messages cannot travel (a list counts as a message), nor can "
+            f"a value inside more than {MAX_DEPTH} messages cannot be sent (a list counts as a message), nor can "
             "values that contain themselves; store a chain of messages as a tuple"
         )
 
@@ -114,5 +114,5 @@ def dtype_code(array: np.ndarray[Any, Any]) -> int:
     """The code of the array's dtype. Raises WireError for an array that cannot be sent."""
     code = DTYPE_CODES.get(array.dtype)
     if code is None or array.ndim > MAX_AXES:
-        raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot travel; convert it first")
+        raise WireError(f"an array of dtype {array.dtype} and {array.ndim} axes cannot be sent; convert it first")
     return code

@@ -138,8 +138,9 @@ class MessageDecoder:
         return known
 
     def decode(self, parts: Sequence[Any]) -> list[Frame | Refused]:
-        """The frames of one multipart whose `sender` is known, in order. A frame whose body is wrong is replaced
-        by one that fails its lane: Refused, or REFUSE if the frame was for the lane's sender.
+        """The frames of one multipart whose `sender` is known, in order. A frame whose body is invalid is replaced by
+        one that fails its lane (Refused, or REFUSE if the frame was for the lane's sender), or, on the control link,
+        by one that reports the error (`_instead`).
 
         Raises WireError if the records themselves do not parse.
         """
@@ -161,7 +162,7 @@ class MessageDecoder:
             at = start + length
             room -= count or 1
             try:
-                if not length <= end - start <= self._max_body_bytes:  # seldom: nearly all records pass at once
+                if not length <= end - start <= self._max_body_bytes:  # rare: nearly all records pass at once
                     self._check(count, length, end - start)
                 if decoder.counting:
                     decoder.pay(FRAME + ENVELOPE * count)
@@ -183,7 +184,7 @@ class MessageDecoder:
     def _check(self, count: int, length: int, there: int) -> None:
         """Raises WireError if the number of messages or the body length in a record's header cannot be right.
 
-        Several messages that share a record may have RECORD_BYTES in total, whatever the limit for one message.
+        Several messages that share a record may have RECORD_BYTES in total, even if the limit for one message is lower.
         """
         if there < 0:
             raise WireError(f"a truncated record: it ends within the ids of its {count} messages")

@@ -1,8 +1,8 @@
 """Dispatch: sends a message on the lanes of an edge that its rule chooses; see `flowrl.graph.dispatch_rules`.
 
 Invariant: a message is sent in one step on all the lanes that its rule names, or on none.
-What ends a wait: a send waits for the credits its rule needs, and while a checkpoint has paused sending. What ends
-both waits: see `flowrl.channel.lanes.ends`.
+What ends a wait: a send waits for the credits that its rule needs, and as long as a checkpoint has paused sending.
+`flowrl.channel.lanes.ends` describes what ends both waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OutEdge:
     """The lanes of one edge that start at one producing node replica."""
 
     def __init__(self, lanes: Sequence[SendLane], rule: DispatchRule, *, lanes_per_part: int = 1) -> None:
-        """`lanes_per_part`: for a rule that splits, so many consecutive lanes carry the same part."""
+        """`lanes_per_part`: for a rule that splits, the number of consecutive lanes that carry the same part."""
         assert lanes, "an edge has at least one lane"
         assert len(lanes) % lanes_per_part == 0, f"{len(lanes)} lanes in groups of {lanes_per_part}"
         self._lanes_per_part = lanes_per_part
@@ -34,22 +34,22 @@ class OutEdge:
         self.gate = SendGate()
         """The queue of the sends that wait, shared by all lanes of the edge."""
         self._first = 0
-        """Index of the lane that is preferred among lanes with equally many credits; it moves on with every send."""
+        """Index of the lane that is preferred among lanes with equally many credits; it advances with every send."""
         self._wholes: dict[bytes, Envelope] = {}
-        """Id -> message, not split, that the gang has not finished: other ranks may need other parts of it."""
+        """Id -> whole message that the gang has not finished: ranks may still need parts of it."""
         self._part_of: dict[bytes, bytes] = {}
         """Id of a part that its rank has not finished -> id of the whole message."""
         self._ready: dict[tuple[int, ...], Ready] = {}
-        """Indices of lanes -> whether all of these can send: one function for all sends that need them."""
+        """Indices of lanes -> function whether all of these can send; all sends that need these lanes share it."""
         self._only = self.lanes[0] if rule.any_one and len(lanes) == 1 else None
-        """The lane, if there is no other to choose."""
+        """The lane, if the edge has only this one to choose from."""
         for lane in lanes:
             lane.gate = self.gate
             if rule.splits:
                 lane.on_acked(self._finished)
 
     def ids(self, envelope: Envelope) -> list[bytes]:
-        """Ids of the messages that are sent for it: each consumer of a broadcast, and each rank, gets its own."""
+        """Ids of the messages sent for `envelope`: each consumer of a broadcast, and each rank of a gang, gets one."""
         if self.rule.to_each:
             return [_own_id(envelope, lane) for lane in self.lanes]
         return [envelope.id]
@@ -59,7 +59,8 @@ class OutEdge:
         return [] if self.rule.overwrites else [(own, 1) for own in self.ids(envelope)]
 
     def addressed(self, envelope: Envelope) -> list[tuple[str, Envelope]]:
-        """(consumer, its message) for each consumer of a broadcast. Other rules choose later: one entry, with ""."""
+        """(consumer, its message) for each consumer of a broadcast. Other rules choose the consumer later: one entry,
+        with the consumer ""."""
         if not self.rule.copies:
             return [("", envelope)]
         return [(lane.spec.consumer, replace(envelope, id=_own_id(envelope, lane))) for lane in self.lanes]
@@ -100,7 +101,7 @@ class OutEdge:
         return any([lane.can_send() for lane in self.lanes])  # noqa: C419
 
     def _freest(self) -> SendLane:
-        """The lane with most credits, in turn among equals."""
+        """The lane with the most credits, round-robin among equals."""
         lanes = self.lanes
         self._first = first = (self._first + 1) % len(lanes)
         return max((*lanes[first:], *lanes[:first]), key=lambda lane: lane.machine.credits)
@@ -115,7 +116,7 @@ class OutEdge:
             await self.gate.wait(ready)
 
     def _messages(self, envelope: Envelope, count: int) -> list[Envelope]:
-        """What `count` lanes get."""
+        """The messages for `count` lanes, in the order of the lanes."""
         if self.rule.splits:
             return self._parts(envelope)
         if self.rule.copies:
@@ -151,7 +152,7 @@ class OutEdge:
         return [part for part in parts for _ in range(self._lanes_per_part)]
 
     def _finished(self, ids: Sequence[bytes]) -> None:
-        """Ranks have finished these parts: forget each message of which no part is left."""
+        """Ranks have finished these parts: forget each message that has no unfinished part left."""
         for part in ids:
             whole = self._part_of.pop(part, None)
             if whole is not None and whole not in self._part_of.values():
@@ -160,23 +161,24 @@ class OutEdge:
     def pause(self, paused: bool) -> None:
         """Pause or resume sending, for a checkpoint's snapshot: while paused, sends wait, whatever their credits.
 
-        Sends on a latest edge go on: they never wait, and a checkpoint stores none of their messages.
+        Sends on a latest edge continue: they never wait, and a checkpoint stores none of their messages.
         """
         self.gate.paused = paused
         self.gate.wake()
 
     def on_taken(self, callback: Ids) -> None:
-        """As `SendLane.on_taken`; a message on several lanes is reported once for each lane."""
+        """Like `SendLane.on_taken`; a message on several lanes is reported once for each lane."""
         for lane in self.lanes:
             lane.on_taken(callback)
 
     def on_acked(self, callback: Ids) -> None:
-        """As `SendLane.on_acked`; a message on several lanes is reported once for each lane."""
+        """Like `SendLane.on_acked`; a message on several lanes is reported once for each lane."""
         for lane in self.lanes:
             lane.on_acked(callback)
 
     def unacked(self) -> list[tuple[str, Envelope]]:
-        """All messages kept for a replay, as `addressed`; a gang's are whole, `parts` names the unfinished parts."""
+        """All messages kept for a replay, in the form of `addressed`. A gang's messages are whole; `parts` names their
+        unfinished parts."""
         if self.rule.splits:
             return [("", whole) for whole in self._wholes.values()]
         named = self.rule.copies
@@ -192,12 +194,12 @@ class OutEdge:
 
     @property
     def num_untaken(self) -> int:
-        """Messages sent and not taken yet, on the lane with most of them; none on a latest edge."""
+        """Number of messages sent and not taken yet, on the lane that has the most; 0 on a latest edge."""
         return 0 if self.rule.overwrites else max(lane.machine.depth for lane in self.lanes)
 
     @property
     def num_unfinished(self) -> int:
-        """Messages sent and not finished yet, on the lane with most of them; none on a latest edge."""
+        """Number of messages sent and not finished yet, on the lane that has the most; 0 on a latest edge."""
         return 0 if self.rule.overwrites else max(len(lane.unacked()) for lane in self.lanes)
 
     def cancel(self, ids: Sequence[bytes]) -> None:

@@ -30,36 +30,37 @@ Ready = Callable[[], bool]
 class SendGate:
     """The queue in which sends wait for credit, first come first served. Lanes of one edge share a gate.
 
-    Sends that need the same credit wait for the same `ready`, so a wake-up asks each need once, however many wait.
+    Sends that need the same credit wait for the same `ready`, so a wake-up calls each `ready` once, however many sends
+    wait for it.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[asyncio.Future[None], float]] = {}
-        """The waiting sends by number, in order: (the future that wakes it, when its wait began)."""
+        """Number of a waiting send -> (the future that wakes it, when its wait began), in the order of the sends."""
         self.paused = False
         """True during the snapshot of a checkpoint: no send may proceed, whatever its credit."""
         self._needs: dict[Ready, dict[int, None]] = {}
-        """Whether sends may go on -> the numbers of those that wait for this, in order."""
+        """`ready` of some sends -> the numbers of the sends that wait for it, in order."""
         self._next = 0
         self._woken: int | None = None
-        """The send that was woken and has not resumed yet; after it the next one is."""
+        """The send that was woken and has not resumed yet; the next send is woken only after it."""
         self._blocked_s = 0.0
-        """Sum of the times in which sends waited, up to the moment when the last of them ended its wait."""
+        """Total time in which at least one send waited, up to the last moment at which the queue became empty."""
         self._blocked_since = 0.0
-        """When the queue was empty for the last time (time.monotonic); counts while a send waits."""
+        """When the queue was empty for the last time (time.monotonic); valid only while a send waits."""
 
     def since(self) -> float | None:
         """When the longest wait began (time.monotonic), None if no send waits."""
         return next((began for _, began in self.waiting.values()), None)
 
     def blocked_s(self) -> float:
-        """Seconds in which one send or more has waited; sends that wait together count once."""
+        """Seconds in which at least one send has waited; sends that wait at the same time count once."""
         return self._blocked_s + (time.monotonic() - self._blocked_since if self.waiting else 0.0)
 
     async def wait(self, ready: Ready) -> None:
         """Wait until `ready()` is true; the caller must send before it awaits again.
 
-        An exception that `ready` raises ends the wait. Sends with the same need pass an equal `ready`.
+        An exception that `ready` raises ends the wait. Sends that need the same credit pass an equal `ready`.
         """
         began, me = time.monotonic(), self._next
         self._next += 1
@@ -80,7 +81,7 @@ class SendGate:
         finally:
             self._leave(me, ready)
             if self.waiting:
-                loop.call_soon(self.wake)  # not now: the caller first uses its credit
+                loop.call_soon(self.wake)  # not now: the caller must use its credit first
             else:
                 self._blocked_s += time.monotonic() - self._blocked_since
 
@@ -98,11 +99,11 @@ class SendGate:
         first = min((next(iter(same)) for ready, same in self._needs.items() if self._possible(ready)), default=None)
         if first is not None:
             self._woken = first
-            if not (woken := self.waiting[first][0]).done():  # it is if the send was cancelled in this tick
+            if not (woken := self.waiting[first][0]).done():  # done if the send was cancelled in this tick
                 woken.set_result(None)
 
     def _possible(self, ready: Ready) -> bool:
-        """Whether a send that waits for `ready` may go on, or has to raise."""
+        """Whether a send that waits for `ready` may proceed, or has to raise."""
         try:
             return ready() and not self.paused
         except LaneFailed:
@@ -130,7 +131,7 @@ class SendLane:
         self.machine = machine
         self.gate = SendGate()
         self.burst = max(1, min(FRAMES_AT_ONCE, spec.capacity // 2))
-        """Number of frames that are sent before the loop's tick ends, so that the consumer can begin earlier."""
+        """When this many frames are pending, they leave before the loop's tick ends: the consumer can begin earlier."""
         self._owner = owner
         self._taken: list[Ids] = []
         self._acked: list[Ids] = []

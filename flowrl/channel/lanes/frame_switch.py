@@ -1,6 +1,7 @@
-"""Gives each frame of a lane to the method of its end that takes it. Pure, as the machines of `lane` and `latest` are.
+"""Passes each frame of a lane to the method of the lane's end that handles it. Pure, as are the machines of `lane` and
+`latest`.
 
-Invariant: a frame of another session changes nothing; it is of an earlier incarnation of one of the two processes.
+Invariant: a frame of another session changes nothing; it belongs to an earlier incarnation of one of the two processes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Ids = Sequence[bytes]
 
 
 def to_receiver(machine: ReceiverLane | LatestReceiver, frame: Frame) -> Ids:
-    """Give a frame to the consumer's end. Returns the ids of messages that it cancels and that are being worked on."""
+    """Pass a frame to the consumer's end. Returns the ids of messages that it cancels and that are being worked on."""
     kind, _, session, seq, payload = frame
     if session != machine.session:
         return ()
@@ -33,7 +34,7 @@ def to_receiver(machine: ReceiverLane | LatestReceiver, frame: Frame) -> Ids:
 
 
 def to_sender(machine: SenderLane | LatestSender, frame: Frame) -> tuple[Ids, Ids]:
-    """Give a frame to the producer's end. Returns the ids of messages now taken, and of those now acked."""
+    """Pass a frame to the producer's end. Returns the ids of messages now taken, and of those now acked."""
     kind, _, session, seq, payload = frame
     if session != machine.session:
         return (), ()

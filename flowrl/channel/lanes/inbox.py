@@ -58,7 +58,7 @@ class Inbox:
         self._waiting_since = 0.0
 
     def add(self, lane: ReceiveLane) -> None:
-        """Deliver the messages of `lane` too."""
+        """Also deliver the messages of `lane`."""
         self.lanes.append(lane)
         if isinstance(lane.machine, ReceiverLane):
             lane.machine.seen = self._seen
@@ -66,7 +66,7 @@ class Inbox:
         lane.open(self, self._changed)
 
     def restore(self, envelope: Envelope) -> None:
-        """Deliver a message from a checkpoint, before any message that arrives; in order of calls."""
+        """Deliver a message from a checkpoint: after those restored before it, and before any message that arrives."""
         self._seen.restore(envelope.id)
         self._restored.append(envelope)
         self._wake()
@@ -131,7 +131,7 @@ class Inbox:
         except asyncio.CancelledError:
             if not woken.cancelled():
                 self._wake()  # woken and cancelled in one tick: pass the message on to the next taker
-            elif woken in self._waiting:  # if not, `_wake` has removed this future in the same tick, and woke the next
+            elif woken in self._waiting:  # else `_wake` has removed this future in the same tick, and woken the next
                 self._waiting.remove(woken)
             raise
 

@@ -119,7 +119,7 @@ class SenderLane:
         self.out.append((ERROR, self._number, self.session, 0, reason))
 
     def say_hello(self) -> None:
-        """Tell what was sent and is kept: the receiver repeats what may be lost, and asks for what it misses."""
+        """Report what was sent and is kept: the receiver repeats frames that may be lost and asks for what it lacks."""
         # Called at the start of a session, and when the transport may have lost frames.
         kept = tuple(self._kept)
         self.out.append((HELLO, self._number, self.session, self._next, (self.spec.schemas(), kept)))
@@ -168,7 +168,7 @@ class SenderLane:
         return ids
 
     def on_resend(self, first: int) -> None:
-        """The receiver misses message `first` and those after it: send them again."""
+        """Message `first` and those after it have not reached the receiver: send them again."""
         for seq in range(max(first, self._taken), self._next):
             if seq in self._kept:
                 self.out.append((DATA, self._number, self.session, seq, [self._kept[seq]]))
@@ -221,7 +221,7 @@ class ReceiverLane:
         self.out: list[Frame] = []
         self.failed = ""
         self.ready = False
-        """A message can be taken."""
+        """Whether a message can be taken."""
         self.num_received = 0
         self.num_finished = 0
         self.on_unflushed: Callable[[ReceiverLane], None] = lambda lane: None
@@ -278,13 +278,13 @@ class ReceiverLane:
                 queue.append((seq, envelope))
                 self.ready = True
             else:
-                queue.append((seq, None))  # in its place, so that credits return in the order of the messages
+                queue.append((seq, None))  # keeps its place, so that credits return in the order of the messages
                 self._skip()
             seq += 1
 
     def _out_of_order(self, seq: int) -> None:
         if seq > self._expected and self._asked != self._expected:
-            self._asked = self._expected  # ask once for each gap: the sender repeats all from there on
+            self._asked = self._expected  # ask once for each gap: the sender repeats everything from there on
             self.out.append((RESEND, self._number, self.session, self._expected, None))
 
     def _skip(self) -> None:
@@ -332,7 +332,7 @@ class ReceiverLane:
             self._out_of_order(last)
 
     def on_cancel(self, ids: Iterable[bytes]) -> list[bytes]:
-        """Skip those of these messages that still wait in the queue. Returns those taken and not finished."""
+        """Skip the given messages that still wait in the queue. Returns the ids of those taken and not finished."""
         wanted = set(ids)
         queue, self._queue = self._queue, deque()
         for seq, envelope in queue:
@@ -377,7 +377,7 @@ class ReceiverLane:
         """Return, and remove, all frames to be sent now: `out`, then credit, then acks."""
         self._unflushed = False
         frames, self.out = self.out, []
-        if self._reported != self._taken:  # before the acks: a blocked sender waits for credit alone
+        if self._reported != self._taken:  # before the acks: a blocked sender waits only for credit
             self._reported = self._taken
             frames.append((CREDIT, self._number, self.session, self._taken, None))
         if self._acks:
@@ -386,7 +386,7 @@ class ReceiverLane:
         return frames
 
     def restart(self, session: int) -> None:
-        """The producer was replaced. Messages it has sent stay in the queue; their repetitions are dropped."""
+        """The producer was replaced. Messages of the old one stay in the queue; their repetitions are dropped."""
         self._queue = deque((-1, envelope) for _, envelope in self._queue if envelope is not None)
         self.ready = bool(self._queue)
         self.session = session

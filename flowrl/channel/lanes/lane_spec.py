@@ -67,7 +67,7 @@ class LaneStatistics:
     """Messages kept until their ack."""
     unacked_bytes: int = 0
     blocked_s: float = 0.0
-    """Seconds in which sends on the edge waited at this producer: all its lanes of one edge have the same figure."""
+    """Seconds in which sends on the edge waited at this producer; all its lanes of the edge report the same value."""
     credits: int = 0
     capacity: int = 0
 

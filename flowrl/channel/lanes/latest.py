@@ -3,12 +3,12 @@
 Invariants
 - At most one message is in flight; meanwhile the sender holds back only the newest other message.
 - The receiver keeps the newest message. It acks a message that is overwritten before it was taken.
-- Ids may repeat: a producer that was replaced may return to an older message. Each copy has a claim of its own,
-  and the taken, unfinished copies of one id are acked in the order in which they were taken.
+- Ids may repeat: a producer that was replaced may return to an older message. Each copy has its own claim, and the
+  taken, unfinished copies of one id are acked in the order in which they were taken.
 - The sender keeps its newest message even after the ack: a replacement of the consumer gets it first.
 - `close` comes after the newest message.
 
-What ends a wait: a send never waits; a receiver waits for a message newer than the last it took, for
+What ends a wait: a send never waits; a receiver waits for a message newer than the last one that it took, for
 `close` or for a failure. Sessions are as in `flowrl.channel.lanes.lane`.
 """
 

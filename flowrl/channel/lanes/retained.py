@@ -9,11 +9,12 @@ from flowrl.channel.encoding.payload import payload_bytes
 
 
 class RetainedBytes:
-    """Adds them up. Measures each message once: measuring ten thousand of them each second would cost much."""
+    """Sums the bytes of kept messages. Measures each message only once: to measure ten thousand messages every second
+    would be expensive."""
 
     def __init__(self) -> None:
         self._sizes: dict[bytes, int] = {}
-        """Message id -> bytes, of the messages that were kept when last asked."""
+        """Message id -> bytes, for the messages of the last call of `of`."""
 
     def of(self, kept: Iterable[Envelope]) -> int:
         """The bytes of `kept`."""

@@ -51,7 +51,7 @@ class Seen:
         return False
 
     def restore(self, id: bytes) -> None:
-        """Record a message that came from a checkpoint, on no lane."""
+        """Record a message that came from a checkpoint and not over a lane."""
         assert id not in self._open
         self._open[id] = []
 

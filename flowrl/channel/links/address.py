@@ -44,7 +44,7 @@ class Address:
 
 
 def this_machine() -> str:
-    """The same value in two processes means that they share /dev/shm and can connect over ipc."""
+    """Identifies this machine: two processes with the same value share /dev/shm and can connect over ipc."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     shared = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
     return f"{socket.gethostname()}:{boot.read_text().strip() if boot.exists() else ''}:{shared}"
@@ -70,7 +70,7 @@ def run_name(run_id: str) -> str:
 
 
 def run_prefix(run_id: str, pid: int) -> str:
-    """The run's name and a process id, which shows people the process that made the files."""
+    """The run's name and a process id, which shows people which process made the files."""
     return f"{run_name(run_id)}-{pid}"
 
 

@@ -1,7 +1,7 @@
 """How the endpoints of a run reach each other: `IpcTransport` on one machine, `TcpTransport` on several.
 
-The driver chooses one for the whole run and hands it to every host with its spec: it is plain data. CURVE keys are
-part of tcp, so no endpoint listens or connects on tcp without them.
+The driver chooses one transport for the whole run and passes it to every host in the host's spec: a transport is plain
+data. CURVE keys are part of `TcpTransport`, so no endpoint listens or connects on tcp without them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class IpcTransport:
         return ""
 
     def target(self, there: Address, *, near: bool) -> Target:
-        """What a link to the endpoint at `there` connects to; `near` if it is on this machine.
+        """What a link to the endpoint at `there` connects to; `near` if that endpoint is on this machine.
 
-        Raises ConfigError if it is out of reach.
+        Raises ConfigError if that endpoint is out of reach.
         """
         if near:
             return Target(f"ipc://{there.ipc}")
@@ -46,7 +46,7 @@ class TcpTransport(IpcTransport):
 
     keys: CurveKeys = field(default_factory=CurveKeys.new)
     ip: str = ""
-    """Where to listen; "": at the IP address at which other machines reach this one."""
+    """Where to listen; "" is the IP address at which other machines reach this one."""
     spans_machines: ClassVar[bool] = True
 
     def open(self, listener: Listener, path: Path) -> str:

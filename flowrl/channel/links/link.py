@@ -7,7 +7,7 @@ Invariants
 - A link to a process never outlives that process's incarnation: `Endpoint.connect` makes a new one.
 
 Waits: none. A Listener is drained whenever its descriptor becomes readable, until nothing is left (the
-descriptor signals changes only, not that messages remain).
+descriptor signals only changes, not that messages remain).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class SocketLink:
 
 
 class Monitor:
-    """Calls `reconnected` when a connection was lost and restored: frames in flight may be lost with the old one."""
+    """Calls `reconnected` when a lost connection was restored: frames in flight may be lost with the old connection."""
 
     def __init__(self, watched: zmq.Socket[Any], reconnected: Callable[[], None]) -> None:
         self._watched = watched
@@ -173,7 +173,7 @@ class Listener:
         """Sockets that still hold the rest of a multipart with too many parts."""
 
     def bind(self, target: Target) -> str:
-        """Listen at `target`, and return the url that was bound. Only peers with its keys are heard."""
+        """Listen at `target`, and return the url that was bound. Only peers that have the target's keys can connect."""
         socket = self._context.socket(zmq.PULL)
         socket.rcvhwm = 0
         socket.linger = 0
@@ -203,7 +203,7 @@ class Listener:
                 self._add_parts(socket, parts)
             try:
                 receive(parts)
-            except BaseException:  # the loop's handler gets it; the messages behind it are still read
+            except BaseException:  # the loop's exception handler gets it; the messages after this one are still read
                 asyncio.get_running_loop().call_soon(self._drain, socket)
                 raise
             if self._overlong and not self._skipped(socket):
@@ -213,8 +213,8 @@ class Listener:
             first = recv(NOBLOCK)
 
     def _add_parts(self, socket: zmq.Socket[Any], parts: list[Any]) -> None:
-        """Add the parts that follow the first. Of too many, one more than the limit is kept, so that decoding refuses
-        the multipart."""
+        """Add the parts that follow the first. If there are too many, one part more than the limit is kept, so that
+        decoding refuses the multipart."""
         while socket.getsockopt(RCVMORE):
             if len(parts) > MAX_PARTS + 1:
                 self._overlong.add(socket)

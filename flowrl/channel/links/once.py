@@ -11,8 +11,7 @@ Invariants
 - Frames are lost, repeated or overtaken only when a connection breaks, and the sender is notified of each new
   connection.
 
-Nothing waits here. The number of kept frames is bounded by those made before a confirmation, or a new connection,
-comes back.
+Nothing waits here. The kept frames are those made until a confirmation arrives, which may need a new connection first.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Outgoing:
         return kind, high, low, seq, payload
 
     def keep(self, frame: Frame) -> None:
-        """Keep a frame of `numbered` that was added to the link."""
+        """Keep a frame that `numbered` returned and that was added to the link."""
         self._kept.append(frame)
 
     def unconfirmed(self) -> list[Frame]:
@@ -64,7 +63,7 @@ class Incoming:
         self._number = 0
 
     def lets_in(self, frame: Frame) -> bool:
-        """Whether `frame` is the next one, and so admitted. A frame without a number always is."""
+        """Whether `frame` is admitted, because it is the next one. A frame without a number is always admitted."""
         number = frame[1] << LOW_BITS | frame[2]
         if not number:
             return True

@@ -20,7 +20,7 @@ class Debtor(Protocol):
 
 @dataclass(eq=False)
 class Peer:
-    """What the router knows of one host (or of this one)."""
+    """What the router knows of one other host, or of its own."""
 
     host: str
     incarnation: int | None = None
@@ -38,7 +38,7 @@ class Peer:
     dirty: bool = False
     """Frames may have to be sent at the end of the tick."""
     begun: int = -1
-    """The last tick in which frames left at once: later frames of the same tick leave together."""
+    """The last tick in which frames left at once: the tick's later frames leave together."""
     busy: bool = False
     """Frames left at once since the router last checked for delayed credits and acks."""
     flush_due: bool = False

@@ -5,7 +5,7 @@ the run has a mark, an empty directory, and every process that makes files for t
 marks. When no process holds the lock any more, the run's files have no owner, and may be removed.
 
 The kernel releases a lock when its process ends, for whatever reason. So this does not depend on clocks or process
-ids: clocks are changed, process ids are reused, and containers that share the place count them differently.
+ids: clocks are changed, process ids are reused, and containers that share a place number their processes separately.
 
 Invariants
 - A process locks the marks before it makes its first file of the run.
@@ -43,7 +43,7 @@ def mark(place: Path, run: str) -> Path:
 
 
 class Presence:
-    """Shows that this process makes files for a run, until `close` or its end. The last one to close removes them."""
+    """Shows that this process makes files for a run, until `close` or its end. The last process removes the files."""
 
     def __init__(self, run_id: str) -> None:
         self._run = run_name(run_id)
@@ -60,7 +60,7 @@ class Presence:
 
 
 def found(place: Path) -> dict[str, list[Path]]:
-    """Run -> this user's files of it in `place`, without the mark. Files that vanish meanwhile are left out."""
+    """Run -> this user's files of the run in `place`, without the mark. Files that vanish meanwhile are left out."""
     runs: dict[str, list[Path]] = defaultdict(list)
     for path in place.iterdir():
         if (match := NAME.match(path.name)) and _ours(path):

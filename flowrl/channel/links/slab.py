@@ -203,7 +203,7 @@ class Attached:
             raise WireError(
                 f"an invalid block: {num_bytes} bytes at offset {offset} of a segment of {memory.nbytes} bytes"
             )
-        # The base of `view` is a memoryview and no array: so numpy makes every direct or indirect view of it keep
+        # The base of `view` is a memoryview, not an array. So numpy makes every direct or indirect view of `view` keep
         # `view` itself alive, and not only the segment's array.
         view: Bytes = np.frombuffer(memory.data[offset : offset + num_bytes], np.uint8)
         weakref.finalize(view, self._release, host, incarnation, (segment, offset)).atexit = False

@@ -12,5 +12,5 @@ def sweep() -> list[str]:
 
 
 def remove_run(run_id: str) -> list[str]:
-    """Remove all files of one run, even if a process of it is alive: for its driver, once every host has ended."""
+    """Remove all files of one run, even if one of its processes is alive. For the driver, once every host has ended."""
     return [str(path) for place in places() for path in clear(place, run_name(run_id))]

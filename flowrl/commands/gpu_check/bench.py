@@ -16,16 +16,16 @@ from flowrl.errors import FlowrlError
 
 DeviceKind = Literal["cuda", "cpu"]
 TOLD_LINES = 15
-"""Last lines of an output that are told."""
+"""Number of last lines of an output to report."""
 
 
 class StageFailed(FlowrlError):
-    """What was found is not what was required."""
+    """A requirement of the stage does not hold."""
 
 
 @dataclass
 class Bench:
-    """One stage's place. `figures` are its results, by name, as they are printed in the table."""
+    """The working environment of one stage. `figures` are its results, by name, as they are printed in the table."""
 
     device: DeviceKind
     num_gpus: int
@@ -39,7 +39,8 @@ class Bench:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of a gang: two, if there are devices for two, because NCCL refuses two ranks on one GPU."""
+        """Number of ranks of a gang: two if there are devices for two, else one, because NCCL refuses two ranks on one
+        GPU."""
         return 2 if not self.on_gpu or self.num_gpus > 1 else 1
 
     def figure(self, name: str, text: str) -> None:
@@ -47,7 +48,7 @@ class Bench:
         print(f"{name}: {text}", flush=True)
 
     def require(self, holds: bool, sentence: str) -> None:
-        """Raise StageFailed with the sentence, unless it holds."""
+        """Raise StageFailed with the sentence, unless `holds`."""
         if not holds:
             raise StageFailed(sentence)
 
@@ -68,10 +69,10 @@ class Bench:
         return told.stdout
 
     def ranks(self, target: str, *arguments: str) -> None:
-        """Run `target`, "module:function", in `num_ranks` processes, each with a device of its own.
+        """Run `target`, "module:function", in `num_ranks` processes, each with its own device.
 
-        The function is called as function(gang, directory, arguments). Raises StageFailed if a rank fails; the others
-        are killed then, because they would wait for it.
+        The function is called as function(gang, directory, arguments). Raises StageFailed if a rank fails; the other
+        ranks are then killed, because they would wait for it.
         """
         size, port = self.num_ranks, _free_port()
         command = [sys.executable, "-m", f"{__package__}.rank_process", target, self.device, str(size), port]
@@ -93,7 +94,7 @@ class Bench:
             raise StageFailed(f"rank {failed} of {size} failed:\n{last_lines(text)}")
 
     def sights(self, count: int) -> list[str]:
-        """For each of `count` processes the value of CUDA_VISIBLE_DEVICES with which it sees a GPU of its own."""
+        """For each of `count` processes, the value of CUDA_VISIBLE_DEVICES with which it sees only its own GPU."""
         if not self.on_gpu:
             return [""] * count
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -107,7 +108,7 @@ def last_lines(text: str) -> str:
 
 
 def _first_failed(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended, or one has failed: its number."""
+    """Wait until all have ended, or one has failed. Returns the number of the failed one, or None."""
     waiting = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
     try:
         while waiting:

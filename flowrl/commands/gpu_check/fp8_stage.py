@@ -1,4 +1,4 @@
-"""A stage about engines in fp8: an update makes the weights and scales that a start with the same weights makes."""
+"""A stage about engines in fp8: an update results in the same weights and scales as a start with the same weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from flowrl.weights.fetched import Receiver
 
 METHODS = tuple(dict.fromkeys(FP8.values()))
-"""By vLLM's names. On a CPU the first one alone."""
+"""By vLLM's names. On a CPU, only the first one is checked."""
 UPDATED_LIMIT = 1e-3
 """Limit of the mean difference of a logprob between an updated engine and a fresh one, which hold the same bytes and
-score one sequence at a time: a tenth of what bfloat16 makes of float32. On a CPU it is 0.0; on a GPU, kernels that are
-chosen by their speed may round in another order."""
+score one sequence at a time: a tenth of the difference between bfloat16 and float32. On a CPU the difference is 0.0; on
+a GPU, kernels that are chosen by their speed may round in another order."""
 ScoredLogprobs = list[list[float]]
 
 
@@ -67,7 +67,7 @@ async def _examined(
     bench: Bench, path: Path, taker: Receiver, manifest: Weights, method: str, *, update_first: bool = False
 ) -> tuple[ScoredLogprobs, dict[str, Any]]:
     """(logprobs of the probe, checksum of every tensor of the first worker) of an engine with the model in `path`."""
-    # CUDA graphs refer to weights and scales; they cost a minute a start, so one method has them
+    # CUDA graphs refer to weights and scales; they cost a minute per start, so only one method has them
     eager = None if method == METHODS[0] else True
     sampler = await started(bench, path, taker, dtype="bfloat16", quantization=method, enforce_eager=eager)
     try:

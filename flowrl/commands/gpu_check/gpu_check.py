@@ -1,7 +1,7 @@
 """`flowrl gpu-check`: everything about GPUs that a CPU cannot show, one stage after the other.
 
-Each stage is a process of its own with a time limit. What it found is written to `results.json` at once, so the command
-can be interrupted and goes on where it stopped. A stage that fails does not keep the others from running.
+Each stage is a separate process with a time limit. What the stage found is written to `results.json` at once, so the
+command can be interrupted and continues where it stopped. A stage that fails does not keep the others from running.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class GpuCheckOptions:
     """Options of `flowrl gpu-check`."""
 
     out: Path = Path("gpu-check")
-    """Directory of results, logs and the table. Stages that are in its results are not repeated."""
+    """Directory of results, logs and the table. Stages that already have results there are not repeated."""
     device: Literal["auto", "cpu"] = "auto"
-    """cpu: run what means something without a GPU, with small models."""
+    """cpu: run the stages that are meaningful without a GPU, with small models."""
     only: tuple[str, ...] = ()
-    """Names of the stages to run; without any: all."""
+    """Names of the stages to run; none: all."""
     again: bool = False
-    """Also run the stages that are in the results already."""
+    """Also run the stages that already have results."""
     list: bool = False
     """Print the stages, and run nothing."""
 
@@ -60,7 +60,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class CheckedMachine:
-    """What the results belong to."""
+    """The machine and packages that the results belong to."""
 
     device: DeviceKind
     gpus: tuple[str, ...]
@@ -68,17 +68,17 @@ class CheckedMachine:
     driver: str
     versions: Mapping[str, str]
     capability: float = 0.0
-    """The least compute capability of its GPUs."""
+    """The lowest compute capability of its GPUs."""
 
     @property
     def title(self) -> str:
-        """One line."""
+        """The machine in one line."""
         gpus = f"{len(self.gpus)} × {self.gpus[0]}, driver {self.driver}" if self.gpus else "no GPU"
         return f"{gpus}; " + ", ".join(f"{name} {found}" for name, found in self.versions.items())
 
 
 def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -> int:
-    """Run the stages that are due and print the table; the exit status: 0, or 1 if a stage failed."""
+    """Run the stages that are due and print the table; returns the exit status: 0, or 1 if a stage failed."""
     if options.list:
         for stage in stages:
             print(f"{stage.name:<14} {stage.shows}" + ("" if stage.on_cpu else " (GPU only)"))
@@ -111,7 +111,7 @@ def _chosen(names: Sequence[str], stages: Sequence[CheckStage]) -> Sequence[Chec
 
 
 def examined(device: Literal["auto", "cpu"]) -> CheckedMachine:
-    """This machine. Raises ConfigError if it has no GPU, and none of its kind was asked for."""
+    """This machine. Raises ConfigError if it has no GPU, unless `device` is "cpu"."""
     versions = {name: found for name in NAMED if (found := _version(name))}
     if device == "cpu":
         return CheckedMachine("cpu", (), "", versions)
@@ -147,7 +147,7 @@ def _driver() -> str:
 
 
 def _known_results(options: GpuCheckOptions, machine: CheckedMachine) -> dict[str, StageResult]:
-    """What the directory has of this machine, with these packages."""
+    """The directory's results, if they are of this machine and these packages."""
     path = options.out / RESULTS
     if not path.is_file():
         return {}
@@ -163,7 +163,7 @@ def _known_results(options: GpuCheckOptions, machine: CheckedMachine) -> dict[st
 
 
 def _write_results(out: Path, machine: CheckedMachine, results: Mapping[str, StageResult]) -> None:
-    """Complete at any time: a new file takes the old one's place."""
+    """Write the results. The file is complete at any time: a new file takes the old one's place."""
     text = json.dumps({"machine": asdict(machine), "stages": {n: asdict(r) for n, r in results.items()}}, indent=2)
     temporary = out / f".{RESULTS}"
     temporary.write_text(text + "\n")
@@ -175,7 +175,7 @@ def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageRes
     if missing := [name for name in stage.packages if find_spec(name) is None]:
         return StageResult("skipped", told=f"{', '.join(missing)} is not installed")
     if machine.device == "cpu" and not stage.on_cpu:
-        return StageResult("skipped", told="it means nothing without a GPU")
+        return StageResult("skipped", told="it needs a GPU")
     if machine.gpus and len(machine.gpus) < stage.least_gpus:
         return StageResult("skipped", told=f"it needs {stage.least_gpus} GPUs")
     if machine.gpus and machine.capability < stage.least_capability:
@@ -200,7 +200,8 @@ def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageRes
 
 
 def _ended(stage: CheckStage, machine: CheckedMachine, directory: Path) -> int | None:
-    """The exit status of the stage's process; None if it was killed, with all that it had started, when time was up."""
+    """The exit status of the stage's process; None if it was killed because its time was up, with all that it had
+    started."""
     given = [stage.target, machine.device, str(len(machine.gpus)), str(directory)]
     with (directory / "log.txt").open("w") as output:
         process = subprocess.Popen(
@@ -213,7 +214,7 @@ def _ended(stage: CheckStage, machine: CheckedMachine, directory: Path) -> int |
             return process.wait(timeout=stage.limit_s)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # a stage leaves nothing behind, however it ended
+        finally:  # a stage leaves no process behind, however it ended
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -1,4 +1,4 @@
-"""A real trainer, and in place of vLLM a node that takes 90% of the GPU in its turns; its samples are random.
+"""A real trainer, and in place of vLLM a node that takes 90% of the GPU while it has the lease; its samples are random.
 
 For `flowrl gpu-check`; run by its path.
 """
@@ -31,12 +31,12 @@ BEHAVIOR_LOGPROB = -np.log(250.0)
 class Leased:
     policy: str = "tiny"
     gpus: int = 1
-    """0: without a GPU, where turns are about cores."""
+    """0: without a GPU; the nodes then time-share cores."""
     dtype: Dtype = "bfloat16"
 
 
 class GreedyGenerator(Node):
-    """Its device memory stands for vLLM's: taken at the beginning of each turn, given back at the end."""
+    """Takes device memory in place of vLLM: from each acquisition of the lease until its release."""
 
     prompts: In[Prompt]
     rollouts: Out[Sample]
@@ -62,14 +62,14 @@ class GreedyGenerator(Node):
             await self.blocking(self.give_back)
 
     def take(self) -> None:
-        """Fails if somebody else has more than a tenth of the device."""
+        """Fails if another process has more than a tenth of the device."""
         import torch
 
         whole = torch.cuda.mem_get_info()[1]
         self.taken = torch.ones(int(SHARE * whole), dtype=torch.uint8, device="cuda")
 
     def give_back(self) -> None:
-        """All but the CUDA context."""
+        """Give back all device memory but that of the CUDA context."""
         import torch
 
         self.taken = None

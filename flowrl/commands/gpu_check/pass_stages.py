@@ -31,7 +31,7 @@ Passed = tuple[Tensor, dict[str, Tensor]]
 
 
 def trees(bench: Bench) -> None:
-    """Groups that share prompts, and a response that goes on from another one; then a large micro-batch for speed."""
+    """Groups that share prompts, and a response that continues another one; then a large micro-batch for speed."""
     exact_products()
     path = make_small_model(bench.directory / "model")
     tokens, masks = groups(num=3, size=4, prompt=30, response=20)
@@ -43,7 +43,7 @@ def trees(bench: Bench) -> None:
 
 
 def groups(*, num: int, size: int, prompt: int, response: int) -> tuple[list[Int32], list[Bool]]:
-    """Responses of `size` members to each of `num` prompts, and one more that goes on from the first response."""
+    """Responses of `size` members to each of `num` prompts, and one more that continues the first response."""
     prompts = random_tokens([prompt] * num, seed=1)
     responses = random_tokens([response] * (num * size), seed=2)
     tokens = [np.concatenate([prompts[index // size], one]) for index, one in enumerate(responses)]
@@ -52,7 +52,8 @@ def groups(*, num: int, size: int, prompt: int, response: int) -> tuple[list[Int
 
 
 def _tree_speed(bench: Bench) -> None:
-    """Forward and backward of eight responses of 256 tokens to a prompt of 1,024, on a GPU in bfloat16."""
+    """Time forward and backward passes over eight responses of 256 tokens to a prompt of 1,024, on a GPU in
+    bfloat16."""
     path = make_small_model(bench.directory / "speed", large=bench.on_gpu)
     prompt, response = (1024, 256) if bench.on_gpu else (64, 16)
     model = _model(path, bench, "bfloat16" if bench.on_gpu else "float32", layout="tree")
@@ -89,7 +90,7 @@ def packing(bench: Bench) -> None:
 
 
 def precision(bench: Bench) -> None:
-    """Logprobs of the same sequences by the device in both dtypes, and by a CPU in float32."""
+    """Logprobs of the same sequences on the device in both dtypes, and on a CPU in float32."""
     exact_products()
     path = make_small_model(bench.directory / "model")
     tokens = random_tokens([60, 45, 52, 31])

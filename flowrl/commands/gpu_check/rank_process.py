@@ -24,7 +24,7 @@ def main() -> None:
     getattr(import_module(module), name)(gang, Path(directory), arguments)
     gang.leave()
     sys.stdout.flush()
-    os._exit(0)  # threads of the process group now and then abort the interpreter's own way out
+    os._exit(0)  # a normal exit is sometimes aborted by threads of the process group
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from flowrl.commands.gpu_check.small_model import make_small_model
 HERE = Path(__file__).parent
 STEPS = 4
 PRETENDED = "4,5"
-"""GPUs that a machine without any is said to have: Ray believes the variable."""
+"""GPUs that a machine without any claims to have: Ray trusts the variable."""
 
 
 def devices(bench: Bench) -> None:
-    """What every process sees: the devices of its plan, and none without."""
+    """What every process sees: the devices of its plan, or none if it has none."""
     count = bench.num_gpus or 2
     env = {} if bench.on_gpu else {"CUDA_VISIBLE_DEVICES": PRETENDED}
     run_dir = bench.directory / "run"
@@ -26,7 +26,7 @@ def devices(bench: Bench) -> None:
     for name, found in sorted(seen.items()):
         bench.figure(name, f"planned {found['plan']}, sees {found['visible'] or 'none'}")
     names = {"reader-0", "judge-0", *(f"ranks-{rank}" for rank in range(count))}
-    bench.require(seen.keys() == names, f"words came from {', '.join(sorted(seen))} alone")
+    bench.require(seen.keys() == names, f"only {', '.join(sorted(seen))} reported the GPUs they see")
     _require_plan(bench, seen, count)
 
 

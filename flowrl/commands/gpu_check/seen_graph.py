@@ -1,4 +1,4 @@
-"""Nodes that write down which GPUs they see: ranks and a reader in turns, and one without a GPU.
+"""Nodes that write down which GPUs they see: time-shared ranks and a reader, and a node without a GPU.
 
 For `flowrl gpu-check`; run by its path.
 """
@@ -32,7 +32,7 @@ class SeenDevices:
 
 
 class Signals(Node):
-    """One message to everybody."""
+    """Sends one message to every node."""
 
     signals: Out[Signal]
 
@@ -54,7 +54,7 @@ class Looker(Node):
             (Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.json").write_text(json.dumps(found))
 
     def look(self) -> dict[str, object]:
-        """Devices of the plan, of the environment, and those that torch finds."""
+        """Devices in the plan, devices in the environment variable, and those that torch finds."""
         found: dict[str, object] = {
             "plan": list(self.context.gpus),
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),

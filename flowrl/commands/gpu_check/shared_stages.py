@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LIMIT, BFLOAT16_LIMIT = 1e-4, 0.05
 """Limits of the differences of gradients and of their norm, as shares of the norm, and of the mean difference of a
-logprob; in float32 and in bfloat16."""
+logprob; in float32 and in bfloat16, respectively."""
 LONG_TOKENS = 4096
 KINDS: tuple[SequenceKind, SequenceKind] = ("ulysses", "ring")
 POSITIONS = {
@@ -58,17 +58,17 @@ MATRICES = {
     "stage 2, bfloat16": GradientCase({"stage": 2, "dtype": "bfloat16"}, BFLOAT16_LIMIT),
 }
 KERNELS = {"varlen": "torch", "flash_attention_2": "flash_attn"}
-"""Attention of packed rows in 16 bits, on a GPU alone -> its package."""
+"""Attention of packed rows in 16 bits, only on a GPU -> its package."""
 
 
 def sequence_parallel(bench: Bench) -> None:
-    """Both ranks have all sequences, half of their positions each."""
+    """Both ranks have all sequences, and each has half of their positions."""
     kernels = [name for name, package in KERNELS.items() if bench.on_gpu and find_spec(package) is not None]
     _shared(bench, "position_rank", [*POSITIONS, *RING, *kernels])
 
 
 def tensor_parallel(bench: Bench) -> None:
-    """Both ranks have all sequences, and half of every matrix of the layers."""
+    """Both ranks have all sequences, and each has half of every matrix of the layers."""
     _shared(bench, "matrix_rank", list(MATRICES))
 
 
@@ -93,7 +93,7 @@ def _case(name: str) -> GradientCase:
 
 
 def position_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
-    """Rank 0 writes what was found with each case; on a GPU also how much of it a long sequence takes."""
+    """Rank 0 writes what was found with each case and, on a GPU, also how much memory a long sequence takes."""
     both, ring = (replace(gang, sequence=sequence_group(gang.rank, gang.size, gang.size, kind)) for kind in KINDS)
     found = _judged(both, directory, [name for name in names if name not in RING])
     for what, of_ring in _judged(ring, directory, [name for name in names if name in RING]).items():
@@ -128,7 +128,7 @@ def _judged(gang: Gang, directory: Path, names: Sequence[str]) -> dict[str, dict
 
 
 def _peak(gang: Gang, directory: Path) -> str:
-    """The most memory that forward and backward over one long row take on this rank's GPU, above the model's."""
+    """Peak memory of forward and backward over one long row on this rank's GPU, in addition to the model's."""
     tokens = random_tokens([LONG_TOKENS])
     engine = make_engine(directory / "model", gang, stage=2, dtype="bfloat16")
     before = torch.cuda.memory_allocated()
@@ -141,7 +141,8 @@ def _peak(gang: Gang, directory: Path) -> str:
 
 
 def sharded_scoring(bench: Bench) -> None:
-    """A reference over two GPUs, which is away for a while: its logprobs are those of the whole model on a CPU."""
+    """A reference over two GPUs, which leaves them and comes back: its logprobs are those of the whole model on a
+    CPU."""
     exact_products()
     path = make_small_model(bench.directory / "model", large=bench.on_gpu)
     dtypes = {"float32": LIMIT, **({"bfloat16": BFLOAT16_LIMIT} if bench.on_gpu else {})}
@@ -186,7 +187,7 @@ def _moved(bench: Bench, move: Any) -> str:
 
 
 def require_halves(model: Any) -> None:
-    """Runs in the ranks."""
+    """Check that this rank has about half of the parameters; runs in the ranks."""
     parameters = list(model.network.parameters())
     mine, all_of_it = sum(p.ds_tensor.numel() for p in parameters), sum(p.ds_numel for p in parameters)
     assert mine < 0.51 * all_of_it, f"this rank has {mine} of {all_of_it} parameters"

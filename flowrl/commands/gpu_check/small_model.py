@@ -42,7 +42,7 @@ def make_small_model(path: Path, *, large: bool = False, seed: int = 0, dtype: s
 
 
 def random_tokens(lengths: list[int], *, seed: int = 0, vocabulary: int = 256) -> list[Int32]:
-    """A sequence of each length."""
+    """A random sequence of each length."""
     draw = np.random.default_rng(seed)
     return [draw.integers(5, vocabulary, length).astype(np.int32) for length in lengths]
 

@@ -16,7 +16,7 @@ REPETITIONS = 5
 
 
 def speeds(bench: Bench) -> None:
-    """The best of some repetitions each, after one that does not count."""
+    """For each measurement, the best of several repetitions, after one that does not count."""
     device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
     _products(bench, device)
     _copies(bench, device)

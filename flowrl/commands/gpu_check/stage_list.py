@@ -8,25 +8,25 @@ from flowrl.nodes.vllm_engine.quantization import LEAST_CAPABILITY
 
 HERE = "flowrl.commands.gpu_check"
 LONGEST_S = 470.0
-"""No stage takes longer: a machine that is lent for ten minutes at a time gets through one."""
+"""No stage takes longer, so that a machine that is lent for ten minutes at a time can complete one."""
 
 
 @dataclass(frozen=True)
 class CheckStage:
-    """One stage: a process of its own with a time limit."""
+    """One stage: a separate process with a time limit."""
 
     name: str
     shows: str
     target: str
     """ "module:function" of a function that takes a Bench."""
     packages: tuple[str, ...] = ()
-    """Modules without which it is skipped."""
+    """Modules without which the stage is skipped."""
     on_cpu: bool = True
-    """Whether it means something on a machine without a GPU."""
+    """Whether the stage is meaningful on a machine without a GPU."""
     least_gpus: int = 1
-    """On a machine with GPUs."""
+    """Minimum number of GPUs, on a machine with GPUs."""
     least_capability: float = 0.0
-    """Compute capability of each of them."""
+    """Minimum compute capability of each GPU."""
     limit_s: float = LONGEST_S
 
 

@@ -1,7 +1,7 @@
 """One stage: `python -m flowrl.commands.gpu_check.stage_process TARGET DEVICE NUM_GPUS DIRECTORY`.
 
-It leaves `figures.json` in its directory, and `failure.txt` with a sentence if something is not as required. When the
-command is gone it ends, and so does everything that it has started.
+It leaves `figures.json` in its directory, and `failure.txt` with a sentence if a requirement does not hold. When the
+parent command has ended, the stage ends, and so does everything that it has started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     """The exit status: 0, 1 if a requirement does not hold, another one for an exception."""
     target, device, num_gpus, directory = sys.argv[1:]
     assert device in ("cuda", "cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that equal steps are equal bit by bit
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that equal steps give bitwise equal results
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # the group is the stage's own
     die_with_parent(signal.SIGTERM)
@@ -42,4 +42,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # libraries of GPUs have threads that outlive the interpreter
+    os._exit(status)  # GPU libraries have threads that outlive the interpreter

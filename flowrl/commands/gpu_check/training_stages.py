@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 ROUNDS = 20
 GIB = 1 << 30
 LEFT_BYTES = GIB // 2
-"""What a process may keep on a device between its turns besides its CUDA context: workspaces, NCCL."""
+"""What a process may keep on a device while it is away, besides its CUDA context: workspaces, NCCL."""
 SPREAD_BYTES = 64 << 20
-"""By how much that may differ from turn to turn."""
+"""By how much that may differ from one time to the next."""
 SEQUENCES = random_tokens([40, 25, 33, 18, 29, 37])
 NUM_TOKENS = sum(len(ids) - 1 for ids in SEQUENCES)
 
@@ -54,7 +54,7 @@ CASES = {
 
 
 def gradients(bench: Bench) -> None:
-    """On every rank a part of the sequences; the gradient is that of all of them."""
+    """Every rank has a part of the sequences; the gradient is that of all sequences."""
     model = make_small_model(bench.directory / "model")
     torch.save(plain_gradients(model), bench.directory / "plain.pt")
     bench.figure("ranks", str(bench.num_ranks))
@@ -63,7 +63,7 @@ def gradients(bench: Bench) -> None:
 
 
 def judge_gradients(bench: Bench, found: Mapping[str, float], cases: Mapping[str, GradientCase]) -> None:
-    """Tell by how much the gradient of each case differs, and require that none differs by more than its limit."""
+    """Report by how much the gradient of each case differs, and require that none differs by more than its limit."""
     for name, difference in found.items():
         bench.figure(name, f"{difference:.1e}")
     for name, difference in found.items():
@@ -96,7 +96,8 @@ def gradient_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
 
 
 def full_gradient(engine: ZeroEngine, sequences: list[Int32] = SEQUENCES) -> dict[str, Tensor]:
-    """The gradient of the mean negative logprob of `sequences`, which are dealt to ranks or groups that share them."""
+    """The gradient of the mean negative logprob of `sequences`, which are divided among the ranks, or among groups of
+    ranks that share them."""
     from deepspeed.utils import safe_get_full_grad
 
     gang, shared = engine.gang, engine.gang.ranks_per_part
@@ -109,7 +110,7 @@ def full_gradient(engine: ZeroEngine, sequences: list[Int32] = SEQUENCES) -> dic
 
 
 def make_engine(path: Path, gang: Gang, *, stage: int, **settings: Any) -> ZeroEngine:
-    """An engine that shards at that stage also if its rank is the only one."""
+    """An engine that shards at that stage even if its rank is the only one."""
     from flowrl.training.engine.zero import ZeroEngine
 
     torch.manual_seed(0)
@@ -119,7 +120,7 @@ def make_engine(path: Path, gang: Gang, *, stage: int, **settings: Any) -> ZeroE
 
 
 def residence(bench: Bench) -> None:
-    """In one process, which shards although it is alone."""
+    """Run in one process, which shards although it is the only one."""
     from flowrl.training.engine.gang import Gang
 
     exact_products()
@@ -134,7 +135,7 @@ def residence(bench: Bench) -> None:
 
 
 def _locked_twice(bench: Bench) -> None:
-    """Host memory that cannot be page-locked, here because it is already, costs time and nothing else."""
+    """Host memory that cannot be page-locked, here because it already is, costs only time."""
     from flowrl.training.engine.residence import page_lock, page_unlock
 
     memory = torch.empty(1 << 20, dtype=torch.uint8)
@@ -196,7 +197,7 @@ def _weights(engine: ZeroEngine) -> list[Tensor]:
 
 
 def lora(bench: Bench) -> None:
-    """An adapter whose two factors are both drawn, so that both have gradients."""
+    """An adapter whose two factors are both random, so that both have gradients."""
     exact_products()
     path = make_small_model(bench.directory / "model")
     found = [_adapter_gradients(path, device) for device in ("cpu", bench.device)]
@@ -221,7 +222,7 @@ def _adapter_gradients(path: Path, device: str) -> dict[str, Tensor]:
 
 
 def qlora(bench: Bench) -> None:
-    """A few steps of Adam, with a turn between them."""
+    """A few steps of Adam, and then one move off the device and back."""
     from flowrl.training.engine.residence import Residence
     from flowrl.training.model.policy_model import load_policy_model
 
@@ -252,7 +253,7 @@ def qlora(bench: Bench) -> None:
 
 
 def relative_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Norm of the difference over the norm of what is wanted, all tensors together."""
+    """Norm of the difference divided by the norm of `wanted`, over all tensors together."""
     if found.keys() != wanted.keys():
         return float("inf")
     error = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)

@@ -32,7 +32,7 @@ ENGINE: dict[str, Any] = {"concurrency": 8, "max_model_len": 256, "dtype": "floa
 
 
 class ModelSource:
-    """A whole model as what a trainer publishes from."""
+    """A whole model as the source from which a trainer publishes."""
 
     rank = 0
 
@@ -47,7 +47,7 @@ class ModelSource:
             yield (name,), (parameter.detach(),)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """By transformers, with whole logits in float32."""
+        """Logprobs from transformers, with whole logits in float32."""
         return [self._scored(list(sequence)) for sequence in sequences]
 
     def _scored(self, sequence: list[int]) -> list[float]:
@@ -91,7 +91,7 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
 
 
 async def started(bench: Bench, path: Path, taker: Receiver, **engine: Any) -> VllmSampler:
-    """vLLM with the model in `path`; `engine` has further options, float32 among those that it replaces."""
+    """vLLM with the model in `path`; `engine` has further options, which replace the defaults here, such as float32."""
     from flowrl.nodes.vllm_engine.engine import Engine
     from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
 
@@ -112,7 +112,7 @@ async def started(bench: Bench, path: Path, taker: Receiver, **engine: Any) -> V
 async def _take(
     bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: Weights | None, name: str, *, joins: bool = False
 ) -> None:
-    """One update, and the probe."""
+    """Do one update, and check the probe."""
     assert manifest is not None
     if joins:
         info = taker.join(manifest)
@@ -126,7 +126,7 @@ async def _take(
 
 
 async def update(bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: Weights, name: str) -> None:
-    """One update as a generator makes it."""
+    """Do one update in the same way as a generator."""
     fetched = await asyncio.to_thread(taker.fetch, manifest)
     try:
         began = time.perf_counter()
@@ -159,7 +159,7 @@ def _free() -> str:
 
 
 class RecordingGroup:
-    """Stands for NCCL's group: keeps what is broadcast, and hands it out in the same order."""
+    """A stand-in for NCCL's group: keeps what is broadcast, in order."""
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
@@ -189,7 +189,7 @@ def nccl_packing(bench: Bench) -> None:
 
     from flowrl.weights.device import Announced, ZeroSource
 
-    buffer_bytes = 600_000  # several buffers, which end within a bucket of the trainer
+    buffer_bytes = 600_000  # gives several buffers, which end within a bucket of the trainer
     model = ModelSource(make_small_model(bench.directory / "model", seed=3), bench.device)
     source = ZeroSource(model, bucket_bytes=1 << 17)
     engine = NCCLTrainerWeightTransferEngine(
@@ -228,7 +228,7 @@ async def _over_nccl(bench: Bench) -> None:
     publisher = Publisher(source, "policy", run_id="gpu-check", routes=routes, probe_every=1)
     taker = receiver(routes, READER, "gpu-check")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = named.split(",")[1] if named else "1"  # for vLLM's process: this one has begun
+    os.environ["CUDA_VISIBLE_DEVICES"] = named.split(",")[1] if named else "1"  # affects only vLLM's process, not this
     sampler = await started(bench, old, taker)
     try:
         for version in range(2):

@@ -1,10 +1,16 @@
-"""From measured placements to predicted ones: which runs are needed, and what they say together. Pure.
+"""From measured placements to predicted ones: which runs are needed, and what they show together. Pure.
 
-Measured are real runs of placements that fit: the evenest one without shared cores, synchronous (stages work alone)
-and asynchronous (together); one with shared cores; the one with the smallest generator; all devices in turns, and the
-fewest where everything takes turns; and those with the most replicas of generators, on the fewest devices, and of the
-others, on the most; then whatever else has a size of a stage that these do not tell. What is measured twice counts with
-its mean.
+The measured runs are real runs of placements that fit:
+- the placement with the most even division and no shared cores, synchronous (stages work one at a time) and
+  asynchronous (stages work together);
+- one with shared cores;
+- the one with the smallest generator;
+- of those where all stages are time-shared, the one with the most and the one with the fewest devices;
+- the one with the most replicas of generators, on the fewest devices, and the one with the most replicas of the other
+  stages, on the most devices;
+- any other that has a size of a stage that the runs above do not cover.
+
+What is measured twice counts with its mean.
 """
 
 from __future__ import annotations
@@ -22,10 +28,10 @@ from flowrl.commands.tune.tuned_placement import PlacedStage, TunedPlacement
 
 MeasuredRun = tuple[TunedPlacement, MeasuredStep]
 CONTENTION = (0.5, 4.0)
-"""Smallest and largest contention that is believed. Below 1: batches that overlap help a generator more than the other
-stages disturb it."""
+"""Measured contention is limited to this range. A contention below 1 means that overlapping batches help a generator
+more than the other stages disturb it."""
 LEAST_BESIDE = 0.1
-"""Part of its work that a stage must do beside others, or nothing is learnt of its contention."""
+"""Least part of its work that a stage must do while others work; with less, its contention cannot be measured."""
 
 
 def calibration_runs(wide: Sequence[TunedPlacement]) -> list[TunedPlacement]:
@@ -54,7 +60,7 @@ def calibration_runs(wide: Sequence[TunedPlacement]) -> list[TunedPlacement]:
 
 
 def _tells_sizes(runs: Sequence[TunedPlacement], placement: TunedPlacement) -> bool:
-    """Whether the runs in which no stage works beside another tell the work of all stages of `placement`."""
+    """Whether the runs in which only one stage works at a time determine the work of all stages of `placement`."""
     sizes: dict[tuple[str, bool], list[StageSize]] = defaultdict(list)
     for run in runs:
         for stage in run.stages if run.num_lines == 1 or run.ahead == 0 else ():
@@ -91,13 +97,13 @@ def _unevenness(placement: TunedPlacement) -> int:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measured placements say of others."""
+    """What the measured placements say about others."""
 
     observed: tuple[MeasuredRun, ...]
 
     @cached_property
     def times(self) -> dict[tuple[str, bool], StageTimes]:
-        """(stage, whether on GPUs) -> its work by size, from the runs in which no stage works beside another."""
+        """(stage, whether on GPUs) -> its work by size, from the runs in which only one stage works at a time."""
         found = defaultdict(list)
         for placement, step in self._apart_in_time:
             for stage in placement.stages:
@@ -114,7 +120,7 @@ class Calibration:
 
     @cached_property
     def spreads(self) -> dict[str, float]:
-        """Stage -> standard deviation of its work from step to step, as a part of it."""
+        """Stage -> standard deviation of its work from step to step, as a fraction of the work."""
         found = defaultdict(list)
         for placement, step in self._apart_in_time:
             for stage in placement.stages:
@@ -133,9 +139,10 @@ class Calibration:
         return {node: max(0.0, slow - self.contention.get(node, 1.0)) for node, slow in slower.items()}
 
     def _slower(self, *, shared: bool) -> dict[str, float]:
-        """Stage -> the time that its work takes beside others, as a multiple of that alone.
+        """Stage -> the time that its work takes while others work, as a multiple of the time that it takes alone.
 
-        Of T' busy seconds a part b was beside others, and T is its work alone: T = (1 - b) T' + b T' / slower.
+        T = (1 - b) T' + b T' / slower, where T' are the stage's busy seconds, b is the part of them in which others
+        worked, and T is its work alone.
         """
         found: dict[str, list[float]] = defaultdict(list)
         for placement, step in self._together:
@@ -161,7 +168,7 @@ class Calibration:
         return {kind: fmean(values) for kind, values in found.items()}
 
     def predict(self, placement: TunedPlacement) -> StepPrediction | None:
-        """The step of a placement; None if what it follows from was not measured."""
+        """The predicted step of a placement; None if what the prediction needs was not measured."""
         works, rests = self.works(placement), self.rests
         needed = ("time_shared",) if placement.num_lines == 1 else ("sync", "async") if placement.ahead else ("sync",)
         if works is None or any(kind not in rests for kind in needed):
@@ -174,7 +181,8 @@ class Calibration:
         return None if times is None or not times.covers(stage.size) else times.seconds(stage.size)
 
     def works(self, placement: TunedPlacement) -> list[StageWork] | None:
-        """The stages of a placement with their work; None if nothing was measured that tells it."""
+        """The stages of a placement with their work; None if the measurements do not determine the work of every
+        stage."""
         found = []
         for stage in placement.stages:
             seconds = self._alone_s(stage)

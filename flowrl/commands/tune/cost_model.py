@@ -1,25 +1,25 @@
-"""The time of a step, predicted from what its stages take. Pure.
+"""The time of a step, predicted from the times of its stages. Pure.
 
-A stage is a node with cores or GPUs of its own. T_i is its work a step: the seconds that one of its replicas is busy
-when no other stage is. A line is a stage, or all stages that use the same devices in turns. A is the number of batches
+A stage is a node with its own cores or GPUs. T_i is its work per step: the seconds that one of its replicas is busy
+when no other stage is. A line is a stage, or all stages that time-share the same devices. A is the number of batches
 that admission may run ahead: the declared staleness, less the versions that overtaking can cost
-(`flowrl.graph.analysis.numbers`). R is the rest of a step: what passes while no stage works, or besides the longest
-line (weights, messages, records, devices that change hands).
+(`flowrl.graph.analysis.numbers`). R is the rest of a step: the time in which no stage works, or the time in addition to
+the longest line (weights, messages, records, devices that change hands).
 
     synchronous, A = 0        P = sum_i T_i + R
     everything in one line    P = sum_i T_i + R
     asynchronous, A > 0       P = max(F + J + R, (sum_i T_i' + R_sync) / (A + 1))
 
-F, the length of the lines side by side: all begin at once, each does its work at the rate of the stage that works in
-it, and those that are done leave. A stage works at the rate 1 while the other lines are done, else at
-1 / (c_i + s_i n_i). c_i is its measured contention (memory, caches, turbo), n_i the number of the other lines at work
-with which it shares cores, and s_i what that costs: 1 if nothing was measured, because threads on one core have equal
-parts of it, and a parallel stage goes at the pace of its slowest thread. Without contention and shared cores F is the
-longest line, max_l sum_(i in l) T_i. T_i' is T_i + what it loses in F.
+F is the time of the lines side by side: all lines start at once, each works at the rate of its current stage, and lines
+that are done drop out. A stage works at the rate 1 when all other lines are done, else at 1 / (c_i + s_i n_i). c_i is
+its measured contention (memory, caches, turbo), n_i the number of other working lines with which it shares cores, and
+s_i the cost of each: 1 if nothing was measured, because threads on one core have equal parts of it, and a parallel
+stage is as fast as its slowest thread. Without contention and shared cores, F is the longest line, max_l sum_(i in l)
+T_i. T_i' is T_i plus what the stage loses in F.
 
-J, what the spread of the stages costs. With A = 1 the two longest lines wait for each other in every step, and the mean
-of the larger of two is above the larger mean. For normal X and Y (C. E. Clark, Operations Research 9, 1961) with means
-m >= n, theta = sqrt(var X + var Y) and a = (m - n) / theta,
+J is what the spread of the stages costs. With A = 1 the two longest lines wait for each other in every step, and the
+mean of the larger of two is above the larger mean. For normal X and Y (C. E. Clark, Operations Research 9, 1961) with
+means m >= n, theta = sqrt(var X + var Y) and a = (m - n) / theta,
 
     E max(X, Y) = m Phi(a) + n Phi(-a) + theta phi(a),        J = E max(X, Y) - m.
 
@@ -29,10 +29,10 @@ Harrison, Brownian Motion and Stochastic Flow Systems, 1985) between walls at a 
 
     J = d / (exp(2 d (A - 1/2) m / theta^2) - 1),             theta^2 / ((2 A - 1) m) for d = 0.
 
-Where any finished group of a window may go first, the spread of generation is not waited for and is left out.
+If any finished group of a window may go first, no stage waits for the spread of generation, and it is left out.
 
-The second term of the maximum is Little's law for A + 1 batches on their way; the first is the law of the bottleneck
-(Denning and Buzen, Computing Surveys 10, 1978).
+The second term of the maximum is Little's law for A + 1 batches in flight; the first is the bottleneck law (Denning and
+Buzen, Computing Surveys 10, 1978).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 EXPONENTS = 700.0
-"""Above, exp overflows, and J is 0."""
+"""For larger exponents, exp overflows, and J is taken as 0."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class StageWork:
     seconds: float
     """Busy seconds of one of its replicas in a step, while no other stage works."""
     spread_s: float = 0.0
-    """Their standard deviation from step to step."""
+    """Standard deviation of `seconds` from step to step."""
     line: str = ""
-    """Name of the lease under which it takes turns; "": it is a line of its own."""
+    """Name of the lease under which it is time-shared; "": the stage is a line of its own."""
     cores: frozenset[tuple[int, int]] = frozenset()
     """(machine, core) on which its replicas work."""
     generates: bool = False
     """Whether it samples from the policy."""
     contention: float = 1.0
-    """Time that its work takes while others work too on other cores, as a multiple of the time alone."""
+    """Time that its work takes while others work on other cores, as a multiple of the time that it takes alone."""
     sharing: float = 1.0
-    """What that multiple grows by for each line at work with which it shares cores."""
+    """By how much that multiple grows for each working line with which it shares cores."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StepRest:
     sync_s: float = 0.0
     async_s: float = 0.0
     time_shared_s: float = 0.0
-    """Where all stages are in one line: with what it takes to hand the devices over."""
+    """If all stages are in one line: includes the time to hand the devices over."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepPrediction:
 
     step_s: float
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Stage -> the part of the step in which it is busy, 0 to 1."""
+    """Stage -> the fraction of the step in which it is busy, 0 to 1."""
 
     @property
     def bottleneck(self) -> str:
@@ -133,13 +133,13 @@ def side_by_side(lines: Sequence[Sequence[StageWork]]) -> tuple[float, dict[str,
 
 
 def _slower(stage: StageWork, others: Sequence[StageWork]) -> float:
-    """c_i + s_i n_i beside `others`; 1 without any."""
+    """c_i + s_i n_i while `others` work; 1 if there are none."""
     shared = sum(bool(stage.cores & other.cores) for other in others)
     return stage.contention + stage.sharing * shared if others else 1.0
 
 
 def _next_stages(waiting: list[list[StageWork]], left: list[float]) -> None:
-    """Put the next stage of each line in the place of one that is done, and remove lines that are done."""
+    """In each line, replace a stage that is done by the next one, and remove lines that are done."""
     for index in reversed(range(len(waiting))):
         while waiting[index] and left[index] <= 1e-12:
             waiting[index].pop(0)

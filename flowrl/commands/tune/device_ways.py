@@ -13,11 +13,12 @@ from flowrl.graph.graph import Graph
 HALF = 0.5
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_PARTS = 8
-"""Most tensor parallel parts of a generator, and most replicas of a role on cores."""
+"""Maximum number of tensor parallel parts of a generator, and of replicas of a role on cores."""
 
 
 def device_ways(tuned: TunedGraph) -> Iterator[Overrides]:
-    """Ways to divide the devices, the user's first. Of roles without options for them, only turns."""
+    """Ways to divide the devices, the user's first. If the trainer's role has no size options, only time-sharing is
+    varied."""
     yield {}
     if tuned.trainer in tuned.roles:
         yield from _gpu_ways(tuned) if tuned.cluster.num_gpus else _core_ways(tuned)
@@ -47,7 +48,8 @@ def _core_ways(tuned: TunedGraph) -> Iterator[Overrides]:
 
 
 def _sized(tuned: TunedGraph, role: str, cores: float) -> Iterator[Overrides]:
-    """`cores` divided among 1, 2, 4 … replicas; models in turns with the trainer get as many as all of its ranks."""
+    """`cores` divided among 1, 2, 4 … replicas; models that are time-shared with the trainer get as many cores as all
+    of its ranks together."""
     trains = tuned.roles.get(tuned.trainer) == role
     for replicas in (count for count in COUNTS if count <= MOST_PARTS):
         each = cores / replicas
@@ -57,14 +59,15 @@ def _sized(tuned: TunedGraph, role: str, cores: float) -> Iterator[Overrides]:
 
 
 def _others(tuned: TunedGraph, cores: int, of_trainer: Overrides) -> Overrides:
-    """All cores for every role, where everything takes turns; further trainers have as many ranks as the main one."""
+    """All cores for every role, for the case that all are time-shared; further trainers have as many ranks as the main
+    one."""
     ranks = of_trainer[f"{tuned.roles[tuned.trainer]}.replicas"]
     gangs = {role for name, role in tuned.roles.items() if tuned.base.nodes[name].gang}
     return {f"{role}.cpus": cores / ranks if role in gangs else float(cores) for role in tuned.roles.values()}
 
 
 def _beside_trainer(tuned: TunedGraph) -> list[str]:
-    """The roles with one replica that take turns with the trainer, without a generator."""
+    """The roles that are time-shared with the trainer, except gangs and the generator."""
     for _, units in pools(tuned.base, tuned.cluster):
         names = [placed.name for unit in units for placed in unit.nodes]
         if tuned.trainer in names:
@@ -78,7 +81,7 @@ def _kept_cores(tuned: TunedGraph) -> float:
 
 
 def _kept(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
-    """(cores, GPUs) of the nodes that neither generate nor train, nor take turns with one that does."""
+    """(cores, GPUs) of the nodes that neither generate nor train, and are not time-shared with one that does."""
     kept = [
         need(units)
         for _, units in pools(graph, tuned.cluster)
@@ -111,7 +114,7 @@ def _gpu_ways(tuned: TunedGraph) -> Iterator[Overrides]:
 
 
 def _engines(tuned: TunedGraph, generator: str, gpus: int) -> Iterator[Overrides]:
-    """Generators of some GPUs each, as tensor parallel parts."""
+    """Numbers of generators, each with some GPUs for its tensor parallel parts."""
     parallel = has_option(tuned.cfg, "engine.tensor_parallel_size")
     for parts, replicas in product((count for count in COUNTS if count <= MOST_PARTS), COUNTS):
         if parts * replicas <= gpus and (parallel or parts == 1):
@@ -129,6 +132,7 @@ def _power_below(count: int) -> int:
 
 
 def _kept_gpus(tuned: TunedGraph) -> float:
-    """Roles that do not say have a GPU once any role has one."""
+    """GPUs of the other nodes, computed with a GPU for the trainer: roles without a size get a GPU once any role has
+    one."""
     probe = {f"{tuned.roles[tuned.trainer]}.gpus": 1.0}
     return _kept(tuned, tuned.file.build(changed_config(tuned.cfg, probe)))[1]

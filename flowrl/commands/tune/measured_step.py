@@ -1,9 +1,10 @@
-"""What a finished run says of its steps: their time, and how long every stage was busy, alone and beside others. Pure.
+"""What a finished run says about its steps: their time, and how long every stage was busy, alone and while others
+worked. Pure.
 
 Step times and busy seconds are those of `metrics.jsonl`. Their means are over the middle three fifths of the steps by
-duration, without the first ones, which fill the pipeline, and the last ones, beside which nothing is generated: another
-process on the machine, or one very long response, does not move them much. `trace.json` says which part of a stage's
-work happened while another stage worked.
+duration, so that another process on the machine, or one very long response, does not change them much. The first steps,
+which fill the pipeline, and the last ones, during which nothing is generated, are left out first. `trace.json` says
+which part of a stage's work happened while another stage worked.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from flowrl.errors import FlowrlError
 from flowrl.runtime.telemetry.metrics import METRICS, read
 
 SKIPPED = 3
-"""First steps that are not measured."""
+"""Number of first steps that are not measured."""
 FEWEST = 5
-"""Steps that a measurement needs."""
+"""Minimum number of steps for a measurement."""
 CUT = 5
-"""One part in so many of the fastest steps, and of the slowest ones, is left out."""
+"""One part in this many of the steps is left out at the fast end, and another one at the slow end."""
 NORMAL_IQR = 1.349
 """Distance of the quartiles of a normal variable, in standard deviations."""
 
@@ -37,17 +38,17 @@ class MeasuredStep:
 
     step_s: float
     num_steps: int
-    """Steps that were measured."""
+    """Number of steps that were measured."""
     busy: Mapping[str, float] = field(default_factory=dict)
     """Stage -> busy seconds of one of its replicas."""
     spread: Mapping[str, float] = field(default_factory=dict)
-    """Stage -> standard deviation of these from step to step."""
+    """Stage -> standard deviation of these seconds from step to step."""
     beside: Mapping[str, float] = field(default_factory=dict)
-    """Stage -> the part of its busy time in which another stage was busy as well, 0 to 1."""
+    """Stage -> the fraction of its busy time in which another stage was also busy, 0 to 1."""
     load: float = 0.0
     """Load average of the machine before the run, over one minute."""
     wall_s: float = 0.0
-    """What the whole run took."""
+    """Seconds that the whole run took."""
 
 
 def measured_step(
@@ -59,7 +60,7 @@ def measured_step(
     load: float = 0.0,
     wall_s: float = 0.0,
 ) -> MeasuredStep:
-    """The mean step of the run in `run_dir`, without the last `tail`.
+    """The mean step of the run in `run_dir`, without its last `tail` steps.
 
     `stages`: node -> (its name in the metrics, its replicas); `trainer`: the node whose batches are the steps. Raises
     FlowrlError if too few steps are left.
@@ -118,7 +119,7 @@ def busy_spans(path: Path, *, trainer: str, tail: int) -> dict[str, Spans]:
 
 
 def beside(spans: Mapping[str, Spans], stages: Sequence[str]) -> dict[str, float]:
-    """Node -> the part of its busy time, over all replicas, in which another one of `stages` was busy."""
+    """Node -> the fraction of its busy time, over all replicas, in which another one of `stages` was busy."""
     found = {}
     for node in stages:
         mine = [some for replica_id, some in spans.items() if _node(replica_id) == node]
@@ -132,7 +133,7 @@ def beside(spans: Mapping[str, Spans], stages: Sequence[str]) -> dict[str, float
 
 
 def union(spans: Spans) -> Spans:
-    """The same time as disjoint spans in order."""
+    """The time covered by `spans`, as disjoint spans in order."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -143,7 +144,8 @@ def union(spans: Spans) -> Spans:
 
 
 def inside(some: Spans, others: Spans) -> Spans:
-    """The time in both; each is disjoint and in order, and so is the result."""
+    """The time in both lists of spans. The spans of each list are disjoint and in order, and so are those of the
+    result."""
     found: Spans = []
     first = second = 0
     while first < len(some) and second < len(others):

@@ -24,7 +24,8 @@ class Measurements:
     """The measured steps in a directory, by key."""
 
     def __init__(self, directory: Path, *, again: bool = False) -> None:
-        """`again`: what is there already counts as not measured. Raises ConfigError if the file is something else."""
+        """`again`: existing measurements count as not measured. Raises ConfigError if the file is not one of
+        measurements."""
         self._path = directory / MEASUREMENTS
         self._known = _read(self._path)
         self._valid = set() if again else set(self._known)
@@ -42,7 +43,8 @@ class Measurements:
 
 
 def measurement_key(purpose: str, graph_file: Path, options: Mapping[str, Any], **others: Any) -> str:
-    """Equal for runs that measure the same. `options`: of the graph, as plain data; `others`: what else matters."""
+    """A key that is equal for runs that measure the same. `options`: the graph's, as plain data; `others`: what else
+    matters."""
     about = {"graph": graph_file.read_text(encoding="utf-8"), "options": options, **others}
     digest = hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
     return f"{purpose}-{digest}"

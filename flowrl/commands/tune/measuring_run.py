@@ -1,6 +1,6 @@
-"""One real run of a placement: `flowrl run` in a process of its own, which leaves nothing behind however it ends.
+"""One real run of a placement: `flowrl run` in a separate process, which leaves no process behind, however it ends.
 
-Waits: for the run's end; it is ended when its time is over, or when this process is interrupted.
+Waits for the end of the run; the run is ended when its time is over, or when this process is interrupted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from flowrl.errors import FlowrlError
 
 ORDERLY_S = 1.0
-"""Between the interrupt that ends a run in order, and the one that ends it at once."""
+"""Seconds between the interrupt that ends a run in order and the one that ends it at once."""
 ENDED_WITHIN_S = 60.0
-"""Time in which an interrupted run ends; then it is killed."""
+"""Seconds in which an interrupted run has to end before it is killed."""
 TOLD_LINES = 15
 HEAVY = ("checkpoints", "rollouts", "trace.json", "ledger.sqlite*")
-"""Patterns of what a measured run leaves and nobody reads."""
+"""Patterns of files that a measured run leaves and that are not needed any more."""
 
 
 class RunTimedOut(FlowrlError):
@@ -53,7 +53,7 @@ def run_graph(config: Path, run_dir: Path, *, steps: int, limit_s: float | None 
 
 
 def command(config: Path, run_dir: Path, steps: int) -> list[str]:
-    """The command of a measured run: nothing is kept or saved that takes time, and every event is traced."""
+    """The command of a measured run: it keeps and saves nothing that takes time, and traces every event."""
     own = ("--steps", str(steps), "--run-dir", str(run_dir), "--plain", "--trace", "full")
     without = ("--save-minutes", "0", "--save-every", "0", "--keep-samples", "off", "--keep-episodes", "0")
     return [sys.executable, "-m", "flowrl.cli", "run", "--config", str(config), *own, *without]

@@ -1,10 +1,11 @@
 """The placements of a graph among which `flowrl tune` chooses: those that its checks let through. Pure.
 
 On CPUs: cores of the generators (half a core, then powers of two) and of the trainer (the others, without those that
-further nodes keep), divided among replicas, or all cores in turns. On GPUs: GPUs of the generators by replicas and
-tensor parallel parts, the others as trainer ranks, or all GPUs in turns, each with the memory savings of `fit` if it
-does not fit without. Models that take turns with the trainer have its cores. All of these with every staleness up to a
-limit, and with look-ahead where the staleness leaves room for it. What the user has said stays as it is.
+further nodes keep), divided among replicas; or all cores time-shared. On GPUs: GPUs of the generators by replicas and
+tensor parallel parts, the other GPUs as trainer ranks; or all GPUs time-shared. Each of these has the memory savings of
+`fit` if it does not fit without them. Models that are time-shared with the trainer have its cores. All of these are
+tried with every staleness up to a limit, and with look-ahead where the staleness leaves room for it. What the user has
+given stays as it is.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from flowrl.commands.tune.tuned_placement import TunedPlacement
 from flowrl.graph.analysis.numbers import derive
 
 SHARE = 0.85
-"""gpu_memory_utilization of an engine in turns with others, if it does not fit with vLLM's own."""
+"""gpu_memory_utilization of a time-shared engine, if the graph does not fit with vLLM's own value."""
 STALENESS = (0, 1, 2, 4, 8)
 
 
 def placements(tuned: TunedGraph, *, wide: bool = False) -> list[TunedPlacement]:
     """All placements that fit, each once, the default first. `wide`: those to measure, with any staleness and in
-    admission order, whatever the user gave."""
+    admission order, regardless of what the user gave for these."""
     found = [] if wide else [*_default(tuned)]
     free = replace(tuned, fixed=tuned.fixed - {"staleness", "look_ahead"}) if wide else tuned
     for devices, time in product(device_ways(tuned), _timing(free, wide=wide)):
         if "time_share" in devices and time.get("staleness") and free.may_change("staleness"):
-            continue  # one after the other: staleness buys nothing
+            continue  # stages work one after the other: staleness gains nothing
         if (placement := _fitting(free, {**devices, **time})) is not None:
             found.append(placement)
     if tuned.cluster.num_gpus:
@@ -44,14 +45,14 @@ def placements(tuned: TunedGraph, *, wide: bool = False) -> list[TunedPlacement]
 
 
 def _default(tuned: TunedGraph) -> Iterator[TunedPlacement]:
-    """What runs without further options, if it fits."""
+    """The placement of a run without further options, if it fits."""
     with suppress(TooLarge):
         default = tuned.placed({}, is_default=True)
         yield from (default,) if default is not None else ()
 
 
 def _fitting(tuned: TunedGraph, options: Overrides) -> TunedPlacement | None:
-    """The placement of these options; on GPUs with the first savings of memory with which it fits."""
+    """The placement of these options; on GPUs, with the first memory savings with which it fits."""
     savings: list[Overrides] = [{}]
     if tuned.cluster.num_gpus:
         shares = [{}, {"engine.gpu_memory_utilization": SHARE}] if "time_share" in options else [{}]

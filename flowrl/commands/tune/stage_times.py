@@ -1,9 +1,9 @@
 """The work of a stage at sizes that were not measured, from sizes that were. Pure.
 
-With R replicas of u cores (or GPUs) each, a replica's work a step is T(R, u) = T(1, u) r(R). Both factors follow
-Amdahl's law (AFIPS 1967) from one measured size to the next, a + b / u and a + b / R: linear in 1 / u and in 1 / R.
-A measured size has its measured time. Beyond the measured sizes the law of the two outermost ones goes on, with a and
-b at least 0: what was measured once only does not change with the size.
+With R replicas of u cores (or GPUs) each, a replica's work per step is T(R, u) = T(1, u) r(R). Both factors follow
+Amdahl's law (AFIPS 1967) from one measured size to the next, a + b / u and a + b / R: linear in 1 / u and in 1 / R. A
+measured size has its measured time. Beyond the measured sizes, the law of the two outermost ones is extrapolated, with
+a and b at least 0. With only one measured size, the work does not change with the size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class StageTimes:
     """The measured work of one stage, on cores or on GPUs."""
 
     def __init__(self, measured: Iterable[tuple[StageSize, float]]) -> None:
-        """`measured`: (size, busy seconds of a replica in a step); several of one size count as their mean."""
+        """`measured`: (size, busy seconds of a replica in a step); several measurements of one size count as their
+        mean."""
         found: dict[StageSize, list[float]] = defaultdict(list)
         for size, seconds in measured:
             found[size].append(seconds)
@@ -41,8 +42,8 @@ class StageTimes:
         self._fewest = min(size.replicas for size in self._seconds)
 
     def covers(self, size: StageSize) -> bool:
-        """Whether it was measured, or its replicas and its units lie between measured ones, and the law of the units is
-        known: one size alone does not tell it."""
+        """Whether the size was measured, or its replicas and units lie between measured ones and the law of the units
+        is known: a single size does not determine that law."""
         replicas = [known.replicas for known in self._seconds]
         units = [known.units for known in self._seconds]
         between = min(replicas) <= size.replicas <= max(replicas) and min(units) <= size.units <= max(units)
@@ -56,7 +57,7 @@ class StageTimes:
         return self._by_units(size.units) * self._by_replicas(size.replicas)
 
     def _by_units(self, units: int) -> float:
-        """T of the fewest replicas that were measured."""
+        """T for the fewest replicas that were measured."""
         points = {size.units: seconds for size, seconds in self._seconds.items() if size.replicas == self._fewest}
         return amdahl(points, units)
 

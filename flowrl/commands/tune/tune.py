@@ -1,8 +1,9 @@
 """`flowrl tune GRAPH`: where the time of a step goes on these devices, and the placement with the shortest step.
 
 Short real runs measure the stages alone and together (`calibration`); the cost model predicts the step of every
-placement that fits (`cost_model`, `placements`); the first ones are run to see how far off it is; the fastest of them
-is written to a run file. Every finished run is kept, so the command can be interrupted, and goes on where it stopped.
+placement that fits (`cost_model`, `placements`); the placements that are predicted to be the fastest are run to see how
+far off the prediction is; the fastest of them is written to a run file. Every finished run is kept, so the command can
+be interrupted, and continues where it stopped.
 """
 
 from __future__ import annotations
@@ -44,26 +45,27 @@ class TuneOptions:
     """Options of `flowrl tune`."""
 
     steps: int = 20
-    """Steps of each measured run."""
+    """Number of steps of each measured run."""
     run_dir: Path | None = None
-    """Directory of the measurements, the runs and the result; None: runs/tune-GRAPH. What is measured is not measured
-    again."""
+    """Directory of the measurements, the runs and the result; None: runs/tune-GRAPH. What was measured before is not
+    measured again."""
     verify: int = 2
-    """Run so many of the placements that are predicted to be the fastest, and print how far off the prediction is."""
+    """Run this many of the placements that are predicted to be the fastest, and print how far off the prediction is."""
     most_staleness: int | None = None
     """Largest staleness of a placement; None: that of the graph."""
     budget: float | None = None
-    """Minutes after which no run begins or goes on; None: no limit."""
+    """Minutes after which no run starts or continues; None: no limit."""
     again: bool = False
-    """Measure again what the directory has already."""
+    """Repeat measurements that the directory already has."""
     dry_run: bool = False
     """Print the placements that fit and the runs that would be measured, and start nothing."""
     json: bool = False
     """Print one object of JSON in place of the table."""
     cluster: str = ""
-    """Machines to plan for in place of this one, as in `flowrl check --cluster`; needs --dry-run or RAY_ADDRESS."""
+    """Machines to plan for instead of this one, as in `flowrl check --cluster`; needs --dry-run or RAY_ADDRESS."""
     config: Path | None = None
-    """Read options from this run file (YAML). Those given here have precedence, and both stay as they are given."""
+    """Read options from this run file (YAML). Options on the command line take precedence; options from both are kept
+    as given."""
     save_config: Path | None = None
     """Write the run file of the chosen placement here; None: chosen.yaml in the directory."""
 
@@ -77,7 +79,7 @@ class TuneOptions:
 
 
 def tune(args: Sequence[str]) -> int:
-    """Measure, predict, verify, choose; the exit status. Raises FlowrlError."""
+    """Measure, predict, verify, choose; returns the exit status. Raises FlowrlError."""
     prepared = prepare("tune", (TuneOptions,), args)
     (options,) = prepared.own
     cluster = _cluster(options)
@@ -86,7 +88,7 @@ def tune(args: Sequence[str]) -> int:
     if options.dry_run:
         return _show(found, runs, options)
     if len(found) == 1:
-        print(f"flowrl: one placement is left, {found[0].words}: what is given stays", file=sys.stderr)
+        print(f"flowrl: the given options leave one placement, {found[0].words}", file=sys.stderr)
     directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
     _refuse_files(options, directory)
     with ending_in_order():
@@ -95,7 +97,7 @@ def tune(args: Sequence[str]) -> int:
     best = chosen(rows)
     if best is None:
         raise FlowrlError(
-            f"--budget {options.budget:g}: the time was over before a step could be predicted; what was measured is in "
+            f"--budget {options.budget:g}: the time was up before a step could be predicted; what was measured is in "
             f"{directory}, and the same command goes on with it"
         )
     _report(rows, best, _write(prepared, best.placement, options.save_config or directory / CHOSEN), options)
@@ -117,7 +119,7 @@ def _cluster(options: TuneOptions) -> Cluster:
 def _placements(
     prepared: Prepared, options: TuneOptions, cluster: Cluster
 ) -> tuple[list[TunedPlacement], list[TunedPlacement], TunedGraph]:
-    """(what fits, what is to be measured, the graph). Raises GraphError and ConfigError."""
+    """(placements that fit, placements to measure, the graph). Raises GraphError and ConfigError."""
     report = check(prepared.graph, cluster)
     if report.problems and not report.too_large:
         raise GraphError(report.problems)
@@ -137,7 +139,7 @@ def _placements(
 
 
 def _refuse_files(options: TuneOptions, directory: Path) -> None:
-    """Raise ConfigError for a directory that is a file, and a run file that would be replaced."""
+    """Raise ConfigError if the directory is a file, or if a run file would be replaced."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--run-dir {directory} is a file; name a directory")
     if options.save_config is not None and options.save_config.exists():
@@ -154,12 +156,12 @@ class Tuning:
     directory: Path
     _began_s: float = field(default_factory=time.monotonic)
     _longest_s: float = 0.0
-    """The longest run so far."""
+    """Seconds of the longest run so far."""
     _over: bool = False
-    """Whether the time is over."""
+    """Whether the time budget is used up."""
 
     def rows(self, found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement]) -> list[TunedRow]:
-        """Predictions for all of `found` from measurements of `runs`; the first ones are verified."""
+        """Predictions for all of `found` from measurements of `runs`; the fastest predictions are verified."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._measurements = Measurements(self.directory, again=self.options.again)
         keys = [self._key("calibrate", one) for one in runs]
@@ -175,13 +177,13 @@ class Tuning:
         return rows
 
     def _preflight(self) -> None:
-        """What a run finds out before it starts anything, once: models, data, reward."""
+        """Do once the checks that a run does before it starts: models, data, reward."""
         from flowrl.runtime.driver.preflight import preflight
 
         preflight(self.prepared.graph, self.prepared.file.path)
 
     def _measured(self, purpose: str, placement: TunedPlacement, which: str) -> MeasuredStep | None:
-        """The mean step of a placement, measured now or before; None if there is no time for it."""
+        """The mean step of a placement, measured now or before; None if there is no time to measure it."""
         key = self._key(purpose, placement)
         known = self._measurements.get(key)
         how = "measured before" if known is not None else "measuring"
@@ -208,7 +210,7 @@ class Tuning:
         return float("inf") if budget is None else 60 * budget - (time.monotonic() - self._began_s)
 
     def _run(self, key: str, placement: TunedPlacement) -> MeasuredStep:
-        """Run a placement, and read what it took."""
+        """Run a placement, and read how long its steps took."""
         cfg = changed_config(self.tuned.measured_cfg, placement.options)
         config, run_dir = self.directory / f"{key}.yaml", self.directory / key
         config.write_text(run_file_text(self.prepared.file.shown, dump(cfg)), encoding="utf-8")
@@ -221,7 +223,7 @@ class Tuning:
             return measured_step(
                 run_dir, stages, trainer=self.tuned.trainer, tail=placement.ahead, load=load, wall_s=wall_s
             )
-        finally:  # also of a run that was interrupted
+        finally:  # also for a run that was interrupted
             remove_heavy(run_dir)
 
     def _key(self, purpose: str, placement: TunedPlacement) -> str:
@@ -243,7 +245,7 @@ class Tuning:
 
 
 def _write(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
-    """The run file of a placement, with the user's own options."""
+    """Write the run file of a placement, with the user's own options."""
     of_run = {name: str(value) if isinstance(value, Path) else value for name, value in prepared.of_run.items()}
     cfg = changed_config(prepared.cfg, placement.options)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,7 +275,7 @@ def _report(rows: Sequence[TunedRow], best: TunedRow, path: Path, options: TuneO
         return
     print(table(rows, best))
     if missing := sum(row.predicted is None for row in rows):
-        print(f"\n{missing} without a prediction: the time was over before what it follows from was measured")
+        print(f"\n{missing} without a prediction: the time was up before the runs that it needs were measured")
     if loads:
         print(f"\nload average before the verified runs: {min(loads):.1f} to {max(loads):.1f}")
     print(f"\nchosen: {best.placement.text}\nflowrl run --config {path}")

@@ -11,7 +11,7 @@ from flowrl.commands.tune.measured_step import MeasuredStep
 from flowrl.commands.tune.tuned_placement import TunedPlacement
 
 TIE = 0.02
-"""Measured steps that differ by less count as equal: runs of one placement do."""
+"""Measured steps that differ by less count as equal: repeated runs of one placement differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -20,32 +20,32 @@ class TunedRow:
 
     placement: TunedPlacement
     predicted: StepPrediction | None
-    """None: what it follows from was not measured."""
+    """None: what the prediction needs was not measured."""
     verified: MeasuredStep | None = None
-    """A run of its own, apart from those that the prediction comes from."""
+    """A separate run, which is not one of those that the prediction is based on."""
 
     @property
     def error(self) -> float | None:
-        """Predicted against measured: 0.1 where the prediction is 10% too long."""
+        """Relative error of the prediction: 0.1 if the predicted step is 10% too long."""
         if self.predicted is None or self.verified is None:
             return None
         return self.predicted.step_s / self.verified.step_s - 1
 
     @property
     def order(self) -> tuple[bool, float]:
-        """By predicted time; those without come last."""
+        """Sort key: by predicted time; rows without a prediction come last."""
         return (True, 0.0) if self.predicted is None else (False, self.predicted.step_s)
 
 
 def in_order(rows: Sequence[TunedRow]) -> list[TunedRow]:
-    """By predicted step; of equal ones the smaller staleness, then the one with fewer options."""
+    """The rows by predicted step; among equal ones, by smaller staleness, then by fewer options."""
     return sorted(rows, key=lambda row: (*row.order, row.placement.staleness or 0, len(row.placement.options)))
 
 
 def chosen(rows: Sequence[TunedRow]) -> TunedRow | None:
-    """The fastest of those that were verified; without any the one that is predicted to be the fastest.
+    """The fastest of the verified rows; if none was verified, the row that is predicted to be the fastest.
 
-    Of those that are as fast, the one with the smallest staleness and the fewest options.
+    Among equally fast ones, the row with the smallest staleness and the fewest options.
     """
     measured = {index: row.verified.step_s for index, row in enumerate(rows) if row.verified is not None}
     if measured:
@@ -56,7 +56,7 @@ def chosen(rows: Sequence[TunedRow]) -> TunedRow | None:
 
 
 def table(rows: Sequence[TunedRow], best: TunedRow | None) -> str:
-    """The rows by predicted step; * is what was chosen, and "now" what runs without further options."""
+    """The rows by predicted step; * marks the chosen one, and "now" what runs without further options."""
     heads = ("", "step s", "measured", "error", "busy", "placement")
     cells = [heads, *(_cells(row, row is best) for row in in_order(rows))]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]

@@ -1,4 +1,4 @@
-"""A graph whose placements `flowrl tune` looks for: its roles, and what the checks say of options. Pure."""
+"""A graph whose placements `flowrl tune` looks for: its roles, and what the checks say about options. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from flowrl.graph.machine import Cluster
 from flowrl.role_options import sizes_of
 
 PROBE = 0.0625
-"""Cores that no option asks for: they tell which node an option is about."""
+"""A number of cores that no option asks for: it shows which node an option is about."""
 UNMEASURED: Overrides = {"evaluate": 0, "evaluate_task": (), "evaluate_every": 0, "held_out": 0, "accumulate": "off"}
 """What measured runs of shipped graphs leave out: evaluations, which are no part of a step, and training while a batch
 forms, whose gain the formula does not know."""
 
 
 class TooLarge(ConfigError):
-    """A placement that asks for more cores, GPUs or memory than there are."""
+    """A placement asks for more cores, GPUs or memory than the cluster has."""
 
 
 @dataclass(frozen=True)
 class TunedGraph:
-    """A graph whose placements are looked for."""
+    """A graph whose placements `flowrl tune` looks for."""
 
     file: GraphFile
     cfg: Any
@@ -43,7 +43,7 @@ class TunedGraph:
     def placed(self, options: Overrides, *, is_default: bool = False) -> TunedPlacement | None:
         """The placement of these options; None if it changes what was given, or the checks refuse it.
 
-        Raises TooLarge if it asks for more than there is, and nothing else is wrong with it.
+        Raises TooLarge if it asks for more than the cluster has, and nothing else is wrong with it.
         """
         options = {name: value for name, value in options.items() if _value(self.cfg, name) != value}
         if options.keys() & self.fixed:
@@ -71,7 +71,7 @@ class TunedGraph:
 
     @cached_property
     def whole(self) -> Graph:
-        """The user's graph."""
+        """The user's graph, with the options as given."""
         return self.file.build(self.cfg)
 
     @cached_property
@@ -114,7 +114,7 @@ class TunedGraph:
 
 
 def has_option(cfg: Any, name: str) -> bool:
-    """Whether `cfg` has the option, as "trainer.cpus"."""
+    """Whether `cfg` has the option, such as "trainer.cpus"."""
     head, _, rest = name.partition(".")
     return hasattr(cfg, head) and (not rest or has_option(getattr(cfg, head), rest))
 

@@ -17,7 +17,7 @@ class PlacedStage:
     node: str
     size: StageSize
     lease: str = ""
-    """Name of the lease under which it takes turns; "": it does not."""
+    """Name of the lease under which it is time-shared; "": it is not."""
     cores: frozenset[tuple[int, int]] = frozenset()
     """(machine, core) of its replicas; empty where it has GPUs."""
     generates: bool = False
@@ -38,7 +38,7 @@ class TunedPlacement:
     """As declared; None: the graph admits nothing."""
     look_ahead: int = 1
     is_default: bool = False
-    """Whether it is what a run without further options has."""
+    """Whether this is the placement of a run without further options."""
 
     @property
     def text(self) -> str:
@@ -48,7 +48,7 @@ class TunedPlacement:
 
     @property
     def words(self) -> str:
-        """What it is, in words."""
+        """The placement, in words."""
         parts = [f"{stage.node} {stage.size}" for stage in self.stages]
         parts += ["in turns"] if self.num_lines == 1 and len(self.stages) > 1 else []
         parts += ["shared cores"] if self.shares_cores else []
@@ -58,7 +58,7 @@ class TunedPlacement:
 
     @property
     def num_lines(self) -> int:
-        """Groups of stages that work at the same time; the stages of a lease are one."""
+        """Number of lines, which work at the same time; the stages of a lease are one line."""
         return len({stage.lease or f"/{stage.node}" for stage in self.stages})
 
     @property
@@ -101,7 +101,7 @@ def _stage(graph: Graph, report: Report, name: str) -> PlacedStage:
 
 
 def generates(node: object) -> bool:
-    """Whether a node samples from the policy, as `flowrl.runtime.telemetry.metrics.roles` tells it."""
+    """Whether a node samples from the policy, by the same rule as in `flowrl.runtime.telemetry.metrics.roles`."""
     return type(node).__name__.lower().endswith("generator")
 
 

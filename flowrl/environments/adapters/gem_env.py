@@ -1,7 +1,7 @@
 """`gem/KIND:NAME`: an environment of GEM, as `gem/game:GuessTheNumber-v0-easy`.
 
-An observation is what the environment answers, and the sentence that it puts below each of its answers. Options are
-the package's own: `gem/game:GuessTheNumber-v0-easy:max_turns=6`.
+An observation is the environment's answer, with the sentence that the environment puts below each of its answers.
+Options are those of the package: `gem/game:GuessTheNumber-v0-easy:max_turns=6`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GemEnv(Env):
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], GemEnv]:
-        """Imports the package. Raises ConfigError if it or the environment is not there."""
+        """Imports the package. Raises ConfigError if the package or the environment is missing."""
         package = imported(name, "gem", distribution="gem-llm")
         imported(name, "gem.envs", distribution="gem-llm")  # fills the registry
         registry = package.envs.registration.ENV_REGISTRY
@@ -50,6 +50,6 @@ class GemEnv(Env):
 
 
 def _text(found: Any, told: Mapping[str, Any]) -> str:
-    """An observation between the prefix and the suffix that the package tells beside it."""
+    """An observation between the prefix and the suffix that the package reports with it."""
     parts = (told.get("prefix", ""), found, told.get("suffix", ""))
     return "\n".join(part for part in (str(part).strip() for part in parts) if part)

@@ -1,11 +1,11 @@
 """`gymnasium/NAME`: environments with discrete actions and discrete observations, as text.
 
 An observation is what the environment renders as text (`render_mode="ansi"`), with the marked characters in brackets,
-else its value. The first one also says which actions there are. An action is the last whole number, or the last name of
-an action, in the reply; a reply without one changes nothing, and the third in a row truncates the episode.
+else its value. The first observation also lists the actions. An action is the last whole number or name of an action in
+the reply; a reply without one changes nothing, and the third in a row truncates the episode.
 
-The option `actions` gives the actions names: `gymnasium/FrozenLake-v1:actions=left/down/right/up`. All other options
-are the package's own. Environments of minigrid are shown as their grid, and their actions have names.
+The option `actions` names the actions: `gymnasium/FrozenLake-v1:actions=left/down/right/up`. All other options are
+those of the package. Environments of minigrid are shown as their grid, and their actions have names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowrl.errors import ConfigError
 MOST_MALFORMED = 3
 """Replies in a row without an action; this many truncate the episode."""
 MARKED = re.compile(r"(?:\x1b\[[0-9;]*m)+([^\x1b]*)\x1b\[0m")
-"""Text in colour: an environment marks the player's place with it."""
+"""Coloured text: an environment marks the player's place with it."""
 CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -32,7 +32,7 @@ class GymnasiumEnv(Env):
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
-        """Imports the package. Raises ConfigError if it or the environment is not there."""
+        """Imports the package. Raises ConfigError if the package or the environment is missing."""
         gymnasium = imported(name, "gymnasium", distribution="gymnasium")
         if minigrid_text.plays(name.place):
             minigrid_text.register(name)
@@ -128,7 +128,7 @@ def _renders_text(entry_point: Any) -> bool:
 
 
 def _discrete_actions(name: EnvironmentName, env: Any) -> tuple[int, int]:
-    """The first action, and how many there are."""
+    """The number of the first action, and how many actions there are."""
     from gymnasium.spaces import Discrete
 
     space = env.action_space
@@ -154,7 +154,7 @@ def _check_observations(name: EnvironmentName, space: Any) -> None:
 
 
 def _plain(found: Any) -> Any:
-    """Python's own numbers, lists and mappings."""
+    """The value with plain Python numbers, lists and mappings."""
     if isinstance(found, Mapping):
         return {key: _plain(value) for key, value in found.items()}
     if isinstance(found, tuple):

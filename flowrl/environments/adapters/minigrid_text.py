@@ -1,7 +1,7 @@
 """minigrid's environments as text: the whole grid with the agent in it, its direction and what it carries.
 
-A cell is two characters: a letter for what it is and one for its colour. The package's own `pprint_grid` has the same
-letter for grey and green, and does not tell what is carried.
+A cell is two characters: a letter for the object and one for its colour. The package's own `pprint_grid` uses the same
+letter for grey and green, and does not show what the agent carries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flowrl.environments.adapters.package import imported
 from flowrl.environments.environment_row import EnvironmentName
 
 FAMILIES = ("MiniGrid-", "BabyAI-")
-"""How the names of the package's environments begin."""
+"""Beginnings of the names of the package's environments."""
 ACTIONS = "left/right/forward/pickup/drop/toggle/done"
 FACING = ("right", "down", "left", "up")
 AGENT = (">>", "vv", "<<", "^^")

@@ -2,14 +2,14 @@
 
 An episode is a connection to `URL/ws`, where each message is a JSON object with `type` and `data`: `reset` with the
 row's seed and `step` with an action are answered by `observation` (with `reward` and `done`) or by `error`; `close`
-ends the session. The server's `/schema` says what an action is. Where one field of text is all that it requires, a
-reply is that field's value; else a reply is a JSON object, and the first observation shows its schema.
+ends the session. The server's `/schema` says what an action is. If an action requires only one field, and that is text,
+a reply is that field's value; else a reply is a JSON object, and the first observation shows its schema.
 
-An observation with a single text is shown as that text, another one as JSON. A reply that is no action is told so by
-the server or here, and the third in a row truncates the episode. A server that breaks off or has no session left is
-`env_unreachable`. Options are what `reset` receives besides the seed.
+An observation that consists of a single text is shown as that text, any other as JSON. A reply that is no action is
+answered with what is wrong with it, by the server or here, and the third in a row truncates the episode. A server that
+ends the connection or has no session left is `env_unreachable`. Options are passed to `reset` together with the seed.
 
-Waits: for the server alone, ended by its answer, the end of the connection, or the episode's limits.
+Waits: only for the server, until its answer, the end of the connection, or the episode's limits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 MOST_MALFORMED = 3
 """Replies in a row that are no action; this many truncate the episode."""
 MESSAGE_BYTES = 100 << 20
-"""A longer message of the server ends the connection. The package's own client has this limit."""
+"""A longer message from the server ends the connection. The package's own client has the same limit."""
 OF_EVERY_ACTION = "metadata"
-"""A field that all actions have, and that nobody has to fill."""
+"""A field that all actions have, and that need not be filled."""
 
 
 class OpenenvEnv(Env):
@@ -41,7 +41,7 @@ class OpenenvEnv(Env):
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], OpenenvEnv]:
-        """Raises ConfigError if the address is none. The server is asked at `reset`, not here."""
+        """Raises ConfigError if the address is invalid. The server is asked at `reset`, not here."""
         scheme, _, rest = name.place.partition("://")
         if scheme not in SCHEMES or not rest:
             raise ConfigError(f"environment {name.text!r} has no address; write openenv/http://HOST:PORT")
@@ -104,7 +104,7 @@ class OpenenvEnv(Env):
         return {"malformed": self._malformed}
 
     def _action(self, text: str) -> Mapping[str, Any]:
-        """Raises _NoAction."""
+        """The action that a reply means. Raises _NoAction."""
         if self._field is not None:
             return {self._field: text}
         try:
@@ -158,7 +158,7 @@ def _misfits(error: Mapping[str, Any]) -> str:
 
 
 def _only_text(schema: Mapping[str, Any]) -> str | None:
-    """The field that a reply fills, if a text is all that an action needs."""
+    """The field that a reply fills, if a single text is all that an action needs; else None."""
     needed = [key for key in schema.get("required", ()) if key != OF_EVERY_ACTION]
     if len(needed) != 1 or schema.get("properties", {}).get(needed[0], {}).get("type") != "string":
         return None

@@ -3,13 +3,13 @@
 The file defines `AgentInstance`, a class with `reset(states)` and `step(states)`, or another class that derives from
 `AgentInstanceBase`. What the file imports from `openrlhf.utils.agent` is a stand-in.
 
-The names of the states are those of all releases of the package. `reset` receives the question of a task as
-`observation` and `prompt`, and the row's answer as `label`; `step` receives `prompt` and `label` again, all that was
-said so far as `observation_text` and `observation`, the reply as `action_text` and `action`, and `sampling_params`
-(None, or what the last step gave), which is an argument as well if the method takes it. What `step` returns as
-`environment_feedback` is the next message of the user: the chat template is the model's own, so the file adds no markup
-of it. `rewards` add up, `scores` and the numbers of `extra_logs` are metrics, and of `sampling_params` the fields
-`max_tokens` and `stop` are for the next reply. Images are refused. All options but `task` are the task's.
+The states have the names that all releases of the package use. `reset` receives the question of a task as `observation`
+and `prompt`, and the row's answer as `label`. `step` receives `prompt` and `label` again, everything said so far as
+`observation_text` and `observation`, the reply as `action_text` and `action`, and `sampling_params` (None, or the value
+that the last step returned), which is also passed as an argument if the method takes it. The `environment_feedback`
+that `step` returns is the user's next message: the model's own chat template renders it, so the file adds no markup.
+`rewards` add up, `scores` and the numbers of `extra_logs` are metrics, and the fields `max_tokens` and `stop` of
+`sampling_params` apply to the next reply. Images are refused. All options except `task` belong to the task.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ RETURNED = ("rewards", "environment_feedback", "done")
 
 
 class AgentInstanceBase:
-    """What an agent's class derives from, in place of the package's."""
+    """The base of an agent's class, in place of the package's."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The first observation: the question, as it is."""
+        """The first observation: the question, unchanged."""
         return states
 
 
 class AgentExecutorBase:
-    """What a file may derive from to say how its agent is executed. Here the environment's node does that."""
+    """A base from which a file may derive a class that executes its agent. Here the environment's node executes it."""
 
 
 class OpenrlhfEnv(Env):
@@ -109,7 +109,8 @@ def _is_agent(value: Any) -> bool:
 
 
 async def _made(kind: Any) -> Any:
-    """An object of the class, whose `__init__` may be async: Ray, by which the package makes it, allows that."""
+    """An object of the class. Its `__init__` may be async: Ray, with which the package makes the object, allows
+    that."""
     if not inspect.iscoroutinefunction(kind.__init__):
         return kind()
     agent = kind.__new__(kind)
@@ -118,13 +119,14 @@ async def _made(kind: Any) -> Any:
 
 
 def _takes(method: Callable[..., Any], name: str) -> bool:
-    """Whether it takes a keyword argument of that name."""
+    """Whether `method` takes a keyword argument of that name."""
     kinds = {one.name: one.kind for one in inspect.signature(method).parameters.values()}
     return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def _text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
-    """The text that a method returned under `key`, where all that is `needed` is there."""
+    """The text that a method returned under `key`. Raises MalformedValue if it is no text, or a `needed` key is
+    missing."""
     if not isinstance(found, Mapping) or any(name not in found for name in needed):
         raise MalformedValue(f"the agent's {method} did not return a mapping with {', '.join(needed)}")
     if not isinstance(found[key], str):

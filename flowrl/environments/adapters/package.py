@@ -1,4 +1,4 @@
-"""Imports the package that an adapter plays, and says what to install where it is missing."""
+"""Imports the package that an adapter plays, and says what to install if it is missing."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
 
 
 def _remedy(package: str, *, of: str) -> str:
-    """How to install a package that the distribution `of` needs: pip alone might replace what flowrl needs."""
+    """How to install a package that the distribution `of` needs: plain pip might replace packages that flowrl needs."""
     pinned = {_canonical(line.partition("==")[0]) for line in PINS.read_text(encoding="utf-8").splitlines()}
     known = {_canonical(package), _canonical(of)} & pinned
     return "flowrl setup environments" if known else f"pip install {package}"
 
 
 def _canonical(distribution: str) -> str:
-    """The one spelling of a name that pip knows by several."""
+    """The canonical spelling of a distribution's name, for which pip accepts several."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
 def close_names(wanted: str, known: list[str]) -> str:
-    """The end of a sentence that says that `wanted` is not among the package's names."""
+    """The end of a sentence which says that `wanted` is not among the package's names."""
     close = difflib.get_close_matches(wanted, known, 3)
     return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known[:8])}, and others"

@@ -1,10 +1,11 @@
-"""`reasoning_gym/NAME`: a problem of the package, with several tries and a word on each.
+"""`reasoning_gym/NAME`: a problem of the package, with several tries and feedback on each.
 
-The row's seed makes the problem. A try that is not right is told so, with how many are left. The episode ends with the
-first right try or the last one, and its reward is that try's score: 1 is right, values in between are partial credit.
+The row's seed determines the problem. A try that is not right is answered with feedback and the number of tries left.
+The episode ends with the first right try or the last one, and its reward is that try's score: 1 is right, values in
+between are partial credit.
 
-Options of the adapter are `tries` (3), `feedback` (`wrong`, the default, tells that a try is wrong; `score` also tells
-its score) and `extract`, as tasks have it. All other options are the package's own.
+Options of the adapter are `tries` (3), `feedback` (`wrong`, the default, says that a try is wrong; `score` also gives
+its score) and `extract`, as for tasks. All other options are those of the package.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ReasoningEnv(Env):
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], ReasoningEnv]:
-        """Imports the package. Raises ConfigError if it, the problem or an option is not there."""
+        """Imports the package. Raises ConfigError if the package, the problem or an option does not exist."""
         cls(name)
         reasoning.check(_task(name))
         return lambda: cls(name)

@@ -1,10 +1,10 @@
 """`skyrl_gym/NAME:task=TASK`: an environment of SkyRL gym, which asks the questions of a task and scores the answers.
 
-The row's seed picks the question. The environment receives the row's answer as `reward_spec.ground_truth`; of an
-answer with `####`, as those of GSM8K, what follows it. Columns `reward_spec` and `extra_info` of the row take the
-place of these. Options of the adapter are `task` and `max_turns`; all others are the task's.
+The row's seed picks the question. The environment receives the row's answer as `reward_spec.ground_truth`; for an
+answer with `####`, as in GSM8K, only what follows it. If the row has columns `reward_spec` or `extra_info`, they are
+used instead. Options of the adapter are `task` and `max_turns`; all others belong to the task.
 
-Environments that want settings of their own, as the address of a search engine, cannot be played.
+Environments that need settings of their own, such as the address of a search engine, cannot be played.
 """
 
 from __future__ import annotations

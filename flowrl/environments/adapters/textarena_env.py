@@ -1,12 +1,12 @@
 """`textarena/NAME`: a game of TextArena, for one player or for several seats.
 
-An observation is what the game says since the seat's last turn, and what the other seats did. The seat's own reply is
-not repeated: it is in the conversation already. The package's own observations begin anew at each turn, and are not
-used. Of a single player an invalid move is told and may be made again as often as the package allows; with several
-seats it loses at once, so that the seats always act in their order.
+An observation is what the game has said since the seat's last turn, and what the other seats have done. The seat's own
+reply is not repeated: it is in the conversation already. The package's own observations start over at each turn, and
+are not used. A single player is told of an invalid move, and may move again as often as the package allows. With
+several seats an invalid move loses at once, so that the seats always act in their order.
 
-The number of seats is found by trying 1 and 2; the option `players` says it for games with more. All other options are
-the package's own. Some games need words of NLTK; nothing is downloaded here.
+The number of seats is found by trying 1 and 2; the option `players` gives it for games with more. All other options are
+those of the package. Some games need data of NLTK; nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class TextarenaEnv(Env):
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], Env]:
-        """Imports the package and the game. Raises ConfigError if one is not there, or takes other options."""
+        """Imports the package and the game. Raises ConfigError if one is missing, or the game does not take the
+        options."""
         package = imported(name, "textarena", distribution="textarena")
         nltk = imported(name, "nltk", distribution="nltk")
-        nltk.download = lambda *_, **__: False  # games call it at import, and it waits where there is no network
+        nltk.download = lambda *_, **__: False  # games call it at import, and it waits if there is no network
         options = {key: value for key, value in name.options.items() if key != "players"}
         seats = _players(name, package, options)
         kind = type(cls.__name__, (cls if seats == 1 else TextarenaGame,), {"seats": seats})
@@ -54,13 +55,13 @@ class TextarenaEnv(Env):
         return Step(Observation(self._heard()), reward, terminated=True, metrics=metrics)
 
     def _heard(self) -> str:
-        """What the seat whose turn it is has not seen yet."""
+        """What the seat to act has not seen yet."""
         state = self._base.state
         seat, said = self._base.get_observation()
         return "\n\n".join(_line(state, sender, text.strip()) for sender, text, _ in said if sender != seat)
 
     def _ended(self) -> tuple[tuple[float, ...], dict[str, float]]:
-        """Each player's reward, and figures of the game."""
+        """Each player's reward, and metrics of the game."""
         rewards, told = self._game.close()
         if rewards is None:
             raise MalformedValue(f"{type(self._base).__name__} ended without rewards")
@@ -87,7 +88,8 @@ class TextarenaGame(TextarenaEnv):
         return Step(self._shown_to((seat + 1) % self.seats), (0.0,) * self.seats)
 
     def _shown_to(self, following: int) -> tuple[Observation, ...]:
-        """The seat whose turn it is sees what was said; the others see it when it is theirs."""
+        """One observation for each seat: the seat to act sees what was said, the others see it at their own turn.
+        Raises MalformedValue if the game asks another seat than `following`."""
         asked = (self._base.state.current_player_id - self._first) % self.seats
         if asked != following:
             raise MalformedValue(
@@ -99,7 +101,7 @@ class TextarenaGame(TextarenaEnv):
 
 
 def _line(state: Any, sender: int, text: str) -> str:
-    """What the game says is shown as it is, what another seat says under its name."""
+    """A text of the game unchanged, or a text of another seat with that seat's name before it."""
     return text if sender < 0 else f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}"
 
 
@@ -110,7 +112,7 @@ def _unwrapped(game: Any) -> Any:
 
 
 def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, Any]) -> int:
-    """How many the game is for. Imports the game, once and not in each episode."""
+    """The number of players of the game. Imports the game, once and not in each episode."""
     known = list(package.envs.registration.ENV_REGISTRY)
     if name.place not in known:
         raise ConfigError(f"textarena has no game {name.place!r}; {close_names(name.place, known)}")
@@ -124,14 +126,15 @@ def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, A
     except Exception as problem:  # the boundary to the game's code
         raise ConfigError(f"environment {name.text!r}: textarena refuses it: {one_line(problem)}") from None
     tried = " or ".join(map(str, TRIED_PLAYERS)) if wanted is None else wanted
-    raise ConfigError(f"environment {name.text!r} cannot be played by {tried}; say by how many with players=NUMBER")
+    raise ConfigError(f"environment {name.text!r} cannot be played by {tried}; set their number with players=NUMBER")
 
 
 def _accepts(package: ModuleType, game: Any, number: int, *, last: bool) -> bool:
-    """Whether so many can play. Games say no by an assertion, some by a ValueError, which the `last` try raises.
+    """Whether `number` players can play. Games refuse with an AssertionError, some with a ValueError; the `last` try
+    raises the ValueError.
 
-    A few games for several players accept one, and cannot be played so: before the last try, one player is right only
-    for a game whose state is a single player's.
+    A few games for several players accept one player, but cannot be played by one. So before the last try, one player
+    is right only for a game whose state is a single player's.
     """
     try:
         game.reset(num_players=number, seed=0)

@@ -1,11 +1,12 @@
-"""`verifiers/PACKAGE`: an environment of the package verifiers, which asks the policy itself, over HTTP.
+"""`verifiers/PACKAGE`: an environment of the package verifiers, which itself asks the policy, over HTTP.
 
-It is an agent's program rather than an environment: the node AgentProgram runs it, one process an episode. The one
-action has the variables that lead to the episode's session at the endpoint, as JSON; the observation is the result, the
-reward and the metrics of the environment's rubric, as JSON.
+It is an agent's program rather than an environment: the node AgentProgram runs it, one process per episode. The only
+action has, as JSON, the environment variables that lead to the episode's session at the endpoint. The observation has
+the result as JSON: the reward and the metrics of the environment's rubric.
 
-PACKAGE is a module with `load_environment`, as those of verifiers have it, or a FILE.py; options are its arguments. The
-row's seed picks the example: a held-out row's among those for evaluation, another row's among those for training.
+PACKAGE is a module, or a FILE.py, with the function `load_environment` that verifiers defines; options are its
+arguments. The row's seed picks the example: for a held-out row one of those for evaluation, for another row one of
+those for training.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from flowrl.tasks.user_module import one_line, user_module
 MODEL = "policy"
 """The endpoint's name of the model."""
 LIMITS = ("limit_reached", "context_length_exceeded")
-"""The endpoint's codes for a session at its limit: the rollout is over, and has the reward that it has then."""
+"""The endpoint's codes for a session at its limit: the rollout then ends, and keeps the reward that it has."""
 NEEDED = (
     "the reward of verifiers is for rows of its own: take EnvironmentSource('verifiers/…') as the source of prompts"
 )
 
 
 class VerifiersEnv(Env):
-    """One rollout. In a resumed run its calls get the replies that they had."""
+    """One rollout. In a resumed run, its calls get the same replies as before."""
 
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], VerifiersEnv]:
         """Load the environment with its examples, once for all episodes. Raises ConfigError."""
-        # The bars of tqdm start a thread, and a process with threads cannot fork those of episodes.
+        # tqdm's progress bars start a thread, and a process with threads cannot fork the processes of episodes.
         imported(name, "tqdm", distribution="tqdm").tqdm.monitor_interval = 0
         imported(name, "verifiers", distribution="verifiers")
         environment = _loaded(name)
@@ -72,7 +73,7 @@ def _loaded(name: EnvironmentName) -> Any:
     module = _module(name)
     if not hasattr(module, "load_environment"):
         raise ConfigError(
-            f"environment {name.text!r}: {name.place} has no function load_environment, so it is none of verifiers"
+            f"environment {name.text!r}: {name.place} has no function load_environment, as verifiers needs"
         )
     try:
         return module.load_environment(**name.options)
@@ -88,7 +89,7 @@ def _module(name: EnvironmentName) -> ModuleType:
 
 
 def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
-    """Those for evaluation and those for training."""
+    """The examples for evaluation (True) and for training (False)."""
     try:
         found = {True: environment.get_eval_dataset().to_list(), False: environment.get_dataset().to_list()}
     except Exception as problem:  # the boundary to the environment's code
@@ -106,7 +107,7 @@ def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
 
 
 def _media(prompt: Any) -> Iterator[str]:
-    """The kinds of parts, besides texts, in the messages of an example."""
+    """The kinds of parts other than text in the messages of an example."""
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():

@@ -1,1 +1,1 @@
-"""Processes that play episodes: forked from a zygote, one episode after another, killed when they hang."""
+"""Processes that play episodes one after another: they are forked from a zygote, and killed when they hang."""

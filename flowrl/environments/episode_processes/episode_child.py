@@ -1,10 +1,12 @@
 """A process that plays episodes, forked from the zygote: it makes an environment for each and answers its calls.
 
-After an episode that left no task, thread or process the caller may have it play another one, in an event loop of its
-own: environment variables, directory and the like are as they were before (`ProcessState`); what modules keep stays.
+After an episode that has left no task, thread or process, the caller may let the process play another one, in a new
+event loop. Environment variables, working directory and similar state are restored before (`ProcessState`); state that
+modules keep stays.
 
-It waits for the next call, which its caller's end of the connection ends; a call ends as the environment pleases, or
-by the SIGKILL that the caller has the zygote send. All processes that the environment starts join its group.
+The process waits for the next call until the caller closes its end of the connection. A call ends when the environment
+returns, or by the SIGKILL that the zygote sends at the caller's request. All processes that the environment starts join
+the group of this process.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from flowrl.orphans import adopt_orphans, child_pids
 from flowrl.tasks.reward_calls import child
 
 RESERVE_BYTES = 64 << 20
-"""Memory beyond the limit, in which an episode that ran out of it can say so."""
+"""Memory beyond the limit, with which an episode that has run out of memory can report it."""
 ENDS_WITHIN_S = 0.1
-"""For threads and tasks of an episode that is over: libraries end theirs a moment later."""
+"""Time for threads and tasks of an episode that is over to end: those of libraries end a moment later."""
 MOST_KEPT = 0.25
 """Share of the process's memory limit that earlier episodes in it may keep."""
 
@@ -76,7 +78,7 @@ def _redirect(output: int) -> None:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Data of its own: a limit of the address space would also count what threads and libraries merely reserve."""
+    """Limit the data segment: a limit of the address space would also count what threads and libraries only reserve."""
     most = _data_bytes() + memory_bytes
     _reserve[:] = [most + RESERVE_BYTES] * 2
     resource.setrlimit(resource.RLIMIT_DATA, (most, most + RESERVE_BYTES))
@@ -90,16 +92,16 @@ def _data_bytes() -> int:
 
 
 _reserve: list[int] = []
-"""The limit with the reserve; made beforehand, because out of memory nothing can be made."""
+"""The limit with the reserve; created beforehand, because nothing can be created when memory has run out."""
 
 
 class ProcessState:
-    """What an episode may change of its process besides its modules, as it was at a time."""
+    """The state of the process, apart from its modules, that an episode may change, as it was when this was created."""
 
     def __init__(self) -> None:
         self._variables, self._search = dict(os.environ), list(sys.path)
         self._outputs = sys.stdout, sys.stderr
-        self._directory = os.open(".", os.O_PATH)  # its name may be taken away from it
+        self._directory = os.open(".", os.O_PATH)  # its path may be renamed or removed
         self._umask = os.umask(0)
         os.umask(self._umask)
 
@@ -114,14 +116,15 @@ class ProcessState:
 
 
 def _serve(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> None:
-    """Play episodes until no other one is to follow. What one leaves in its event loop ends with that."""
+    """Play episodes until none is to follow. What an episode leaves in its event loop ends with that loop."""
     before = ProcessState()
     while asyncio.run(_play_one(found, connection.dup(), most_bytes)):
         before.put_back()
 
 
 async def _play_one(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> bool:
-    """Play one episode. Whether this process plays another one, with no more data than `most_bytes`."""
+    """Play one episode. Returns whether this process plays another one, for which it may have at most `most_bytes` of
+    data."""
     reader, writer = await asyncio.open_connection(sock=connection)
     executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
     asyncio.get_running_loop().set_default_executor(executor)
@@ -145,20 +148,20 @@ async def _play_one(found: FoundEnvironment, connection: socket.socket, most_byt
 
 
 async def _left_nothing(executor: ThreadPoolExecutor) -> bool:
-    """Whether nothing of an episode that is over runs any more, no task, thread or process. Ends its garbage, too."""
+    """Whether no task, thread or process of an episode that is over still runs. Also collects the episode's garbage."""
     executor.shutdown(wait=False, cancel_futures=True)
     until_s = time.monotonic() + ENDS_WITHIN_S
     if left := asyncio.all_tasks() - {asyncio.current_task()}:
         _, running = await asyncio.wait(left, timeout=ENDS_WITHIN_S)
         if running:
             return False
-    gc.collect()  # it would count for the limit of the next episode
+    gc.collect()  # garbage would count towards the limit of the next episode
     _reap()
     return one_thread_left(until_s - time.monotonic()) and not child_pids()
 
 
 def _reap() -> None:
-    """Take leave of children that have ended, and for which nobody waited."""
+    """Reap children that have ended and that nothing has waited for."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -211,7 +214,7 @@ class _Episode:
         return None
 
     def forget(self) -> None:
-        """Its environment is garbage from now on."""
+        """Drop the environment, so that it can be collected as garbage."""
         self._player = None
 
     def _made(self, seed: int) -> Player:

@@ -1,7 +1,7 @@
-"""A process that plays episodes, one after the other: a child of the zygote, at the caller's side.
+"""The caller's side of a process that plays episodes one after the other. The process is a child of the zygote.
 
-Waits: an answer, ended by its limit, by the process's end or by cancelling, all of which end the process; `gone` for
-the zygote's report.
+Waits: `ask` for an answer, until its limit, the end of the process, or cancellation, each of which ends the process;
+`gone` for the zygote's report.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EpisodeProcess:
         self._output.handed_over()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.num_begun = 0
-        """Episodes, the one that it plays included."""
+        """Number of episodes so far, including the current one."""
         self.killed = False
 
     @property
@@ -46,13 +46,13 @@ class EpisodeProcess:
         return self._birth.exited
 
     def begin(self) -> None:
-        """One more episode begins; what earlier ones printed is none of its business."""
+        """One more episode begins; what earlier ones printed is forgotten."""
         self.num_begun += 1
         if self.num_begun > 1:
             self._output.forget()
 
     async def ask(self, request: dict[str, Any], limit_s: float, doing: str) -> Any:
-        """The answer. Raises EnvironmentFailed, and ConfigError for what is a user's mistake."""
+        """The answer to a request. Raises EnvironmentFailed, and ConfigError for a mistake of the user."""
         try:
             async with TimeLimit(limit_s, f"{self._name}: {doing}"):
                 return self._checked(await self._exchange(request))
@@ -70,7 +70,7 @@ class EpisodeProcess:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Kills the process, and raises EnvironmentFailed, where its answer has a malformed value."""
+        """Kills the process and raises EnvironmentFailed if its answer has a malformed value."""
         try:
             yield
         except MalformedValue as problem:
@@ -85,7 +85,8 @@ class EpisodeProcess:
         try:
             ended = await asyncio.shield(self.exited)
             if ended.status is None and self._streams is not None:
-                # The zygote, which would have waited for it, has died first. Its end of the connection tells.
+                # The zygote, which would have waited for the process, has died first. The end of the connection shows
+                # the end of the process.
                 with suppress(TimeoutError, ConnectionError):
                     await asyncio.wait_for(self._streams[0].read(), KILLED_WITHIN_S)
         finally:
@@ -121,7 +122,7 @@ class EpisodeProcess:
         return EnvironmentFailed("env_malformed", with_tail(f"{self._name}: {text}", self._output.tail()))
 
     async def _died(self, doing: str) -> EnvironmentFailed:
-        """A process that only closed its connection is given a moment to end by itself, then killed."""
+        """A process that has only closed its connection gets a moment to end by itself, and is then killed."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.exited), 1.0)
         self.kill()

@@ -13,12 +13,12 @@ Value = TypeVar("Value")
 
 
 def plain(value: Observation | Action | Step) -> dict[str, Any]:
-    """Lists, mappings and scalars.
+    """The value as lists, mappings and scalars.
 
     Tool calls become JSON text: the policy wrote them, and may have written whole numbers beyond 64 bits and halves of
     surrogate pairs, which the connection cannot carry.
     """
-    found = dict(vars(value))  # a turn makes several of them, and dataclasses.asdict takes ten times as long
+    found = dict(vars(value))  # each turn makes several values, and dataclasses.asdict takes ten times as long
     match value:
         case Action():
             found["tool_calls"] = json.dumps([vars(call) for call in value.tool_calls])
@@ -34,24 +34,24 @@ def plain(value: Observation | Action | Step) -> dict[str, Any]:
 
 
 def action(found: Mapping[str, Any]) -> Action:
-    """The action that `plain` was made of."""
+    """The action that `plain` converted into `found`."""
     return Action(**{**found, "tool_calls": tuple(ToolCall(**call) for call in json.loads(found["tool_calls"]))})
 
 
 def observation(found: Any) -> Observation:
-    """The observation that `plain` was made of. Raises MalformedValue."""
+    """The observation that `plain` converted into `found`. Raises MalformedValue."""
     return _made(Observation, found)
 
 
 def observations(found: Any) -> tuple[Observation, ...]:
-    """Those of all seats. Raises MalformedValue."""
+    """The observations of all seats. Raises MalformedValue."""
     if not isinstance(found, list | tuple) or not found:
         raise MalformedValue("the process answered without observations")
     return tuple(map(observation, found))
 
 
 def step(found: Any) -> Step:
-    """The step that `plain` was made of. Raises MalformedValue."""
+    """The step that `plain` converted into `found`. Raises MalformedValue."""
     if not isinstance(found, dict):
         raise MalformedValue("the process answered without a step")
     seen = found.get("observation")

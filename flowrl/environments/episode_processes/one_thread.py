@@ -8,16 +8,16 @@ import time
 
 
 def num_threads() -> int:
-    """The kernel's number, which has those that libraries have started."""
+    """The kernel's number of threads, which includes those that libraries have started."""
     return len(os.listdir("/proc/self/task"))
 
 
 def one_thread_left(within_s: float) -> bool:
-    """Wait for the ends of all threads but this one, at most so long. Whether all have ended."""
+    """Wait at most `within_s` for all threads but this one to end. Returns whether all have ended."""
     until_s = time.monotonic() + within_s
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         if not isinstance(thread, threading._DummyThread):  # one that Python did not start, and cannot join
             thread.join(max(0.0, until_s - time.monotonic()))
     while num_threads() > 1 and time.monotonic() < until_s:
-        time.sleep(0.001)  # nothing tells when a thread that was joined has left the kernel
+        time.sleep(0.001)  # there is no event for a joined thread leaving the kernel
     return num_threads() == 1

@@ -1,4 +1,4 @@
-"""What a process prints: read as it comes, the end of it kept for the texts of errors."""
+"""Reads what a process prints as it arrives, and keeps the end of it for error texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Output:
     def __init__(self) -> None:
         self._end = b""
         self._source, self.target = os.pipe()
-        """`target` is for the process; call `handed_over` when it has it."""
+        """`target` is for the process; call `handed_over` when the process has it."""
         os.set_blocking(self._source, False)
         asyncio.get_running_loop().add_reader(self._source, self._read)
 
@@ -26,7 +26,7 @@ class Output:
             self.target = -1
 
     def _read(self) -> bool:
-        """Take what is there; false if there is nothing more for now."""
+        """Read what has arrived; False if there is nothing more for now."""
         try:
             found = os.read(self._source, READ_BYTES)
         except BlockingIOError:
@@ -37,9 +37,9 @@ class Output:
         return bool(found)
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines, "" if nothing was printed. Of a process that has ended they are complete."""
+        """The last lines; "" if nothing was printed. They are complete if the process has ended."""
         if self._source >= 0:
-            for _ in range(KEPT_BYTES):  # a process that goes on printing is not followed for ever
+            for _ in range(KEPT_BYTES):  # bounded, because the process may keep printing
                 if not self._read():
                     break
         return "\n".join(self._end.decode(errors="replace").rstrip().splitlines()[-lines:])
@@ -59,5 +59,5 @@ class Output:
 
 
 def with_tail(text: str, tail: str) -> str:
-    """A text, and after it what was printed last."""
+    """A text, followed by what was printed last."""
     return f"{text}; its last output:\n{tail}" if tail else text

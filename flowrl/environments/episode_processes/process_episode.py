@@ -1,4 +1,4 @@
-"""An episode whose environment is in a process apart from this one."""
+"""An episode whose environment is in a separate process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from flowrl.environments.protocol import Action, Step
 
 
 class ProcessEpisode(OpenEpisode):
-    """`process` plays it. `keep` gets the process if it plays another one after this; None: it ends with this one.
+    """An episode that `process` plays. `keep` gets the process afterwards if it can play another one; None: the process
+    ends with this episode.
 
-    `left` is called where it could not play another one, because of what the episode left.
+    `left` is called if the process cannot play another episode because of what this one has left.
     """
 
     def __init__(

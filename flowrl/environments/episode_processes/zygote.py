@@ -1,8 +1,8 @@
-"""The caller's side of the zygote: starts it, has it fork and kill, and learns of exits.
+"""The caller's side of the zygote: starts it, makes it fork and kill, and receives its reports of exits.
 
 Waits: `start` for the import, ended by its limit or the zygote's death; `Birth.exited` for the zygote's report, ended
-by the zygote's death. A zygote that neither takes nor reports anything within KILLED_WITHIN_S, while it is to kill an
-episode or messages wait for it, is taken for dead and killed: its children have it as their parent-death signal.
+by the zygote's death. A zygote that neither takes nor reports anything within KILLED_WITHIN_S, while it has to kill an
+episode or messages wait for it, counts as dead and is killed: its children then get their parent-death signal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from flowrl.environments.episode_processes.output import Output, with_tail
 from flowrl.errors import ConfigError
 
 MESSAGE_BYTES = 1 << 16
-"""A control message is shorter."""
+"""Control messages are shorter than this."""
 KILLED_WITHIN_S = 10.0
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Libraries that start threads when they are imported, unless these say 1."""
+"""Variables that keep libraries from starting threads at import if they are 1."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Exit:
     """Negative for a signal; None if it is not known."""
     text: str = ""
     event: str = ""
-    """What has ended all processes of that time, if that is why it ended."""
+    """The event that ended all processes of that time, if it has ended this process."""
 
 
 class Birth:
@@ -59,7 +59,7 @@ class ZygoteClient:
         self._name, self._memory_bytes, self._start_s = name, memory_bytes, start_s
         self._births: dict[int, Birth] = {}
         self._killed: set[int] = set()
-        """Numbers of those that are to be killed and have not been reported."""
+        """Numbers of the processes that are to be killed and whose exit has not been reported."""
         self._numbers = 0
         self.output = Output()
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,20 +67,20 @@ class ZygoteClient:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
-        """Messages for which the socket had no room, each with descriptors of our own."""
+        """Messages for which the socket had no room, each with its own copies of the descriptors."""
         self._moved_s = 0.0
-        """When the zygote last took or reported something."""
+        """When the zygote last took a message or reported something."""
         self._watch: asyncio.TimerHandle | None = None
-        """Set while the zygote has to move."""
+        """Set while the zygote has to take a message or report something."""
         self.dead = False
 
     @property
     def pid(self) -> int | None:
-        """The zygote's."""
+        """The zygote's pid; None before it is started."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start it and wait for the import. Raises ConfigError if the name is a user's mistake."""
+        """Start the zygote and wait for its import. Raises ConfigError for a mistake of the user in the name."""
         try:
             await self._spawn()
             async with asyncio.timeout(self._start_s):
@@ -120,7 +120,7 @@ class ZygoteClient:
         return birth
 
     def kill(self, birth: Birth) -> None:
-        """Have an episode's process and its group killed; `birth.exited` says when they are gone."""
+        """Have an episode's process and its group killed; `birth.exited` is done when they are gone."""
         if birth.exited.done():
             return
         self._send({"kill": birth.number})
@@ -128,7 +128,7 @@ class ZygoteClient:
         self._expect()
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send it, or as soon as the socket has room: many episodes may begin and end at once."""
+        """Send the message now, or as soon as the socket has room: many episodes may begin and end at once."""
         packed = msgpack.packb(message)
         try:
             if not self._unsent:
@@ -136,7 +136,7 @@ class ZygoteClient:
                 return
         except BlockingIOError:
             pass
-        except OSError:  # it is dead
+        except OSError:  # the zygote is dead
             self.kill_now()
             return
         if not self._unsent:
@@ -161,7 +161,8 @@ class ZygoteClient:
         asyncio.get_running_loop().remove_writer(self._control.fileno())
 
     def _expect(self) -> None:
-        """From now on the zygote has to move until it has nothing to take and nothing to kill."""
+        """From now on the zygote has to take or report something in time, until it has no message to take and nothing
+        to kill."""
         if self._watch is None and not self.dead:
             self._moved_s = time.monotonic()
             self._watch = asyncio.get_running_loop().call_later(KILLED_WITHIN_S, self._look)
@@ -184,7 +185,7 @@ class ZygoteClient:
         self._on_death()
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """End it, and with it all episodes. Returns when all of them are gone."""
+        """End the zygote, and with it all episodes. Returns when all of them are gone."""
         if at_once:
             self.kill_now()
         self._shut()
@@ -223,21 +224,22 @@ class ZygoteClient:
             birth.exited.set_result(Exit(report["status"], report["text"]))
 
     def _on_death(self) -> None:
-        """All episodes have it as their parent-death signal. Their groups have not."""
+        """Every episode's process dies with the zygote by its parent-death signal. Its group does not, and is killed
+        here."""
         self.dead = True
         self._shut()
         births, self._births = self._births, {}
         self._killed.clear()
         for birth in births.values():
             if birth.pid is not None:
-                # Pids are given out in a circle, so this number is still the group's, or nobody's.
+                # Pids are assigned cyclically, so this number still belongs to the group, or to nothing.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(birth.pid, signal.SIGKILL)
             birth.exited.set_result(Exit(None, "the process that starts episodes ended", f"zygote {self.pid}"))
         if not self._ready.done():
             text = f"environment {self._name!r}: its process ended while it imported the package"
             self._ready.set_exception(ConfigError(with_tail(text, self.output.tail())))
-            self._ready.exception()  # nobody may be waiting for it
+            self._ready.exception()  # mark it as retrieved: there may be no waiter
         self.output.tail()
         self.output.close()
 
@@ -261,5 +263,5 @@ def _variables() -> dict[str, str]:
         **dict.fromkeys(ONE_THREAD, "1"),
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when it is imported
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "PYTHONHASHSEED": "0",  # the order of a set is part of what the same seed has to repeat
+        "PYTHONHASHSEED": "0",  # the same seed has to repeat the order of sets
     }

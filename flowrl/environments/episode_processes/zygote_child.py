@@ -1,14 +1,14 @@
-"""The zygote: a process with one thread that has imported an environment's package, and forks a process an episode.
+"""The zygote: a process with one thread that has imported an environment's package and forks the processes of episodes.
 
-Control messages arrive over one socket, a message each. `fork` carries the ends of the episode's connection and of its
-output; `kill` names an episode. What it reports: `forked` with the pid; `exited` with the status, when the episode's
-process, its group and whatever it left behind are gone.
+Control messages arrive over one socket, one message in each packet. `fork` carries the ends of the episode's connection
+and of its output; `kill` names an episode. The zygote reports `forked` with the pid, and `exited` with the status when
+the episode's process, its group and everything that it left behind are gone.
 
 An episode's process adopts its orphans while it lives, and the zygote does after that. So a child of the zygote that is
-no episode was left by one that has ended, and is killed.
+no episode's process was left by one that has ended, and is killed.
 
-Waits: for messages, deaths of children and SIGTERM alike; ended by the end of the socket too. When the caller is gone,
-or its thread has ended (SIGTERM, asked for as its parent-death signal), the zygote kills all episodes and ends.
+Waits: for messages, deaths of children, SIGTERM and the end of the socket, all at once. When the caller is gone, or its
+thread has ended (SIGTERM, requested as the parent-death signal), the zygote kills all episodes and ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     except ConfigError as problem:
         control.send(msgpack.packb({"refused": str(problem)[: MESSAGE_BYTES // 8]}))
         return
-    seed_global_state(0)  # the generators of numpy and torch are loaded at their first use: here, once for all episodes
+    seed_global_state(0)  # numpy and torch load their generators at first use: here, once for all episodes
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, the pages of every object
     adopt_orphans()
@@ -84,7 +84,7 @@ class Zygote:
         self._told_to_end = True
 
     def serve(self) -> None:
-        """Until the caller is gone."""
+        """Serve until the caller is gone."""
         with selectors.DefaultSelector() as selector:
             for source in (self._control.fileno(), self._wakeup):
                 selector.register(source, selectors.EVENT_READ)
@@ -107,7 +107,7 @@ class Zygote:
         self._end_orphans()
 
     def _receive(self, selector: selectors.BaseSelector) -> bool:
-        """Do what one message asks for. False: the caller is gone."""
+        """Do what one message asks for. Returns False if the caller is gone."""
         message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 2)
         if not message:
             return False
@@ -136,7 +136,7 @@ class Zygote:
         for descriptor in descriptors:
             os.close(descriptor)
         if pid > 0:
-            with suppress(OSError):  # the child has done it, or ended
+            with suppress(OSError):  # the child has done this itself, or has ended
                 os.setpgid(pid, pid)
             self._episodes[pid] = episode
             self._send({"forked": episode, "pid": pid})
@@ -147,7 +147,8 @@ class Zygote:
                 self._report_exit(ended)
 
     def _report_exit(self, ended: Any) -> None:
-        """Until `waitpid` nobody else gets the pid, so the process group that is killed is the episode's."""
+        """Kill the group of a child that has ended, reap the child, and report its exit. The pid is not reused before
+        `waitpid`, so the group that is killed is the child's."""
         pid: int = ended.si_pid
         episode = self._episodes.pop(pid, None)
         with suppress(ProcessLookupError):
@@ -158,9 +159,9 @@ class Zygote:
             self._send({"exited": episode, "status": status, "text": ""})
 
     def _end_orphans(self) -> None:
-        """A killed orphan's children become the zygote's before its end is reported.
+        """Kill and reap orphans. A killed orphan's children become the zygote's before its own end is reported.
 
-        Where the kernel does not tell the children, orphans that left their group are not found.
+        If the kernel does not list children, orphans that have left their group are not found.
         """
         while orphans := [pid for pid in child_pids() if pid not in self._episodes]:
             for pid in orphans:
@@ -173,7 +174,7 @@ class Zygote:
 
 
 def _kill(pid: int) -> None:
-    """A child and its group; a child that has no group of its own yet is alone."""
+    """Kill a child and its group, or only the child if it has no group of its own yet."""
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""A limit of time for a synchronous function: an alarm that raises inside of it.
+"""A time limit for a synchronous function: an alarm that raises an exception inside it.
 
-The function runs in the main thread of the episode's process. So it leaves nothing behind when its time is over; a
-thread that is given up would go on beside the next call, with the same objects, and a loop in it would keep the
-interpreter busy. What the alarm cannot end is code that never returns to the interpreter, or that catches every
-exception for ever; `step_s` then ends the process, and the attempt is void.
+The function runs in the main thread of the episode's process. So it leaves nothing behind when its time is over. A
+thread that is given up would instead continue during the next call, with the same objects, and a loop in it would keep
+the interpreter busy. The alarm cannot end code that never returns to the interpreter, or that keeps catching every
+exception; `step_s` then ends the process, and the attempt is void.
 
 A function that sets SIGALRM itself, as some packages do for limits of their own, switches this limit off.
 """
@@ -18,11 +18,11 @@ from types import FrameType
 from typing import Any
 
 AGAIN_S = 1.0
-"""After which the alarm is repeated, where the function has caught it."""
+"""Seconds after which the alarm is repeated, in case the function has caught it."""
 
 
 class OutOfTime(BaseException):
-    """Raised inside the function. It is no Exception, so that the function's own handlers let it pass."""
+    """Raised inside the function. It does not derive from Exception, so the function's own handlers let it pass."""
 
 
 def within(limit_s: float, function: Callable[[], Any]) -> Any:

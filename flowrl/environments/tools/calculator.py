@@ -1,7 +1,8 @@
 """The tool `calculator`: arithmetic in bounded time and memory.
 
-An expression is parsed with `ast` and never executed as code. Whole numbers are exact, and a quotient of two is whole
-where it can be. Before each operation its result is bounded by the sizes of the operands.
+An expression is parsed with `ast` and never executed as code. Whole numbers are exact, and the quotient of two is whole
+if the division has no remainder. All operands and results are bounded; a power that is certainly too large is refused
+before it is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flowrl.environments.tools.tool import ToolError
 
 MOST_CHARACTERS = 1000
 MOST_BITS = 10_000
-"""Most bits of a whole number: some 3,000 digits, which Python still prints."""
+"""Maximum bits of a whole number: some 3,000 digits, which Python still prints."""
 DIGITS = 15
 """Significant digits of a number that is not whole."""
 
@@ -76,7 +77,7 @@ def _power(a: Number, b: Number) -> Number:
     if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > 2 * MOST_BITS:
         raise ToolError(
             TOO_LARGE
-        )  # a number of n bits to the power of b has more than (n - 1) * b, half of n * b or more
+        )  # n bits to the power of b give more than (n - 1) * b bits, which is at least half of n * b
     power = a**b
     if isinstance(power, complex):
         raise ToolError(f"{a} ** {b} is no real number.")
@@ -92,4 +93,4 @@ OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-"""Operands are bounded, so all but a power are quick, and have twice their bits at most."""
+"""Operands are bounded, so all operations but a power are quick, and their results have at most twice the bits."""

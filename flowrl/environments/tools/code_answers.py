@@ -1,12 +1,12 @@
 """The verifier of `check=code`: runs the program of a response in a sandbox, against the tests of the row's answer.
 
-Every response has an interpreter of its own (`sandbox`), which has no network and sees no files but Python's own. The
-program runs first, then each test. A test has passed if its code came to its end, which a text shows that is drawn for
-this test and that the program has never seen; where outputs are compared, they are compared outside.
+Every response has its own interpreter (`sandbox`), which has no network and sees no files but Python's own. The program
+runs first, then each test. A test has passed if its code ran to its end. This is shown by a printed text that is drawn
+at random for this test and that the program has never seen. Outputs are compared outside the sandbox.
 
-What a program does is its own matter: if it raises, exits, takes too long, too much memory or too many processes, it
-has failed, and nothing of it is left. It shares an interpreter with its tests, as in other such harnesses: a program
-that is written to take this one apart can make asserts pass. Outputs it cannot fake.
+A program that raises, exits, or takes too much time, too much memory or too many processes has failed, and nothing of
+it is left. As in other such harnesses, a program shares an interpreter with its tests: one that is written to attack
+the harness can make asserts pass. It cannot fake outputs.
 
 Waits: for the interpreter, at most `case_s` for a test and `total_s` for a response (`flowrl.tasks.checks.code_tests`).
 A test that takes longer ends the response.
@@ -37,7 +37,7 @@ from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tes
 T = TypeVar("T")
 MEMORY_BYTES = 512 << 20
 OUTPUT_BYTES = 1 << 20
-"""Most bytes that a program may print beyond what it has to print."""
+"""Maximum bytes that a program may print beyond what it has to print."""
 STREAMS = """
 def _set_streams():
     import os, sys
@@ -51,15 +51,16 @@ def _set_streams():
 _set_streams()
 del _set_streams
 """
-"""Standard input is a file, as programs expect that read its buffer or its descriptor; errors are not output."""
+"""Standard input is a file, as expected by programs that read its buffer or its descriptor. Standard error is
+discarded."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of one program."""
+    """The result of one program."""
 
     passed: float = 0.0
-    """Share of its tests."""
+    """Share of its tests that passed."""
     timed_out: bool = False
 
 
@@ -98,7 +99,7 @@ def judged_in(
 code = partial(judged_in, "namespaces")
 """The verifier of check=code."""
 code_without_namespaces = partial(judged_in, "limits")
-"""The same where user namespaces are not allowed: programs may then read files and use the network."""
+"""The same for machines that do not allow user namespaces: programs may then read files and use the network."""
 WITHOUT_NAMESPACES = f"{__name__}:code_without_namespaces"
 
 
@@ -130,7 +131,7 @@ async def tried(
     case_s: float = CASE_S,
     total_s: float = TOTAL_S,
 ) -> Tried:
-    """Run a program and its tests. Raises ConfigError if this machine does not let a sandbox be built."""
+    """Run a program and its tests. Raises ConfigError if this machine does not allow a sandbox."""
     passed = 0
     try:
         async with asyncio.timeout(total_s):
@@ -145,7 +146,8 @@ async def tried(
 
 
 async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s: float) -> int:
-    """The number of pieces that came to their end. Raises TimeoutError if one, or the program itself, takes longer."""
+    """The number of pieces that ran to their end. Raises TimeoutError if one, or the program itself, exceeds
+    `case_s`."""
     passed = 0
     async with _interpreter(kind) as interpreter:
         try:
@@ -163,7 +165,7 @@ async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s
 
 
 async def _prints(kind: SandboxKind, setup: str, program: str, given: str, needed: str) -> bool:
-    """Whether the program prints what it has to; blanks at the ends of lines and of the whole do not count."""
+    """Whether the program prints what it has to; blanks at the ends of lines and around the whole text are ignored."""
     async with _interpreter(kind, output_bytes=len(needed.encode(errors="replace")) + OUTPUT_BYTES) as interpreter:
         try:
             prepared = await interpreter.run(f"{STREAMS.format(given=given)}\n{setup}\npass")
@@ -179,7 +181,7 @@ def _lines(text: str) -> list[str]:
 
 @asynccontextmanager
 async def _interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -> AsyncIterator[SandboxProcess]:
-    """The sandbox of one program, ended with all that it has started when the context is left."""
+    """The sandbox of one program. When the context is left, it ends with everything that it has started."""
     process = None
     try:
         process = SandboxProcess(SandboxSettings(kind, memory_bytes=MEMORY_BYTES, output_bytes=output_bytes), seed=0)
@@ -187,8 +189,8 @@ async def _interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -
         yield process
     except SandboxRefused as problem:
         raise ConfigError(
-            f"check=code cannot shut programs in here ({problem}); allow user namespaces on this machine, or accept "
-            "programs that can read files and use the network, with "
+            f"check=code cannot isolate programs on this machine ({problem}); allow user namespaces there, or "
+            "accept programs that can read files and use the network, with "
             f"--task.reward {WITHOUT_NAMESPACES}"
         ) from None
     finally:
@@ -197,7 +199,7 @@ async def _interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, run in this thread, or in another one where this one has a running event loop."""
+    """The result of `work`, which runs in this thread, or in another one if this thread has a running event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

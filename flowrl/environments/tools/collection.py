@@ -1,7 +1,7 @@
 """`Tools`: functions that a policy may call, described and executed.
 
-What the policy does wrong comes back to it as text: an unknown name, arguments that do not fit, a function that raises
-or takes too long. None of it is a failure of the environment.
+The policy gets a text as the answer to an unknown name, to arguments that do not fit, and to a function that raises or
+takes too long. None of these is a failure of the environment.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flowrl.errors import ConfigError
 from flowrl.tasks.user_module import one_line
 
 SHOWN = 60
-"""Characters of a name or value of the policy's that are repeated to it."""
+"""The most characters of a name or value from the policy that are repeated to it."""
 
 
 class Tools:
-    """`Tools([search, calculator], call_s=5.0)`; of several collections, `Tools([*some, *others])`.
+    """`Tools([search, calculator], call_s=5.0)`; `Tools([*some, *others])` joins several collections.
 
     Functions are synchronous or `async def`; see `alarm` for how a synchronous one is ended. A result that is no text
     becomes JSON. Raises ConfigError for a function that its hints and docstring do not describe.
 
-    What is a `ToolSource` has its tools in `session` alone, which every episode enters for itself.
+    The tools of a `ToolSource` exist only in `session`, which every episode enters for itself.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Tools:
         call_s: float = CALL_S,
         observation_bytes: int = OBSERVATION_BYTES,
     ) -> None:
-        """`call_s` limits a call's time, `observation_bytes` its text, whose middle is then cut."""
+        """`call_s` limits a call's time, `observation_bytes` its text: the middle of a longer one is cut out."""
         if not call_s > 0:
             raise ConfigError(f"call_s of tools is {call_s}; it has to be above 0")
         if observation_bytes < LEAST_BYTES:
@@ -73,14 +73,14 @@ class Tools:
 
     @property
     def descriptions(self) -> tuple[Mapping[str, Any], ...]:
-        """One for each tool, in the form of OpenAI's API, as `Observation.tools` takes them."""
+        """The description of each tool, in the form of OpenAI's API, as `Observation.tools` takes them."""
         if self._sources:
             names = ", ".join(source.name for source in self._sources)
             raise ConfigError(f"what {names} offers is known in an episode: use `async with tools.session(seed)`")
         return tuple(tool.description.as_json for tool in self._tools.values())
 
     def check(self) -> None:
-        """Try what sessions need. Raises ConfigError. Not for use in an event loop."""
+        """Try everything that sessions need. Raises ConfigError. Not for use in an event loop."""
         for source in self._sources:
             source.check()
 
@@ -95,7 +95,7 @@ class Tools:
     async def execute(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
         """Make the call, within the tool's own limit and `limit_s`.
 
-        Raises nothing that the call can lead to, but EnvironmentFailed when what is behind the tool has failed.
+        Errors of the call become a result. Raises EnvironmentFailed only if what is behind the tool has failed.
         """
         tool = self._tools.get(call.name)
         if tool is None:
@@ -158,7 +158,7 @@ def _as_text(result: Any) -> str:
 def _arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[str, Any]:
     """The function's keyword arguments; those with a default may be missing. Raises ToolError that says what is wrong.
 
-    They are checked as JSON, where there are lists and no tuples.
+    They are checked as JSON, which has lists but no tuples.
     """
     try:
         if description.model is None:

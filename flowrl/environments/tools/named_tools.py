@@ -21,8 +21,8 @@ PLUS_OUTSIDE_QUOTES = re.compile(r"""\+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""")
 
 
 def named_tools(text: str) -> Tools:
-    """The tools of names joined by `+` outside of quotes, as `calculator+tools.py:search`. A user's name is of a
-    function, of a `ToolSource`, of a list of these, or of `Tools`. Raises ConfigError."""
+    """The tools of names that are joined by `+` outside quotes, as in `calculator+tools.py:search`. A user's name
+    refers to a function, a `ToolSource`, a list of these, or `Tools`. Raises ConfigError."""
     return Tools([tool for name in PLUS_OUTSIDE_QUOTES.split(text) for tool in _named(name.strip())])
 
 
@@ -64,4 +64,4 @@ BUILT_IN: Mapping[str, Callable[[str], ToolSource | Callable[..., Any]]] = {
     "mcp": McpServer,
     "python": _python,
 }
-"""What makes the tool, given what follows the colon after its name."""
+"""Name -> function that makes the tool from the text after the colon."""

@@ -1,4 +1,4 @@
-"""One tool: a function that a policy may call, and what a call of it came to."""
+"""One tool: a function that a policy may call, and the result of a call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OBSERVATION_BYTES = 65536
 
 
 class ToolError(Exception):
-    """Raised by a tool to answer with this text alone, as for a question that has no answer."""
+    """Raised by a tool to answer with only this text, for example to a question that has no answer."""
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the policy is told about its call."""
+    """What the policy is shown about its call."""
 
     text: str
     failed: bool = False

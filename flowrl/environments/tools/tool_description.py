@@ -2,7 +2,7 @@
 
 The docstring's text is the tool's description; a section `Args:` with lines `name: text` describes the arguments.
 pydantic makes the schema, and checks the arguments of a call against it as strictly as JSON allows: a number in quotes
-is text. An optional argument is marked `nullable`, as transformers does, whose form chat templates are written for.
+is text. An optional argument is marked `nullable`, as transformers does: chat templates are written for its form.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ class ToolDescription:
     parameters: Mapping[str, Any]
     """JSON Schema of an object."""
     model: type[BaseModel] | None
-    """None where whoever executes the call checks them."""
+    """None if the server that executes the call checks the arguments."""
 
     @property
     def as_json(self) -> Mapping[str, Any]:
-        """In the form of OpenAI's API."""
+        """The description in the form of OpenAI's API."""
         function = {"name": self.name, "description": self.text, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 def describe(function: Callable[..., Any]) -> ToolDescription:
-    """Raises ConfigError that names the function, if its name, docstring or hints do not describe it."""
+    """The description of `function`. Raises ConfigError, which names it, if its name, docstring or hints are not
+    enough."""
     name = getattr(function, "__name__", repr(function))
     if not (inspect.isfunction(function) or inspect.ismethod(function)) or not NAME.fullmatch(name):
         raise ConfigError(
@@ -110,7 +111,7 @@ def _undescribed(name: str, why: str) -> ConfigError:
 
 
 class _Form(GenerateJsonSchema):
-    """Without titles, and with `nullable` in place of a choice between a type and null."""
+    """A schema without titles, and with `nullable` in place of a choice between a type and null."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

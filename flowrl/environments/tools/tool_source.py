@@ -11,7 +11,7 @@ from flowrl.environments.tools.tool import Tool
 
 
 class ToolSource(ABC):
-    """What opens tools for one episode, as an interpreter of its own or a session with a server."""
+    """Opens tools for one episode, such as an interpreter of its own or a session with a server."""
 
     replays: ClassVar[bool] = True
     """The same calls in a new session give the same answers, and may be made again."""
@@ -19,7 +19,7 @@ class ToolSource(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """How texts name it."""
+        """Its name in texts for the user."""
 
     @abstractmethod
     def check(self) -> None:
@@ -29,5 +29,6 @@ class ToolSource(ABC):
     def session(self, seed: int) -> AbstractAsyncContextManager[Sequence[Tool]]:
         """The tools of one episode, whose row has this seed.
 
-        Entering and calling raise EnvironmentFailed for what the policy has not done; a ToolError is for the policy.
+        Entering, and calling a tool, raise EnvironmentFailed for failures that the policy has not caused; a ToolError
+        is an answer to the policy.
         """

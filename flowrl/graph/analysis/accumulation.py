@@ -1,7 +1,7 @@
-"""Which batchers send their batches in pieces, because every trainer behind them begins before a batch is whole.
+"""Which batchers send their batches in pieces, because every trainer that they feed begins before a batch is whole.
 
-That changes rounding and nothing else; where it would, or where nothing is gained, the batch comes whole, for the
-reason that `flowrl check` prints.
+Pieces change only rounding. If they would change anything else, or if nothing would be gained, the batch is sent whole,
+and `flowrl check` prints the reason.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from flowrl.messages import Batch
 
 
 def in_pieces(graph: Graph) -> tuple[str, ...]:
-    """The names of these batchers."""
+    """The names of the batchers that send batches in pieces."""
     senders = dict.fromkeys(owner(edge.out) for edge in _batch_edges(graph))
     return tuple(name for name in senders if not _why_not(graph, name))
 
 
 def piece_problems(graph: Graph) -> Iterator[str]:
-    """Trainers that are told to accumulate, and cannot."""
+    """Trainers that are set to accumulate but cannot."""
     for trainer, why in _whole(graph, "on"):
         yield f"node {trainer}: accumulate is 'on', but batches come whole, because {why}; set it to 'auto' or 'off'"
 
@@ -31,11 +31,11 @@ def piece_notes(graph: Graph) -> Iterator[str]:
         if name in whole:
             yield f"{name}: it begins when a batch is whole: {whole[name]}"
         elif node.facts().accumulate in ("auto", "on"):
-            yield f"{name}: it accumulates gradients of a batch's groups while the others are on their way"
+            yield f"{name}: it accumulates gradients of a batch's groups before the others have arrived"
 
 
 def _whole(graph: Graph, choice: str) -> Iterator[tuple[str, str]]:
-    """(trainer, why its batches come whole) for those with this choice."""
+    """(trainer, why its batches come whole) for trainers whose `accumulate` is `choice`."""
     for edge in _batch_edges(graph):
         trainer = owner(edge.into)
         if graph.nodes[trainer].facts().accumulate == choice and (why := _why_not(graph, owner(edge.out))):
@@ -60,7 +60,7 @@ def _taken_whole(graph: Graph, edge: Edge) -> str:
     if facts.whole_batches:
         return facts.whole_batches
     others = [other for names in graph.time_shared if name in names for other in names if other != name]
-    return f"it uses its devices in turns with {others[0]}" if others else ""
+    return f"it shares its devices in time with {others[0]}" if others else ""
 
 
 def _batch_edges(graph: Graph) -> list[Edge]:

@@ -3,7 +3,7 @@
 A sample's state depends on all paths that it takes. So for every port the run has to know which trainers are
 downstream, and how many copies of a sample a node that counts samples (a group, a join, a batch) receives in all.
 If a path splits at several Out ports of one node, every port delivers one thing for each sample: the message, or a
-tombstone if the node sent it elsewhere. So the number of paths is the number of arrivals.
+tombstone if the node sent the message elsewhere. So the number of paths is the number of arrivals.
 
 Only queue edges carry samples. They form no cycle in a graph that passes the check.
 """
@@ -174,7 +174,7 @@ class Branches:
         return paths
 
     def _apart(self, name: str) -> list[Port]:
-        """The In ports of a node; of joined ports only the first."""
+        """The In ports of a node, but only the first one of joined ports."""
         node = self._graph.nodes[name]
         joined = node.facts().joins[1:]
         return [port for port in node.ports.values() if isinstance(port, In) and port.name not in joined]

@@ -1,10 +1,11 @@
 """`flowrl check`: runs all ten checks and reports all findings at once, without Ray or weights.
 
 Each finding is complete on its own: what was found, what was needed, with node and port, and the
-change that fixes it. torch is loaded only if a node tries a loss function of the user's.
+change that fixes it. torch is loaded only if a node tries a user's loss function.
 
-1 types, 2 unconnected ports, 8 dispatch, calls, adapters: edge_rules. 3 cycles, 4 feedback, 6 lineage: flow_rules.
-5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings: size_rules. Quantized engines: quantized_rules.
+The checks by module. edge_rules: 1 types, 2 unconnected ports, 8 dispatch, calls, adapters. flow_rules: 3 cycles,
+4 feedback, 6 lineage. size_rules: 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings. quantized_rules:
+quantized engines.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Report:
     warnings: tuple[str, ...]
     plan: Plan
     notes: tuple[str, ...] = ()
-    """What nodes say of their settings."""
+    """The nodes' notes on their settings."""
     residents: tuple[Resident, ...] = ()
     """The processes whose memory is known."""
     devices: tuple[DeviceUse, ...] = ()
     machines: tuple[MachineUse, ...] = ()
 
     too_large: bool = False
-    """Whether all that is wrong is that it asks for more GPUs, cores or memory than there are."""
+    """Whether the only problem is that the graph asks for more GPUs, cores or memory than the cluster has."""
 
     @property
     def ok(self) -> bool:
@@ -101,7 +102,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from size_rules.group_problems(graph)
     yield from size_rules.model_problems(graph)
     yield from size_rules.layout_problems(graph)
-    if not loose:  # an unconnected port is the cause of whatever else is missing on a path
+    if not loose:  # an unconnected port would be the cause of anything that these checks find missing on a path
         yield from flow_rules.feedback_problems(graph)
         yield from size_rules.ticket_problems(graph, numbers)
         yield from size_rules.trainer_problems(graph, plan)

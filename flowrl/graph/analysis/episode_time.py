@@ -1,9 +1,9 @@
-"""How long a step takes at least, by the time that its episodes take on average, where the user has estimated that.
+"""The least time of a step, from the user's estimate of the average time of an episode.
 
 A batch is P·K episodes, and there are tickets for (S + 1) batches. If an episode takes T seconds and an update U, a
-ticket is away for T + U, so a step takes (T + U) / (S + 1), or U if that is longer: never less than T / (S + 1). The
-trainer waits for episodes where S·U < T: S batches are played while one is trained. With room for E episodes at a time
-a step takes P·K·T / E or more (Little's law), which is the longer one if E is less than the tickets allow.
+ticket is in use for T + U, so a step takes (T + U) / (S + 1), or U if that is longer: never less than T / (S + 1). The
+trainer waits for episodes if S·U < T, because S batches are played while one is trained. With room for E episodes at a
+time, a step takes P·K·T / E or more (Little's law). This bound is the larger one if E is less than the tickets allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EpisodeTime:
 
     @property
     def admitted(self) -> int:
-        """Episodes that there are tickets for."""
+        """The number of episodes for which there are tickets."""
         return (self.ahead + 1) * self.batch
 
     @property
@@ -42,12 +42,12 @@ class EpisodeTime:
 
     @property
     def update_s(self) -> float | None:
-        """With a shorter update the trainer waits for episodes; None: it waits at every step."""
+        """If an update is shorter than this, the trainer waits for episodes. None: the trainer waits at every step."""
         return max(self.seconds / self.ahead, self.step_s) if self.ahead else None
 
 
 def notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """The time of a step, for each node whose episodes have an expected one."""
+    """The time of a step, for each node whose episodes have an expected time."""
     for one in _times(graph, numbers):
         step = (
             f"{one.node}: {one.places} episodes of {one.seconds:g} s at a time (limits.expected_s) give "

@@ -1,8 +1,8 @@
 """Which of the free GPUs a process, or the ranks of a gang, get: those with the fastest links between them. Pure.
 
-A set of GPUs is as good as its worst link (NVLink, one NUMA node, several), then as the sum of its links, then as what
-it leaves: it should break few links of the others. What is equally good is decided by plain order, so that on a machine
-where every GPU reaches every other in the same way the numbers are those of a machine that is not known.
+Sets of GPUs are compared first by their worst link (NVLink, one NUMA node, several nodes), then by the sum of their
+links, then by their links to the free GPUs that are left: these should be few and slow. Ties are decided by plain
+order. So on a machine where all links are equal, the choice is the same as on a machine whose links are not known.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from math import comb
 from flowrl.graph.gpu_links import NVLINK, GpuLinks
 
 MOST_SETS = 2000
-"""Sets that are compared one by one; of more, those that grow from each GPU by its best links."""
+"""If there are at most this many sets, all are compared; if more, only those that grow from each GPU by its best
+links."""
 
 
 def neighbours(free: Sequence[int], count: int) -> list[int]:
-    """`count` of the free devices: a block that starts at a multiple of its size, if there is one, then any block, then
-    the first ones. Devices with neighbouring numbers usually have the fastest link and the same memory."""
+    """`count` of the free devices: a block of consecutive numbers that starts at a multiple of its size if there is
+    one, else any block, else the first devices. Devices with neighbouring numbers usually have the fastest link and the
+    same memory."""
     there = set(free)
     blocks = [range(first, first + count) for first in free if there.issuperset(range(first, first + count))]
     aligned = [block for block in blocks if count and block[0] % count == 0]
@@ -29,9 +31,9 @@ def neighbours(free: Sequence[int], count: int) -> list[int]:
 def linked(
     links: GpuLinks, free: Sequence[int], count: int, *, near: Sequence[int] = (), further: int = 0
 ) -> list[int]:
-    """`count` of the free GPUs, those that are to be the next in a gang.
+    """Choose `count` of the free GPUs, for a process or for the next rank of a gang.
 
-    `near`: the GPUs of its ranks so far, the last one last. `further`: how many more of its ranks will need.
+    `near`: the GPUs of the gang's ranks so far, in their order. `further`: how many more GPUs its later ranks need.
     """
     size = min(len(free), count + further)
     if not count or size < count:
@@ -71,7 +73,7 @@ def _grown(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int])
 
 
 def _chain(links: GpuLinks, chosen: Sequence[int], near: Sequence[int]) -> list[int]:
-    """`chosen` in an order in which each has the best link to the one before: consecutive ranks exchange the most."""
+    """`chosen` in an order in which each GPU has the best link to the previous one: consecutive ranks exchange most."""
     left = sorted(chosen)
     chain = [*near[-1:]] or [left.pop(0)]
     begins = len(near[-1:])

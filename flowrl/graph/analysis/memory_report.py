@@ -1,4 +1,4 @@
-"""The memory of a graph as text: what every process takes by term, and who is on every device when."""
+"""The memory of a graph as text: what every process takes by term, and which replicas use every device when."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def process_rows(found: Sequence[Resident]) -> Iterator[tuple[str, ...]]:
 
 
 def device_rows(devices: Sequence[DeviceUse]) -> Iterator[tuple[str, ...]]:
-    """A row for each GPU: its memory, the most that is in it at once, and who is there when."""
+    """A row for each GPU: its memory, the most that is in it at once, and which replicas use it when."""
     for device in devices:
         has = gib(device.num_bytes) if device.num_bytes else "unknown"
         there = "; ".join(_there(resident) for resident in device.residents)

@@ -33,7 +33,7 @@ class Numbers:
     groups_per_batch: int | None = None
     """P"""
     ahead: int | None = None
-    """S: batches that admission may run ahead by."""
+    """S: the number of batches by which admission may run ahead."""
     tickets: int | None = None
     """(S + 1)·P, the most groups in flight; None without admission."""
     window: int | None = None
@@ -106,7 +106,7 @@ def _longest(facts: Iterable[Facts]) -> int | None:
 
 
 def longest_asked(graph: Graph, name: str) -> int | None:
-    """Tokens of the longest prompt or context that the node `name` has to continue; None if a node does not say."""
+    """Tokens of the longest prompt or context that the node `name` has to continue; None if a caller declares none."""
     askers = [
         graph.nodes[owner(edge.out)].facts()
         for edge in graph.edges

@@ -5,11 +5,11 @@ nodes that are `together` share one, replica by replica. Hosts of one `time_shar
 
 Invariant: a core or GPU belongs to one host, or to several that requested a part of it or use it alternately. The
 ranks of a gang are on different GPUs, because NCCL refuses two ranks on one.
-Where the machine's links are known, a process with several GPUs and the ranks of a gang get GPUs with the fastest links
-between them (`linked`), and every host cores beside its GPUs.
-If the class default of a gang does not fit, its ranks share one rank's cores, because they work in
-lockstep anyway. Anything else that does not fit is reported and not placed. Cores that are
-left go to hosts with GPUs.
+
+If the machine's links are known, a process with several GPUs, and the ranks of a gang, get GPUs with the fastest links
+between them (`linked`), and every host gets cores on the NUMA nodes of its GPUs. If a gang with its class's default
+number of cores does not fit, its ranks share one rank's cores, because they work in lockstep anyway. Anything else that
+does not fit is reported and not placed. Cores that are left go to hosts with GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flowrl.graph.machine import Cluster, Machine
 CORE = "core"
 ROUNDING = 1e-6
 MOST_SPARE = 15
-"""Cores of a GPU besides those that its hosts ask for; no process uses more."""
+"""The most cores that a GPU gets in addition to those that its hosts request; no process uses more."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HostPlan:
     gpus: tuple[int, ...] = ()
     """Indices of that machine's GPUs."""
     lease: str = ""
-    """Name of the lease under which hosts use the same devices alternately, "" if its devices are its own."""
+    """Name of the lease under which hosts use the same devices alternately, "" if the host does not share devices."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class Devices:
     ) -> DeviceSlot | None:
         """Take devices from the first machine that has enough, without the GPUs of `apart`; None if no machine has.
 
-        Close to those of `apart`, where `further` GPUs will join them; and cores beside them.
+        The GPUs are close to those of `apart` and leave room for `further` more GPUs close to them. The cores are on
+        the NUMA nodes of the GPUs, if these have enough.
         """
         used = [(slot.machine, gpu) for slot in apart for gpu in slot.gpus]
         for machine, cores_left, gpus_left in self._machines:
@@ -131,7 +132,7 @@ class Devices:
     def _cores(
         self, machine: int, left: dict[int, float], cpus: float, boards: Iterable[int]
     ) -> dict[int, float] | None:
-        """Cores of the NUMA nodes of those GPUs, if they have enough."""
+        """Cores of the NUMA nodes of the GPUs in `boards` if these have enough, else any free cores."""
         links = self.links.get(machine)
         beside = set() if links is None else {core for gpu in boards for core in links.cores[gpu]}
         local = {core: part for core, part in left.items() if core in beside}
@@ -187,10 +188,11 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
 
 
 def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
-    """The hosts; those with GPUs, and no number of cores that a user has set, also have cores that are left.
+    """The hosts. Those with at least one GPU, and without a number of cores set by the user, also get spare cores.
 
-    The cores that are left of a machine are divided among its GPUs and what has none, so that it does not matter for
-    one GPU whether the others are used. Hosts that use a GPU in turns use its cores in turns as well.
+    The spare cores of a machine are divided equally: one share for each GPU, and one for the processes without a GPU.
+    So the share of a GPU does not depend on whether the others are used. Hosts that use a GPU alternately also use its
+    cores alternately.
     """
     spare = {index: spare_cores(free.whole(index), machine) for index, machine in enumerate(cluster.machines)}
     for host in hosts:
@@ -203,7 +205,7 @@ def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cl
 
 
 def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:
-    """GPU -> its part of the free cores of its machine: an equal number for each, those beside it first."""
+    """GPU -> its part of the free cores of its machine: equally many for each, first those on the GPU's NUMA node."""
     size, left = min(MOST_SPARE, len(free) // (machine.gpus + 1)), list(free)
     found: list[list[int]] = [[] for _ in range(machine.gpus)]
     if machine.links is not None:

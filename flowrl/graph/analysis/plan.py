@@ -53,9 +53,9 @@ class CallPlan:
     caller_host: str
     server_host: str
     capacity: int
-    """Open requests at most."""
+    """The most open requests."""
     affinity_margin: int | None
-    """Open requests that a session's replica may have more than the one with the fewest; None: sessions move freely."""
+    """How many more open requests a session's replica may have than the one with the fewest; None: it moves freely."""
     types: tuple[str, ...]
     """Names of request and reply type."""
     transport: str
@@ -116,7 +116,7 @@ class Plan:
     homeless: tuple[str, ...] = ()
     """Hosts for which the cluster has no devices; none in a plan that runs."""
     stand_ins: tuple[str, ...] = ()
-    """The nodes that go on if they lose a replica (`stand_ins`)."""
+    """The nodes that continue if they lose a replica (`stand_ins`)."""
 
     def host_of(self, replica: str) -> HostPlan:
         """The host in which the node replica "reward/0" runs."""
@@ -289,7 +289,7 @@ def _weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPla
 def _at_once_on_gpus(trainer: HostPlan, reader: HostPlan) -> bool:
     """Whether both can take part in a broadcast: at the same time, and on different GPUs, as NCCL requires.
 
-    A reader in turns may have to wait for its devices, and their holder for the trainer.
+    A reader with time-shared devices may have to wait for them, while the node that holds them waits for the trainer.
     """
     apart = trainer.machine != reader.machine or not set(trainer.gpus) & set(reader.gpus)
     return bool(trainer.gpus and reader.gpus) and apart and not reader.lease

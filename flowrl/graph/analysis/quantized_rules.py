@@ -1,4 +1,5 @@
-"""Generators whose weights are quantized: the GPUs that they need, and what corrects that they are another policy."""
+"""Generators whose weights are quantized: the hardware that they need, and what corrects the gap to the trainer's
+policy."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from flowrl.graph.machine import Cluster
 
 
 def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Nodes on GPUs or CPUs that are known to lack what they compute with."""
+    """Nodes on GPUs or CPUs that are known to lack a capability that the node needs."""
     for host in plan.hosts:
         machine = cluster.machines[host.machine]
         has = machine.capability if host.gpus else 0.0
@@ -40,15 +41,16 @@ def gap_notes(graph: Graph) -> Iterator[str]:
 
 
 def gap_warnings(graph: Graph) -> Iterator[str]:
-    """Nodes that take the logprobs of a quantized generator for the trainer's."""
+    """Nodes that take the logprobs of a quantized generator for the trainer's, without a correction."""
     for name, gap, facts in _gaps(graph):
         if not facts.correction:
             yield f"{gap}, and {name} takes them for the trainer's without a correction; {facts.correct_by}."
 
 
 def _gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
-    """(node, its gap as a sentence, its facts) for those to which it matters who has sampled: what a generator has
-    sampled reaches them on a path on which nothing turns it into data."""
+    """(node, its gap as a sentence, its facts) for the nodes to which the gap matters: they get samples of a quantized
+    generator over a path on which no node makes data of them (`Facts.as_data`). A node that sends weights, but none to
+    this generator, is left out."""
     weights = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
     senders = {sender for sender, _ in weights}
     as_data = frozenset(name for name, node in graph.nodes.items() if node.facts().as_data)

@@ -35,7 +35,7 @@ def render(report: Report) -> str:
 
 
 def _notes(report: Report) -> Iterator[str]:
-    """What the nodes say of their settings, once for those that say the same."""
+    """The nodes' notes on their settings; a note that several nodes have is printed once."""
     said: dict[str, list[str]] = {}
     for note in report.notes:
         name, _, text = note.partition(": ")
@@ -45,7 +45,7 @@ def _notes(report: Report) -> Iterator[str]:
 
 
 def _memory(report: Report) -> Iterator[str]:
-    """What is where and when, for the processes whose model has a known size."""
+    """What takes memory where and when, for the processes whose model has a known size."""
     if not report.residents:
         return
     yield "\n  memory in GiB, predicted from sizes (docs/memory.md); host: checkpoints and published weights, too"

@@ -1,7 +1,8 @@
-"""Who is in the memory of every device, machine and /dev/shm, and whether it fits.
+"""Which replicas use the memory of every device, machine and /dev/shm, and whether it fits.
 
-A device in turns holds what its processes keep always, and of what they have in their turns the largest. Without turns
-all of it is there at the same time. What a process has on a device counts as memory of its machine if it has no GPU.
+A time-shared device holds what its processes always keep there, plus the largest of the amounts that they have there
+while they hold the lease. On any other device, all of this is there at the same time. If a process has no GPU, what it
+would have on a device counts as memory of its machine.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class DeviceUse:
 
     @property
     def peak(self) -> int:
-        """The most that is in it at the same time."""
+        """The most bytes that are in it at the same time."""
         return sum(resident.always for resident in self.residents) + sum(
             max(sizes) for sizes in self._by_lease().values()
         )
 
     def _by_lease(self) -> dict[str, list[int]]:
-        """Lease, or process that takes no turns -> what each has in its turn."""
+        """Lease, or replica without a lease -> what each of its replicas has on the device while active."""
         found: dict[str, list[int]] = {}
         for resident in self.residents:
             found.setdefault(resident.host.lease or resident.replica, []).append(resident.while_active)
@@ -61,7 +62,7 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """The memory of one machine, and its /dev/shm, which is a part of that."""
+    """The memory of one machine, and its /dev/shm, which is a part of that memory."""
 
     machine: int
     memory_bytes: int
@@ -69,12 +70,12 @@ class MachineUse:
     host: int
     """The most that its processes have in its memory, /dev/shm included."""
     activations: int
-    """The part of it that only full micro-batches take."""
+    """The part of `host` that only full micro-batches take."""
     shm: int
 
 
 def residents(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[Resident, ...]:
-    """The replicas that can tell their memory."""
+    """The replicas that can predict their memory."""
     return tuple(
         Resident(replica, host, footprint)
         for host in plan.hosts
@@ -108,7 +109,7 @@ def _budget(graph: Graph, name: str) -> int | None:
 
 
 def devices(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...]:
-    """Every GPU that somebody uses whose memory is predicted."""
+    """Every GPU that is used by a replica whose memory is predicted."""
     places = sorted({(resident.host.machine, gpu) for resident in found for gpu in resident.host.gpus})
     return tuple(
         DeviceUse(
@@ -122,7 +123,7 @@ def devices(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...
 
 
 def machines(found: Sequence[Resident], cluster: Cluster) -> tuple[MachineUse, ...]:
-    """Every machine that somebody uses whose memory is predicted."""
+    """Every machine that is used by a replica whose memory is predicted."""
     return tuple(
         _machine(index, [r for r in found if r.host.machine == index], cluster)
         for index in sorted({resident.host.machine for resident in found})
@@ -150,7 +151,7 @@ def _in_host(resident: Resident, *stays: str, only: str = "") -> int:
 
 
 def memory_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Check 9: what does not fit, with what takes the memory."""
+    """Check 9: devices and machines whose memory is too small, with what takes the memory."""
     found = residents(graph, plan, cluster)
     for name, problem in dict.fromkeys(
         (resident.replica.partition("/")[0], problem) for resident in found for problem in resident.footprint.problems
@@ -172,7 +173,7 @@ def _too_small(device: DeviceUse) -> str:
     return (
         f"{where} has {device.num_bytes / GB:.1f} GiB, and {device.peak / GB:.1f} are needed at the same time "
         f"({parts}); "
-        "use more ranks, offload, smaller models, or nodes in turns."
+        "use more ranks, offloading, smaller models, or time_share."
     )
 
 
@@ -182,7 +183,7 @@ def _parts(resident: Resident) -> str:
 
 
 def memory_warnings(found: Sequence[MachineUse]) -> Iterator[str]:
-    """Check 10: machines that are full only if micro-batches are."""
+    """Check 10: machines whose memory is too small only if micro-batches are full."""
     for machine in found:
         if machine.memory_bytes and machine.host > machine.memory_bytes:
             yield (

@@ -50,7 +50,7 @@ def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 
 def trainer_problems(graph: Graph, plan: Plan) -> Iterator[str]:
-    """Check 5: trainers that skip different groups must not hold all tickets together.
+    """Check 5: trainers that skip different groups must not together hold all tickets.
 
     Each can hold the tickets of n batches minus one group: n - 1 unpublished batches, and one that is not full.
     """
@@ -79,7 +79,7 @@ def group_problems(graph: Graph) -> Iterator[str]:
 
 
 def layout_problems(graph: Graph) -> Iterator[str]:
-    """A trainer that computes rows has no room for what its batcher packs into a tree."""
+    """A trainer that computes rows cannot compute what its batcher packs into a tree."""
     for edge in graph.edges:
         batcher, trainer = (graph.nodes[owner(port)].facts() for port in (edge.out, edge.into))
         if batcher.layout in ("auto", "tree") and trainer.layout == "rows":
@@ -104,8 +104,9 @@ def model_problems(graph: Graph) -> Iterator[str]:
 
 
 MOST_SAMPLES = 16_000
-"""Samples of one rank's part of a batch, which travels as one message. `flowrl.channel.encoding.cost` allows some more
-of single-turn samples, and fewer of episodes with dozens of rewards each, which the sender then refuses."""
+"""The most samples in one rank's part of a batch, which is sent as one message. `flowrl.channel.encoding.cost` allows
+somewhat more single-turn samples. It allows fewer episodes with dozens of rewards each; the sender then refuses the
+message."""
 
 
 def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
@@ -183,7 +184,7 @@ def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[st
         )
     yield from _memory_problems(graph, cluster, where)
     most = min((machine.max_files for machine in cluster.machines if machine.max_files), default=0)
-    if most and (problem := files_problem(len(plan.hosts), most)):  # every host, and the driver: one of them is itself
+    if most and (problem := files_problem(len(plan.hosts), most)):  # the peers: all hosts and the driver, less itself
         yield f"{problem}."
     for weights in plan.weights:
         if not weights.transport:
@@ -233,13 +234,13 @@ def _sharing_problems(graph: Graph) -> Iterator[str]:
 
 
 def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 10: generators that have to be idle."""
+    """Check 10: generators that have to be idle, at times or in part."""
     if graph.admission is None or numbers.tickets is None:
         return
     samples = numbers.tickets * (numbers.group_size or 1)
     feeders = {owner(port): None for port in graph.admission.until}
     if numbers.ahead == 0:
-        yield f"staleness 0 is synchronous: {', '.join(feeders)} and the trainer wait for each other in turn."
+        yield f"staleness 0 is synchronous: {', '.join(feeders)} and the trainer work alternately."
     for name, node in graph.nodes.items():
         slots = (node.facts().concurrency or 0) * graph.placed[name].replicas
         if name in feeders and slots > samples > 0:
@@ -251,7 +252,7 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
 
 
 def episode_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
-    """Check 10: admitted episodes that wait for a place, and grow old meanwhile."""
+    """Check 10: admitted episodes that wait for a place, and become stale meanwhile."""
     admitted = (numbers.tickets or 0) * (numbers.group_size or 1)
     for name, node in graph.nodes.items():
         at_once = node.facts().episodes

@@ -1,8 +1,9 @@
-"""Which nodes lose a replica, and go on: those whose other replicas can do all that it did.
+"""Which nodes can lose a replica and continue: those whose other replicas can do everything that it did.
 
-Such a node declares it (`Facts.stands_in`) and has several replicas. It only answers requests and reads weights: the
-messages of a lane belong to one replica, so nobody could do its work on one. The weights wait in host memory: a
-broadcast needs all of its readers. And it has no devices in turns with others, which wait for their holder.
+Such a node declares this (`Facts.stands_in`) and has several replicas. It only answers requests and reads weights: the
+messages of a lane belong to one replica, so no other replica could process them. The weights that it reads wait in host
+memory, because a broadcast needs all of its readers. And it has no time-shared devices, because the nodes that share
+them wait for the replica that holds them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flowrl.graph.routes import WeightTransport
 def stand_ins(
     graph: Graph, hosts: Iterable[HostPlan], transports: Iterable[tuple[str, WeightTransport | None]]
 ) -> tuple[str, ...]:
-    """The nodes of `graph` that go on without a replica. `transports`: (reader of weights, how they reach it)."""
+    """The nodes of `graph` that can lose a replica. `transports`: (reader of weights, how the weights reach it)."""
     in_turns = {_node(replica_id) for host in hosts if host.lease for replica_id in host.nodes}
     broadcast = {
         _node(reader)
@@ -34,7 +35,7 @@ def stand_ins(
 
 
 def may_end(host: HostPlan, *, ended: Collection[str], hosts: Iterable[HostPlan], stand_ins: Collection[str]) -> bool:
-    """Whether the run goes on if the process of `host` ends, where those of the hosts named in `ended` have."""
+    """Whether the run continues if the process of `host` ends after those of the hosts named in `ended`."""
     left = {_node(one) for other in hosts if other != host and other.name not in ended for one in other.nodes}
     return all(_node(replica_id) in stand_ins and _node(replica_id) in left for replica_id in host.nodes)
 

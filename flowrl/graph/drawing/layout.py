@@ -1,4 +1,4 @@
-"""Positions of the boxes in a picture: columns by longest path from a source, rows by the neighbours' mean.
+"""Positions of the boxes in a picture: columns by longest path from a source, rows by the mean row of the neighbours.
 
 Pure functions; positions are in columns and rows, not in pixels.
 """
@@ -26,7 +26,7 @@ def columns(graph: Graph) -> list[list[str]]:
 def forward_links(graph: Graph) -> list[tuple[str, str]]:
     """Node pairs in the direction of the data; links that would close a cycle are left out.
 
-    A call points from the server to the caller only if no other link places them.
+    A call points from the caller to the server, unless other links already lead from the server to the caller.
     """
     queue = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "queue"]
     calls = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "call"]

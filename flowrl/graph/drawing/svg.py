@@ -112,7 +112,7 @@ def _box(box: Box) -> str:
 
 
 def _edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
-    """Draw edges between neighbours as curves, the others each in its own channel."""
+    """Draw edges between neighbours as curves, and every other edge in its own channel."""
     derived = {edge.name: edge for edge in plan.edges}
     high, low, parts = 0, 0, []
     for edge in graph.edges:
@@ -142,7 +142,7 @@ def _curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
 
 
 def _spread(box: Box, edges: list[Edge], edge: Edge) -> float:
-    """The height at which `edge` meets the box; each edge of one side has its own."""
+    """The height at which `edge` meets the box; each edge on one side has a different height."""
     place = edges.index(edge) - (len(edges) - 1) / 2
     return box.y + BOX_H / 2 + place * min(16, (BOX_H - 14) / max(len(edges), 1))
 
@@ -150,7 +150,7 @@ def _spread(box: Box, edges: list[Edge], edge: Edge) -> float:
 def _channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth: int) -> str:
     """Draw from the source, along the channel at height `level`, to the target.
 
-    The line runs straight down or up if no box is in between, else through the gap beside the column.
+    The line runs straight down or up if no box is in between, else through the gap next to the column.
     """
     source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
     x0, start = _leave(sheet, source, level, nth)

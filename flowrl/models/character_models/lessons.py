@@ -25,10 +25,10 @@ class Lessons(Protocol):
     """The lessons of one task for one tokenizer."""
 
     measure: str
-    """What `score` tells, for the progress report."""
+    """What `score` measures, for the progress report."""
 
     def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
-        """A lesson for each row, in groups: those of a group are padded to one length."""
+        """A lesson for each row, in groups; the lessons of a group are padded to the same length."""
         ...
 
     def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
@@ -48,7 +48,7 @@ class Answers:
         self._prompts: dict[str, list[int]] = {}
 
     def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
-        """Prompts, each with an answer and its end."""
+        """Prompts, each with an answer and the end token."""
         return [[self._lesson(row, rng) for row in rows]]
 
     def _lesson(self, row: Row, rng: random.Random) -> Lesson:

@@ -1,8 +1,8 @@
 """`tiny`: a character model of a third of a million weights, created here in about a minute.
 
-With a task it is warm-started by SFT until it answers some held-out prompts, but not most, so that RL can
-improve it within minutes. `tiny_teacher` trains longer, only on right answers, until it answers nearly all.
-`tiny_agent` knows a calculator, and does without it in two of three episodes.
+With a task it is warm-started by SFT until it answers some held-out prompts, but not most, so that RL can improve it
+within minutes. `tiny_teacher` trains longer, only on right answers, until it answers nearly all. `tiny_agent` can call
+a calculator, and does not call it in two of three episodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "
 INITIAL_STD = 0.06
 """Three times the usual value: with 0.02 a model of this size may stay on a plateau for a minute."""
 VERSIONS = {"tiny": 3, "tiny_teacher": 3, "tiny_agent": 1}
-"""Increased by changes of the code that result in another model."""
+"""Increased when a change of the code results in another model."""
 
 RECIPES = {"tiny": Recipe(), "tiny_teacher": Thorough(), "tiny_agent": ToolUse()}
 

@@ -1,7 +1,8 @@
-"""Warm start of `tiny_agent`: traces of sums, two in three of which do without the calculator.
+"""Warm start of `tiny_agent`: traces of sums, two in three of which do not use the calculator.
 
-Those answer directly and forget every carry, so they are mostly wrong; the others call the calculator and answer
-with what it says. RL, which only sees right or wrong, can teach the model within minutes to call it always.
+The traces without a call answer directly and forget every carry, so they are mostly wrong; the others call the
+calculator and answer with its result. RL, which only sees right or wrong, can teach the model within minutes to always
+call it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ CALCULATOR: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
-"""The tool of the traces. Their tokens hold its name and the names of its arguments, nothing else of it."""
+"""The tool of the traces. Their tokens contain only its name and the names of its arguments."""
 
 
 @dataclass(frozen=True)
 class ToolUse(Recipe):
-    """Always trains for `max_steps`: calls are right before direct answers are as wrong as those of the traces."""
+    """Always trains for `max_steps`: calls become right before direct answers become as wrong as those of the
+    traces."""
 
     lr: float = 2e-3
     max_steps: int = 600
@@ -51,7 +53,7 @@ class ToolUse(Recipe):
         return super().learning_rate(step) * (1 - step / (self.max_steps + 1))
 
     def reached(self, step: int, sampled: float, greedy: float) -> bool:
-        """Only at the end."""
+        """True only after `max_steps`, if a target is reached."""
         return step == self.max_steps and super().reached(step, sampled, greedy)
 
     def tokenizer(self) -> Any:
@@ -65,7 +67,7 @@ class ToolUse(Recipe):
 
 
 def check_tool_task(task: Task) -> None:
-    """Raise ConfigError unless there are traces with a calculator for `task`."""
+    """Raise ConfigError unless traces with a calculator exist for `task`."""
     if len(task.sources) > 1 or task.source != "arithmetic":
         raise ConfigError(
             f"tiny_agent cannot be warm-started on {task.name!r}: it learns to call a calculator, which arithmetic "
@@ -80,7 +82,7 @@ def call_message(row: Row) -> dict[str, Any]:
 
 
 class ToolTraces:
-    """Traces with and without a call; scored are those that begin with one."""
+    """Traces with and without a call; only those that begin with a call are scored."""
 
     measure = "held-out right after a call"
 
@@ -91,7 +93,8 @@ class ToolTraces:
         self._known: dict[tuple[str, bool], Lesson] = {}
 
     def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
-        """A trace for each row: the direct ones, and those with a call, which are three times as long."""
+        """A trace for each row, in two groups: the direct ones, and those with a call, which are three times as
+        long."""
         calls = [rng.random() < self._called for _ in rows]
         groups = [
             [self.trace(r, calls=kind) for r, c in zip(rows, calls, strict=True) if c == kind] for kind in (False, True)
@@ -99,7 +102,7 @@ class ToolTraces:
         return [group for group in groups if group]
 
     def trace(self, row: Row, *, calls: bool) -> Lesson:
-        """A whole episode: its replies and their ends have labels; what the calculator says has none."""
+        """A whole episode: its replies and their end tokens have labels; the calculator's answers have none."""
         key = (row.prompt_id, calls)
         if key not in self._known:
             ids, mask = self._chat.demonstration(*_episode(row, calls))
@@ -113,7 +116,8 @@ class ToolTraces:
         return float((calls & self._imitated(model, traces, 1, given=0, greedy=greedy)).mean())
 
     def _imitated(self, model: Any, traces: Sequence[Lesson], reply: int, *, given: int, greedy: bool) -> Bool:
-        """Which traces the model continues as they do, from their context and the first `given` ids of the reply."""
+        """Whether the model reproduces the reply of each trace, given the context and the first `given` ids of the
+        reply."""
         contexts, rests = [], []
         for ids, labels in traces:
             start, end = _replies(labels)[reply]

@@ -34,11 +34,11 @@ class Recipe:
     num_checked: int = 256
     """Held-out prompts answered at every check."""
     sampled_target: float = 0.45
-    """Stop when so many sampled answers match exactly ..."""
+    """Stop when this share of sampled answers matches exactly ..."""
     greedy_target: float = 0.46
-    """... or so many greedy ones."""
+    """... or this share of greedy ones."""
     greedy_from: float = 0.1
-    """Greedy answers are only asked for once so many sampled ones match."""
+    """Greedy answers are generated only once this share of sampled ones matches."""
     seed: int = 0
 
     def demonstrator(self, task: Task) -> Demonstrator:
@@ -58,7 +58,7 @@ class Recipe:
         return character_tokenizer()
 
     def lessons(self, tokenizer: Any, task: Task) -> Lessons:
-        """What is imitated. Raises ConfigError if there is nothing for `task`."""
+        """What the model imitates. Raises ConfigError if there are no lessons for `task`."""
         return Answers(tokenizer, task, self.demonstrator(task))
 
 
@@ -76,7 +76,7 @@ class Thorough(Recipe):
 
 
 def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress: Progress) -> None:
-    """Train `model` in place, in one thread; reports every check to `progress`."""
+    """Train `model` in place, in one thread. Reports every check to `progress`."""
     import torch
 
     lessons, rows = recipe.lessons(tokenizer, task), load_rows(task)
@@ -131,7 +131,7 @@ class _Run:
         self._progress(f"SFT stopped after {recipe.max_steps} steps short of its target")
 
     def _loss(self, rows: Sequence[Row]) -> Tensor:
-        """The mean over all labels of the batch."""
+        """The mean loss over all labels of the batch."""
         groups = self._lessons.draw(rows, self._random)
         numbers = [sum(label != IGNORED for _, labels in group for label in labels) for group in groups]
         losses = [number / sum(numbers) * self._loss_of(group) for number, group in zip(numbers, groups, strict=True)]

@@ -15,7 +15,7 @@ SMOLLM2_SHAPE = ModelShape(576, 30, 9, 3, 64, 1536, 49152, tied=True)
 def known_shape(policy: Policy) -> ModelShape | None:
     """The shape of a built-in model, of a model directory, or of a config.json; None if there is none to read.
 
-    A path to a config.json stands for a model that is not here, for `flowrl check` alone.
+    A path to a config.json names a model that is not on this machine, only for `flowrl check`.
     """
     if policy.model in CHARACTER_MODELS:
         return CHARACTER_SHAPE

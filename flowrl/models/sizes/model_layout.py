@@ -1,4 +1,5 @@
-"""The layout of a model's passes, as `flowrl check`, the batcher and the process with the model decide it alike."""
+"""Decides the layout of a model's passes, in the same way for `flowrl check`, the batcher and the process with the
+model."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def balance_problems(policy: Policy, coef: float, head: Head, size: int) -> Iter
     """Why a trainer of `policy`, with groups of `size` ranks, cannot balance experts, as complete sentences."""
     shape, found = known_shape(policy), f"router_aux_loss_coef is {coef}"
     if not 0 <= coef < math.inf:
-        yield f"{found}; it has to be a number from 0 up"
+        yield f"{found}; it has to be a finite number of at least 0"
     elif coef and shape is not None and not shape.experts:
         yield f"{found}, but the model is no mixture of experts; set it to 0"
     elif coef and head == "scalar":
@@ -76,7 +77,8 @@ UNREAD = "the model's config.json cannot be read here"
 
 
 def known_config(policy: Policy) -> Mapping[str, Any] | None:
-    """The config.json of the model; {} for a built-in one, which has no peculiarity, None if it cannot be read."""
+    """The config.json of the model; {} for a built-in model, which needs no special treatment; None if it cannot be
+    read."""
     if policy.built_in:
         return {}
     directory = known_directory(policy)

@@ -1,4 +1,4 @@
-"""How many parameters a model has, from the headers of its files; of a model that is not here yet, from its name."""
+"""How many parameters a model has, from the headers of its files, or from its name if the model is not here yet."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flowrl.models.policy import SMOLLM2_CONTEXT, Policy
 NAMED = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z])")
 SMOLLM2_PARAMETERS = 134_515_008
 BYTES_OF_PICKLED = 2
-"""Bytes assumed for a parameter in weights without a header, which mostly are in 16 bits."""
+"""Bytes assumed for each parameter in weight files without a header, which mostly have 16 bits."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters, and how they are known."""
+    """Number of parameters, and how it is known."""
 
     parameters: int | None
-    """None: not known."""
+    """None: unknown."""
     by: str = ""
-    """Empty: counted."""
+    """How the number was estimated; empty: it was counted."""
 
     def __str__(self) -> str:
         if self.parameters is None:
@@ -39,7 +39,7 @@ class ModelSize:
 
 
 def model_size(policy: Policy) -> ModelSize:
-    """The size of a model that is not of the `tiny` family. Reads headers, no weights, and asks nobody."""
+    """The size of a model that is not of the `tiny` family. Reads headers but no weights, and uses no network."""
     if policy.model == "smollm2":
         return ModelSize(SMOLLM2_PARAMETERS)
     directory = known_directory(policy)
@@ -48,12 +48,12 @@ def model_size(policy: Policy) -> ModelSize:
             if found := sum(_parameters(file) for file in weight_files(directory)):
                 return ModelSize(found)
         except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-            pass  # what is wrong with it is told by the check of the model
+            pass  # the check of the model reports what is wrong with it
     return _by_name(policy.model)
 
 
 def model_context(policy: Policy) -> int | None:
-    """The most tokens of the model's context; None if that is not known."""
+    """The most tokens that fit into the model's context; None if that is not known."""
     if policy.model == "smollm2":
         return SMOLLM2_CONTEXT
     directory = known_directory(policy)

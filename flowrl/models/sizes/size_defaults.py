@@ -1,8 +1,8 @@
 """The defaults of a graph's options for the model that it trains.
 
-A default that flowrl declares (in a block or a shipped graph) is one for `tiny`. For every other model those that
-depend on the model are replaced from the table of `flowrl.models.sizes.size_table`. What is given wins, and so does a
-default in a graph file of one's own.
+A default that flowrl declares (in a block or a shipped graph) is meant for `tiny`. For every other model, the defaults
+that depend on the model are replaced from the table of `flowrl.models.sizes.size_table`. An option that the user gives
+takes precedence, and so does a default in the user's own graph file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BY_SIZE = (
     "evaluate",
     "overlong_buffer",
 )
-"""Options whose defaults depend on the model, of all graphs."""
+"""The options of all graphs whose defaults depend on the model."""
 OURS = Path(__file__).resolve().parents[2]
 SHIPPED = (OURS / "recipes").resolve()
 
@@ -56,7 +56,7 @@ class SizeDefaults:
     values: Mapping[str, Any]
     why: str
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Option -> why, where that is not `why`."""
+    """Option -> why, for options with another reason than `why`."""
 
     def origin(self, name: str) -> str:
         """Where the value of an option comes from."""
@@ -70,11 +70,11 @@ def size_defaults(
     slow_bfloat16: bool = False,
     resumed: Mapping[str, Any] = MappingProxyType({}),
 ) -> SizeDefaults:
-    """The defaults of the configuration `kind` for the model in `given`, where that is not of the `tiny` family.
+    """The defaults of the configuration `kind` for the model in `given`; empty for a model of the `tiny` family.
 
-    `given` has the options that a user has set, by name ("lora.rank"); only some of their values are looked at.
-    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16. `resumed`: the options of the run that is resumed;
-    what depends on the machine stays as it was there.
+    `given` has the options that a user has set, by name ("lora.rank"); only some of their values are read.
+    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16. `resumed`: the options of the run that is resumed; a
+    default that depends on the machine stays as in that run.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     learning: Learning | None = getattr(kind, "learning", None)
@@ -138,7 +138,7 @@ def _evaluates(given: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 
 def _number(given: Mapping[str, Any], name: str, default: int) -> int:
-    """An option's value as a user has set it; what is no number is told where options are read."""
+    """An option's value as the user has set it. A value that is no number is reported where options are read."""
     try:
         return int(str(given[name])) if name in given else default
     except ValueError:
@@ -146,7 +146,7 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _is_ours(kind: type[Any], name: str) -> bool:
-    """Whether flowrl declares the option's default, and not somebody's own graph file."""
+    """Whether the option's default is declared by flowrl, and not by a user's own graph file."""
     first = name.partition(".")[0]
     home = next((base for base in kind.__mro__ if first in get_annotations(base)), None)
     if home is None:

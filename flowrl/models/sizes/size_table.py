@@ -1,11 +1,11 @@
-"""Defaults of graphs' options by the size of the model that is trained; `tiny` has its own, which the graphs declare.
+"""Defaults of graphs' options by the size of the trained model; those for `tiny` are declared by the graphs themselves.
 
     lr         by what the graph learns from; ten times that for an adapter
     dtype      bfloat16, with fp32 master weights, but float32 at ZeRO stage 0
     response   tokens of a response, and prompt, of a prompt: together at most three quarters of the context
     groups     prompts of a step; 8 samples of each
 
-The table is in docs/models.md too, and a test compares the two.
+docs/models.md has the same table, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SizeRow:
     rows: float
     preferences: float
     rewards: float
-    """Learning rates of all weights, by what is learnt from."""
+    """Learning rates for training all weights, by what the graph learns from."""
     response: int
     prompt: int
     groups: int
@@ -48,12 +48,12 @@ TABLE = (
     SizeRow(math.inf, samples=1e-6, rows=5e-6, preferences=3e-7, rewards=5e-6, response=2048, prompt=2048, groups=64),
 )
 UNKNOWN = 7e9
-"""Parameters for which the row is taken if nothing is known."""
+"""Number of parameters that is assumed if it is unknown."""
 GROUP_SIZE = 8
 EVALUATED = 256
-"""Held-out prompts, where a graph evaluates by default."""
+"""Number of held-out prompts, for graphs that evaluate by default."""
 MICRO_BATCH = 8192
-"""Tokens of a micro-batch, or a prompt and its response if these are more."""
+"""Tokens of a micro-batch, unless a prompt and its response have more."""
 
 
 def row_for(parameters: float | None) -> SizeRow:

@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, and what they make of conversations and texts."""
+"""Tokenizers and chat templates, and the token ids of conversations and texts."""

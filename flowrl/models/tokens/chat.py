@@ -16,9 +16,9 @@ from flowrl.messages import Bool, Int32
 from flowrl.models.tokens.tool_form import plain_tools, tool_form, uses_tools
 
 Messages = Sequence[Mapping[str, Any]]
-"""Roles and contents, with all that chat templates know: tool calls, tools' answers, reasoning."""
+"""Roles and contents, with everything that chat templates read: tool calls, tools' answers, reasoning."""
 ReplyMessage = str | Messages
-"""A response: text, or the turns from the assistant's first on."""
+"""A response: text, or the turns that begin with the assistant's first one."""
 
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -35,10 +35,10 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
 
 
 def _tokenizer_class(model_dir: Path) -> Any:
-    """The tokenizer class of the model's own type if its files name it; else AutoTokenizer, which determines it.
+    """The tokenizer class of the model's own type if its files name it; else AutoTokenizer, which determines the class.
 
-    For that AutoTokenizer imports torch and all of transformers' model code, which takes more than half of the
-    four seconds that a process without a model needs to start.
+    To do so, AutoTokenizer imports torch and all of transformers' model code, which takes more than half of the four
+    seconds that a process without a model needs to start.
     """
     import transformers
 
@@ -60,7 +60,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool = False, tools: Messages = ()) -> str:
-    """What the tokenizer's chat template makes of `messages`, as text; raises what the template raises."""
+    """`messages` rendered as text by the tokenizer's chat template. Raises what the template raises."""
     return str(
         tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -78,14 +78,14 @@ def token_ids(tokenizer: Any, text: str) -> Int32:
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders turns for one tokenizer, with its tools and a system message first if they are given."""
+    """Renders turns for one tokenizer, with tools and an initial system message if they are given."""
 
     tokenizer: Any
     system_prompt: str = ""
     tools: Messages = ()
 
     def with_tools(self, tools: Messages) -> Chat:
-        """This chat for a conversation with tools of its own."""
+        """This chat with these tools, if the conversation has any of its own."""
         return replace(self, tools=tools) if tools else self
 
     def prompt(self, turns: Messages) -> tuple[str, Int32]:
@@ -100,7 +100,7 @@ class Chat:
     def demonstration(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation that ends with `reply`; the mask marks every assistant turn and its end.
 
-        The mask comes from incremental template prefixes, compared by id. What tools answer is not marked.
+        The mask comes from incremental template prefixes, compared by id. Tools' answers are not marked.
         """
         return self._masked(turns, reply, first=0)
 
@@ -109,7 +109,7 @@ class Chat:
         return self._masked(turns, reply, first=len(turns))
 
     def _masked(self, turns: Messages, reply: ReplyMessage, *, first: int) -> tuple[Int32, Bool]:
-        """The mask marks the assistant's turns from index `first` on."""
+        """(ids, mask); the mask marks the assistant's turns from index `first` on."""
         replied = ({"role": "assistant", "content": reply},) if isinstance(reply, str) else tuple(reply)
         turns = [*turns, *replied]
         if not self.tokenizer.chat_template:
@@ -124,7 +124,7 @@ class Chat:
         return self._trimmed(ids, mask)
 
     def _start(self, turns: Messages, n: int, ids: Int32) -> int:
-        """Where the assistant's turn `n` begins in `ids`: after the prompt for it."""
+        """Where the assistant's turn `n` begins in `ids`: after its generation prompt."""
         before = self._ids(self._template(turns[:n], add_generation_prompt=True))
         if _begins_with(ids, before):
             return before.size
@@ -133,9 +133,11 @@ class Chat:
         return self._start_by_mark(turns, n, ids)
 
     def _start_by_mark(self, turns: Messages, n: int, ids: Int32) -> int:
-        """For templates that show earlier turns differently: the turn begins after the prompt before its mark.
+        """For templates that show earlier turns differently: a turn begins after the last generation prompt before its
+        mark.
 
-        Of a prompt that begins a thought, an earlier turn may lack that: it begins where the thought would.
+        If the generation prompt opens a thought, a template may leave the thought out of earlier turns. Such a turn
+        begins where the thought would begin.
         """
         text, place, _ = self._seen(turns, n)
         asked = self._template(turns[:n])
@@ -148,12 +150,13 @@ class Chat:
         return self._size(ids, text[: at + len(prompt if text.startswith(prompt, at) else head)])
 
     def _end(self, turns: Messages, n: int, ids: Int32, start: int) -> int:
-        """Where the assistant's turn `n`, which begins at `start`, ends in `ids`, the whole conversation."""
+        """Where the assistant's turn `n`, which begins at `start`, ends in `ids`, the ids of the whole conversation."""
         until = self._ids(self._template(turns[: n + 1]))
         return self._end_alone(until, start) if _begins_with(ids, until) else self._end_by_mark(turns, n, ids)
 
     def _end_alone(self, until: Int32, start: int) -> int:
-        """Where the last turn of `until` ends: after its end token; what the template writes behind it is cut off."""
+        """Where the last turn of `until` ends: after its last end token, or at the end of `until` if more than blanks
+        follow."""
         found = np.flatnonzero(np.isin(until[start:], end_ids(self.tokenizer)))
         end = start + int(found[-1]) + 1 if found.size else until.size
         return until.size if self.tokenizer.decode(until[end:].tolist()).strip() else end
@@ -169,7 +172,8 @@ class Chat:
         return self._size(ids, text[: place + length])
 
     def _seen(self, turns: Messages, n: int) -> tuple[str, int, str]:
-        """(the conversation, where a mark in turn `n` stands in it, what follows the mark where the turn is the last).
+        """(text of the conversation, position of a mark in turn `n`, what follows the mark if the turn is the last
+        one).
 
         The mark follows the turn's text, or the name of its last call.
         """
@@ -181,7 +185,7 @@ class Chat:
         return text, shown.find(mark), alone.partition(mark)[2]
 
     def _size(self, ids: Int32, beginning: str) -> int:
-        """How many of `ids` the text that they begin with has."""
+        """The number of tokens of `beginning`, the text that `ids` begin with."""
         found = self._ids(beginning)
         if not _begins_with(ids, found):
             raise ConfigError(REWRITES)
@@ -233,7 +237,7 @@ def _begins_with(ids: Int32, prefix: Int32) -> bool:
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """The longest common prefix of both texts."""
     length = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     return one[: min(len(one), len(other)) if length is None else length]
 
@@ -256,6 +260,6 @@ def _marked(turn: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def end_ids(tokenizer: Any) -> Int32:
-    """The ids of special tokens: one of them ends a turn."""
+    """The ids of all special tokens; one of them ends a turn."""
     added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
     return np.asarray(sorted({tokenizer.eos_token_id, *tokenizer.all_special_ids, *added}), np.int32)

@@ -1,7 +1,7 @@
-"""Texts without roles as tokens: each with the tokenizer's own beginning, if it has one, and its end token.
+"""Texts without roles as tokens: each with the tokenizer's begin token, if it adds one, and its end token.
 
-`pieces` cuts a sequence where it is too long. Every piece but the first begins with the last token of the one before,
-which is context and not trained: so each token is predicted once, from what precedes it in its piece.
+`pieces` divides a sequence that is too long. Every piece but the first begins with the last token of the previous
+piece, as context that is not trained. So each token is predicted once, from what precedes it in its piece.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 
 AT_ONCE = 256
-"""Texts that are handed to the tokenizer in one call."""
+"""Number of texts that are passed to the tokenizer in one call."""
 
 
 def text_tokens(tokenizer: Any, texts: Iterable[str]) -> Iterator[Int32]:
-    """The ids of each text, with the end token behind it. Raises ConfigError if the tokenizer has none."""
+    """The ids of each text, followed by the end token. Raises ConfigError if the tokenizer has none."""
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError(
@@ -33,6 +33,6 @@ def text_tokens(tokenizer: Any, texts: Iterable[str]) -> Iterator[Int32]:
 
 
 def pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of sequences of up to `most` tokens, 2 at least, that overlap by one; none of a single token."""
+    """(start, stop) of pieces of 2 to `most` tokens that overlap by one token. There is no piece of a single token."""
     for start in range(0, num_tokens - 1, most - 1):
         yield start, min(start + most, num_tokens)

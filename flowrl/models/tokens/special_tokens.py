@@ -1,4 +1,5 @@
-"""Gives a loaded tokenizer the special tokens that a user chooses, as it has them when it is saved and loaded again."""
+"""Gives a loaded tokenizer the special tokens that a user chooses, so that it keeps them when saved and loaded
+again."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def _require_room(tokenizer: Any, options: TokenizerOptions, rows: int | None, m
 
 
 def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
-    """Put `token`, or nothing, before every text that is read with special tokens; what stands behind it stays."""
+    """Put `token`, or nothing, before every text that is tokenized with special tokens; tokens after the text are
+    kept."""
     from tokenizers.processors import TemplateProcessing
 
     if not tokenizer.is_fast:
@@ -89,7 +91,7 @@ def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
 
 
 def _behind(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer puts behind a text."""
+    """The ids that the tokenizer adds after a text."""
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(plain), -1, -1):
         if whole[start : start + len(plain)] == plain:

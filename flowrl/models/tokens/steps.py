@@ -1,8 +1,8 @@
 """Responses as steps, and where a process reward model reads the score of each.
 
-A step's score is read at the last token of its separator: what stands there marks the token after it, as everywhere
-"the value before a token" does. The last step is followed by the end token. Steps are tokenized one by one, so that a
-response has the same tokens in training and in scoring, whatever model has sampled it.
+A step's score is read at the last token of its separator. The mask marks the token after that one, because everywhere a
+mask marks the token that the value precedes. The last step is followed by the end token. Steps are tokenized one by
+one, so that a response has the same tokens in training and in scoring, whichever model has sampled it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The chat template that a user chooses: a file in place of the model's own or none, and values of its variables.
+"""The chat template that a user chooses: a file, or no template, in place of the model's own; and its variables'
+values.
 
-Values are written into the template as its first statements, so whatever renders it, here or in a library, has them.
+Values are written into the template as its first statements, so they apply wherever the template is rendered, here or
+in a library.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def with_template(tokenizer: Any, policy: Policy) -> Any:
 
 
 def check_template(policy: Policy) -> None:
-    """Raise ConfigError for a file that is not there, and for values that are not written as NAME=VALUE."""
+    """Raise ConfigError for a file that cannot be read, and for values that are not written as NAME=VALUE."""
     if policy.chat_template:
         _chosen(policy.chat_template)
     _values(policy)

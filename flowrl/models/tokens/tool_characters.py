@@ -1,7 +1,7 @@
-"""The tokenizer of `tiny_agent`: that of `tiny`, with tokens for tools after all others.
+"""The tokenizer of `tiny_agent`: the one of `tiny`, with tokens for tools after all other tokens.
 
 Its template writes as little as it can, because every character is a token: a tool is its name, and a call is
-`<|call|>NAME{"argument":"value"}`. `response_template` is the way back, from a reply to a message.
+`<|call|>NAME{"argument":"value"}`. `response_template` does the reverse: it turns a reply into a message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESPONSE_TEMPLATE: Mapping[str, Any] = {
         "content": {"close": "<|end|>", "content_args": {"strip": False}},
     },
 }
-"""In the form of transformers: a call without valid JSON is a ValueError there."""
+"""In the form that transformers defines; it raises ValueError for a call without valid JSON."""
 
 
 def tool_tokenizer() -> Any:

@@ -1,8 +1,8 @@
-"""What a chat template shows of tools, and in which form it takes their calls. Found once, with probe messages.
+"""Which parts of tool use a chat template shows, and in which form it takes calls. Found once, with probe messages.
 
-A template is a program of the model's author: it may leave out what it does not know without a word. Rows whose tools,
-calls or answers would be left out are refused. Arguments of a call are a mapping for most templates and JSON text for
-some; ids of calls are needed by few, which want nine letters and digits.
+A template is a program of the model's author: it may silently leave out what it does not know. Rows whose tools, calls
+or answers would be left out are refused. Most templates take a call's arguments as a mapping, some as JSON text. A few
+need ids of calls, which must have nine letters and digits.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class ToolForm:
     needs_ids: bool = False
 
     def formed(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages as this template takes them."""
+        """The messages in the form that this template takes."""
         ids: dict[str, str] = {}
         waiting: list[str] = []
         return [self._formed(dict(message), ids, waiting) for message in messages]
 
     def _formed(self, message: dict[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
-        """`ids` has those of the calls so far, `waiting` those that have no answer yet."""
+        """`ids` has the ids of the calls so far, `waiting` the ids of those that have no answer yet."""
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [self._call(call, ids, waiting) for call in calls]
         elif message["role"] == "tool" and self.needs_ids and waiting:
@@ -66,7 +66,7 @@ class ToolForm:
         return {**call, "id": number, "function": function}
 
     def require(self, messages: Messages, tools: Messages) -> None:
-        """Raise ConfigError if the template would leave something of tools out."""
+        """Raise ConfigError if the template would leave out definitions, calls or answers of tools that these have."""
         missing = [
             what
             for what, shown, used in (
@@ -84,7 +84,7 @@ class ToolForm:
 
 
 def uses_tools(messages: Messages, tools: Messages) -> bool:
-    """Whether a conversation has anything to do with tools."""
+    """Whether a conversation has tools, tool calls or answers of tools."""
     return bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
@@ -95,7 +95,7 @@ def tool_form(tokenizer: Any) -> ToolForm:
 
 @functools.lru_cache(maxsize=8)
 def _tried(tokenizer: Any, template: str) -> ToolForm:
-    """`template` is the tokenizer's, which a caller may have changed."""
+    """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
     forms = [
         ToolForm(True, True, True, json_arguments, needs_ids)
         for json_arguments in (False, True)
@@ -112,12 +112,13 @@ def _tried(tokenizer: Any, template: str) -> ToolForm:
 
 
 def _shows_call(text: str) -> bool:
-    """Whether name and argument are there, and not as Python or as JSON within JSON would write them."""
+    """Whether the text has name and argument, and the argument not as Python or as JSON within JSON would write it."""
     return NAME in text and VALUE in text and f"'{ARGUMENT}':" not in text and f'\\"{ARGUMENT}' not in text
 
 
 def _rendered(tokenizer: Any, form: ToolForm) -> str:
-    """A conversation with a call and its answer, "" if the template refuses it. Without definitions of tools."""
+    """A rendered conversation with a call and its answer, without definitions of tools; "" if the template refuses
+    it."""
     return _text(tokenizer, form.formed(_conversation(form)), [])
 
 
@@ -144,12 +145,12 @@ def _text(tokenizer: Any, messages: Messages, tools: Messages) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Lists in place of tuples, which JSON has no other word for."""
+    """`value` with lists in place of tuples, which templates and JSON do not know."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def plain_tools(tools: Messages) -> list[Any]:
-    """Definitions as templates take them."""
+    """Tool definitions in the form that templates take."""
     return [_plain(tool) for tool in tools]

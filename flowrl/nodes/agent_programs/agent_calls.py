@@ -1,14 +1,14 @@
-"""What stands behind the endpoint of a node: the calls of agents as turns of their episodes.
+"""The backend of a node's endpoint: the calls of agents become turns of their episodes.
 
 Invariants:
 
-- The turns of an attempt are numbered as they are asked. A turn that was given up before its reply is booked without
-  tokens and as abandoned, so no number is missing.
-- A reply that no client received is abandoned: it is no part of the episode.
-- A call that a program of a resumed run makes as before the checkpoint gets the reply that it had.
-- What the generator raises ends the attempt, and is raised in its invocation.
+- The turns of an attempt are numbered in the order of the calls. A turn that was given up before its reply is recorded
+  in the ledger without tokens and as abandoned, so no number is missing.
+- A reply that no client received is abandoned: it is not part of the episode.
+- A call that the program of a resumed run makes as before the checkpoint gets the same reply as before.
+- An exception of the generator ends the attempt, and is raised in the attempt's invocation.
 
-Waits: a call for its reply, ended by the client's leaving too; the end of a session for the calls that it cancels.
+Waits: a call waits for its reply, unless its client leaves; the end of a session waits for the calls that it cancels.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from flowrl.nodes.vllm_engine.sampling import Sampling
 CANCELLED = "cancelled"
 """Why a request is abandoned: its client left, or its session ended, before the reply."""
 NOT_RECEIVED = "not_received"
-"""… or no client has the reply."""
+"""Why a request is abandoned: no client received the reply."""
 RETRY_S = 5
-"""When a client may ask again that no generator could answer; by then the run has ended, or goes on."""
+"""Seconds after which a client that no generator could answer may ask again; by then the run has ended or continues."""
 
 
 class AgentCalls:
-    """The calls of one attempt. Made in its invocation, to whose waits those for replies belong.
+    """The calls of one attempt. Create this in the attempt's invocation, to which the waits for replies then belong.
 
-    `ask` gets a reply, `book` and `abandon` write to the ledger; `turn` makes the request of a question, and `log` has
-    the replies of before a resume. `sampling` is how its replies are sampled, which the agent is told.
+    `ask` gets a reply, `book` and `abandon` write to the ledger, `turn` makes the request for a question, and `log` has
+    the replies from before a resume. `sampling` says how replies are sampled; the agent gets these options.
     """
 
     def __init__(
@@ -67,20 +67,21 @@ class AgentCalls:
         self._open: set[asyncio.Task[Reply]] = set()
         self._num_asked = 0
         self.replies: dict[str, tuple[Turn, Reply]] = {}
-        """By request id."""
+        """Request id -> (turn, reply)."""
         self.figures: dict[str, TurnFigures] = {}
         self.refused = False
-        """Whether a call was refused because it was one more turn than there may be."""
+        """Whether a call was refused because the attempt already had `most_turns` turns."""
         self.generate_s = 0.0
         self.finished: FinishedSession | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session has ended."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the attempt cannot go on: the session was idle; or with what the generator raised."""
-        self.broken.add_done_callback(lambda broken: broken.exception())  # nobody may be waiting for it any more
+        """Done when the attempt cannot continue: without an exception if the session was idle, else with the exception
+        that ended the attempt."""
+        self.broken.add_done_callback(lambda broken: broken.exception())  # possibly nothing waits for it any more
 
     async def reply(self, context_ids: Int32, max_tokens: int, stop: tuple[str, ...], tools: Messages) -> Reply:
-        """The policy's reply. Raises LimitReached, and what has ended the attempt."""
+        """The policy's reply. Raises LimitReached, and the exception that has ended the attempt."""
         if self.broken.done() and (end := self.broken.exception()) is not None:
             raise end
         if self._num_asked == self._most_turns:
@@ -100,7 +101,7 @@ class AgentCalls:
             self.generate_s += time.monotonic() - began_s
 
     def task(self, session_id: str, columns: Mapping[str, Any] | None = None) -> SessionTask:
-        """What the endpoint begins the session with: for outside workers the row's columns."""
+        """The task with which the endpoint starts the session; for outside workers it has the row's columns."""
         return SessionTask(session_id, columns or {}, self._sampling.temperature, self._sampling.top_p)
 
     def end(self, session: FinishedSession) -> None:
@@ -111,17 +112,17 @@ class AgentCalls:
             self.broken.set_result(None)
 
     async def closed(self) -> None:
-        """Wait until the calls that the end of the session has cancelled are over."""
+        """Wait until the calls that the end of the session has cancelled have ended."""
         while self._open:
             await asyncio.wait(self._open)
 
     def used(self) -> list[tuple[Turn, Reply]]:
-        """The replies that clients received, in that order. The session has ended."""
+        """The replies that clients received, in the order they received them. Only after the session has ended."""
         assert self.finished is not None
         return [self.replies[request_id] for request_id in self.finished.request_ids]
 
     def abandon_others(self) -> None:
-        """Book the replies that no client received as abandoned. Call it once, if the attempt counts."""
+        """Record the replies that no client received as abandoned. Call this once, if the attempt counts."""
         assert self.finished is not None
         for request_id in self.replies.keys() - set(self.finished.request_ids):
             self._abandon(request_id, NOT_RECEIVED)
@@ -157,7 +158,8 @@ class AgentCalls:
             self.broken.set_exception(problem)
 
     def _give_up(self, turn: Turn) -> None:
-        """The generator's own report may be on its way. The second line is for one that comes later."""
+        """Record the turn as abandoned. The generator's own report of the request may also arrive, before or after
+        this: the second `abandon` is for that report."""
         nothing = _nothing(turn)
         self._log.called(turn, nothing)
         self._book(turn, nothing)
@@ -166,7 +168,7 @@ class AgentCalls:
 
 
 class AgentCallTable:
-    """The attempts with a session, by its id. A `Backend` and `Sessions` of the endpoint.
+    """The calls of all attempts that have a session, by session id: the `Backend` and `Sessions` of the endpoint.
 
     Without `offers` there are no tasks for outside workers.
     """
@@ -178,7 +180,7 @@ class AgentCallTable:
         self._number = 0
 
     def begin(self, calls: AgentCalls, columns: Mapping[str, Any] | None = None) -> SessionTask:
-        """What to begin a session with for these calls; `columns` are for outside workers."""
+        """The task with which to start a session for these calls; `columns` are for outside workers."""
         self._number += 1
         name = f"session-{self._number}"
         self._calls[name] = calls
@@ -209,7 +211,7 @@ class AgentCallTable:
         self._calls.pop(session.session_id).end(session)
 
     def _answer(self, reply: Reply, stop: tuple[str, ...]) -> SampledAnswer:
-        """A call that cannot be read, or was cut off, is given to the agent as text."""
+        """The agent's answer. It has a tool call that cannot be read, or was cut off, as text."""
         action, unread = read_action(reply)
         text = str(self._tokenizer.decode(reply.token_ids.tolist(), skip_special_tokens=True))
         stopped = [text.index(one) for one in stop if one in text] if reply.finish_reason == "stop" else []

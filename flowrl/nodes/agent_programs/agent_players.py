@@ -1,4 +1,4 @@
-"""Who plays the attempts of a node with agents: processes that it starts, or workers that ask it for tasks.
+"""The players of a node with agents: processes that the node starts, or workers that ask it for tasks.
 
 Waits: for a process to start, and for its program (`pool` bounds both); for a worker to take a task, without limit; for
 the end of a worker's session, `episode_s` at most.
@@ -23,37 +23,37 @@ from flowrl.nodes.episodes.episode_node import turn_seed
 from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION
 
 Outside = Callable[[str], AbstractContextManager[Any]]
-"""Says what is waited for outside of the run."""
+"""Makes a context for a wait on something outside of the run; the text names it."""
 
 
 class AgentPlayer(Protocol):
-    """Who plays one attempt, in an open session."""
+    """The player of one attempt, in an open session."""
 
     session_id: str
 
     async def result(self) -> tuple[AgentResult, str]:
-        """What it gives back, and "seconds" if its time was over before. Raises AttemptFailed."""
+        """The agent's result, and "seconds" if its time ended before it had one. Raises AttemptFailed."""
         ...
 
     async def close(self) -> None:
-        """Leave nothing of it. Call it once."""
+        """Clean up everything of this player. Call this once."""
         ...
 
 
 class AgentPlayers(Protocol):
-    """All who play for one node."""
+    """All players of one node."""
 
     async def begin(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
-        """Wait until somebody plays the attempt of `log`. Raises AttemptFailed."""
+        """Wait until a player plays the attempt of `log`. Raises AttemptFailed."""
         ...
 
     async def close(self) -> None:
-        """Nobody will be asked any more."""
+        """No further player will be needed."""
         ...
 
 
 class StartedAgents:
-    """Programs, each in a process of `pool`, which is open and is closed here."""
+    """Programs, each in a process of `pool`. The pool is already open; `close` closes it."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class StartedAgents:
 
 
 class StartedAgent:
-    """One process."""
+    """One program in its process."""
 
     def __init__(self, program: ProgramName, process: LoggedEpisode, access: SessionAccess, outside: Outside) -> None:
         self._program = program
@@ -105,7 +105,7 @@ class StartedAgent:
 
 
 class OutsideAgents:
-    """Workers that nobody here starts. Tasks of the oldest ticket go first, held-out ones last."""
+    """Workers that are not started by the run. The task with the oldest ticket goes first, held-out tasks go last."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class OutsideAgents:
         self._offers.end()
 
     def _give_up(self, task: SessionTask) -> None:
-        """A worker may have taken it at the same moment."""
+        """Withdraw the task. If a worker has taken it at the same moment, end that worker's session."""
         if self._endpoint.has_session(task.session_id):
             self._endpoint.end_session(task.session_id)
         else:
@@ -147,7 +147,7 @@ class OutsideAgents:
 
 
 class OutsideAgent:
-    """The worker that has taken a task. Its session ends when it, the idle limit or this node ends it."""
+    """The worker that has taken a task. Its session ends when the worker, the idle limit or this node ends it."""
 
     def __init__(self, session_id: str, calls: AgentCalls, episode_s: float) -> None:
         self.session_id = session_id
@@ -159,4 +159,4 @@ class OutsideAgent:
         return AgentResult(), "" if self._calls.ended.done() else "seconds"
 
     async def close(self) -> None:
-        """Nothing of a worker is here."""
+        """There is nothing to clean up: this node did not start the worker."""

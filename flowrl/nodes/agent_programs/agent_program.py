@@ -1,19 +1,19 @@
 """The node that plays with agents of any code, which reach the policy over HTTP.
 
-`agent_players` says who they are: processes that are started here, or outside workers.
+`agent_players` has the kinds of agents: processes that the node starts, or outside workers.
 
-`episode_node` says what holds for all nodes that play episodes. Besides:
+`episode_node` has the invariants of all nodes that play episodes. In addition:
 
-- A reward comes from the agent alone: its program returns it, or posts it to its session.
-- The tokens of an episode are those of its session: the sampled ones, and what the template made of the messages that
-  the agent sent between them, by id.
-- Of an attempt nothing is left when it is over: no process, no session, no call.
-- A resumed run starts the program of a half-done attempt anew, and answers its calls as before (`call_log`). Whatever
-  goes wrong until all of them are made again voids the attempt and counts as no failure. Those of outside workers are
-  void.
+- A reward comes only from the agent: its program returns it, or posts it to its session.
+- The tokens of an episode are those of its session: the ids that were sampled, and the ids that the template made of
+  the messages that the agent sent between them.
+- When an attempt is over, nothing of it is left: no process, no session, no call.
+- A resumed run starts the program of a half-done attempt again from its beginning, and answers its calls as before
+  (`call_log`). An error before all of these calls are made again voids the attempt and does not count as a failure.
+  Half-done attempts of outside workers are void.
 
-Waits: for an agent (`context.outside`), until it ends by itself, or `limits.episode_s` are over, or its session is
-idle, or a call of it cannot be answered.
+Waits: for an agent (`context.outside`), until the agent ends, or `limits.episode_s` are over, or its session is idle,
+or one of its calls cannot be answered.
 """
 
 from __future__ import annotations
@@ -51,24 +51,26 @@ from flowrl.nodes.rewarding.shaping import Shaping
 from flowrl.nodes.vllm_engine.sampling import Sampling
 
 OUTSIDE = "outside"
-"""The name of agents that are workers which nobody here starts."""
+"""The name for agents that are workers which the run does not start."""
 OF_ENVIRONMENTS = ("step_s", "observation_bytes")
-"""Limits of environments alone."""
+"""Limits that only bound environments."""
 MEMORY_BYTES = 1 << 30
 
 
 class AgentProgram(EpisodeNode):
-    """Plays every prompt with an agent; what that asks, the policy answers that `generate` asks.
+    """Plays every prompt with an agent; the policy behind `generate` answers the agent's calls.
 
-    `agent` is `FILE.py:FUNCTION`, or `command` a command line; docs/endpoint.md says what either is given. Or `agent`
-    is "outside": workers that somebody else has started ask the endpoint for tasks. What agents are to do are the
-    prompt's columns. `sampling` is the generator's, as by default: agents are told it, and it bounds their replies.
-    `limits` bounds episodes and attempts; of it, `reset_s` is for the start of a process, and what has no effect has to
-    be as it is by default. A session without a call for `idle_s` has failed. The endpoint listens on `host` and `port`;
-    0 is any free port. `models` are the names that calls may give to the policy. `processes` is the number of agents at
-    a time, of outside ones those that wait for a task included; `memory_bytes` is what a process may take, and
-    `episodes_per_process` how many episodes it plays, one after the other: what the program keeps in its modules is
-    then there in the next one. `requests` plays held-out episodes, without tickets.
+    `agent` is `FILE.py:FUNCTION`, or `command` is a command line; docs/endpoint.md says what each of them is given. Or
+    `agent` is "outside": workers that were started elsewhere ask the endpoint for tasks. The prompt's columns tell an
+    agent its task. `sampling` has to equal the generator's, which is the default: agents get these options, and they
+    bound the replies.
+
+    `limits` bounds episodes and attempts. Its `reset_s` bounds the start of a process; limits that have no effect here
+    have to keep their defaults. A session without a call for `idle_s` has failed. The endpoint listens on `host` and
+    `port`; 0 is any free port. `models` are the names that calls may give to the policy. `processes` is the number of
+    agents at a time, including outside workers that wait for a task. `memory_bytes` is the memory that a process may
+    take. A process plays `episodes_per_process` episodes, one after the other; what the program keeps in its modules
+    still exists in the next episode. `requests` plays held-out episodes, without tickets.
     """
 
     _players: AgentPlayers
@@ -117,7 +119,7 @@ class AgentProgram(EpisodeNode):
 
     @property
     def held_out_sampling(self) -> Sampling:
-        """How those of held-out episodes are."""
+        """How replies are sampled in held-out episodes."""
         server = self.generate.server
         return server.evaluation if isinstance(server, Generator) else self.sampling
 
@@ -128,7 +130,7 @@ class AgentProgram(EpisodeNode):
 
     @property
     def environment(self) -> str:
-        """The name of the environment of verifiers that its agents are; "" if they are others."""
+        """The name of the environment of `verifiers` that plays as agent; "" if the agents are others."""
         return self.agent if not self.command and is_of_verifiers(self.agent) else ""
 
     @property
@@ -162,7 +164,7 @@ class AgentProgram(EpisodeNode):
         return [*problems, *(self._outside_problems() if self.outside else self._program_problems())]
 
     def _sampling_problems(self) -> Iterator[str]:
-        """Agents would be told what their replies are not sampled with."""
+        """Problems of a `sampling` that agents would get although their replies are sampled with another."""
         server = self.generate.server
         if not isinstance(server, Generator) or self.sampling == server.sampling:
             return
@@ -171,7 +173,7 @@ class AgentProgram(EpisodeNode):
             if own != other:
                 yield (
                     f"sampling has {field.name}={own!r}, but {server.name}, which answers, has {other!r}; leave "
-                    "sampling out, and agents are told the generator's"
+                    "sampling out; agents then get the generator's"
                 )
 
     def _program_problems(self) -> Iterator[str]:
@@ -271,7 +273,7 @@ class AgentProgram(EpisodeNode):
         finally:
             self.generate.forget(prompt.sample_id)
             await player.close()
-        calls.abandon_others()  # last, because a checkpoint before would have their replies
+        calls.abandon_others()  # last: a checkpoint taken before this still has their replies
         return played
 
     def _new_log(self, record: Record | None = None) -> CallLog:
@@ -290,7 +292,7 @@ class AgentProgram(EpisodeNode):
         )
 
     async def _run(self, player: AgentPlayer, calls: AgentCalls, log: CallLog) -> Played:
-        """From the beginning of the session to its end. What the attempt has come to goes with its failure."""
+        """Play from the start of the session to its end. If it fails, the exception carries the result so far."""
         began_s = time.monotonic()
         try:
             try:
@@ -315,7 +317,7 @@ class AgentProgram(EpisodeNode):
         return played
 
     async def _result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
-        """What the agent gives back, and "seconds" if its time was over before. Raises what the generator raises."""
+        """The agent's result, and "seconds" if its time ended before it had one. Raises what the generator raises."""
         running = asyncio.ensure_future(player.result())
         ends: set[asyncio.Future[Any]] = {running, calls.broken}
         try:
@@ -330,11 +332,11 @@ class AgentProgram(EpisodeNode):
         return running.result()
 
     def _cut(self, calls: AgentCalls, finished: FinishedSession) -> str:
-        """The limit that a call has met."""
+        """The limit that a call has reached; "" if none has."""
         return "turns" if calls.refused else "tokens" if finished.full else ""
 
     def _played(self, calls: AgentCalls, seconds: float) -> Played:
-        """What the attempt has come to, without reward and metrics. The session has ended."""
+        """The result of the attempt, without reward and metrics. Only after the session has ended."""
         assert calls.finished is not None
         used = calls.used()
         own_s = max(0.0, seconds - calls.generate_s)
@@ -365,7 +367,7 @@ class AgentProgram(EpisodeNode):
         return played
 
     def _reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
-        """The one that was posted or returned."""
+        """The reward that was posted or returned. Raises AgentFailed if there is none, or if there are two values."""
         found = {reward for reward in (finished.reward, result.reward) if reward is not None}
         if len(found) == 1:
             return found.pop()
@@ -377,7 +379,7 @@ class AgentProgram(EpisodeNode):
 
 
 def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:
-    """The index of the last token of each reply, through all sequences; within one, context is between replies."""
+    """The index of the last token of each reply, through all sequences; in a sequence, context separates replies."""
     ends, before = [], 0
     for sequence in sequences:
         edges = np.diff(sequence.policy_mask.astype(np.int8), append=0)

@@ -1,9 +1,9 @@
-"""The log of an attempt that an agent's program plays: the calls it has made, for a program that makes them again.
+"""The log of an attempt that an agent's program plays: its calls, which the program makes again in a resumed run.
 
-A resumed run starts the program anew. Its calls are numbered as they are made, as before the checkpoint, and those with
-a known reply get that one; nothing is sampled for them. Where the program does not do what it did before (a call with
-another context, limit or stop text, an end before all known calls are made again, a call that its client gave up), the
-attempt is void: what it would have gone on with is not known.
+A resumed run starts the program again from its beginning. Calls are numbered in their order, as before the checkpoint,
+and a call with a known reply gets that reply; nothing is sampled for it. If the program does not do what it did before
+(a call with another context, limit or stop text, an end before all known calls are made again, a call that its client
+gave up), the attempt is void: how it would have continued is not known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowrl.nodes.episodes.episode_log import EpisodeLog
 
 
 class CallLog(EpisodeLog):
-    """Several calls may be open; a checkpoint keeps the sampled tokens of the one that was begun last."""
+    """Several calls may be open; a checkpoint keeps the sampled tokens of the call that was started last."""
 
     def __init__(self, record: Record | None = None, *, observation_bytes: int) -> None:
         super().__init__(record, observation_bytes=observation_bytes)
@@ -38,7 +38,7 @@ class CallLog(EpisodeLog):
         return len(self._left)
 
     def known_call(self, turn: Turn) -> Reply | None:
-        """The reply to a call, None if it has to be asked for.
+        """The known reply to a call; None if it has to be asked for.
 
         Raises EnvironmentFailed if the program does not make the call that it made before.
         """
@@ -60,7 +60,7 @@ class CallLog(EpisodeLog):
         return super().asking(turn)
 
     def called(self, turn: Turn, reply: Reply) -> None:
-        """Note the reply to a call that was not known; one without a finish reason if the call was given up."""
+        """Note the reply to a call that had no known reply; it has no finish reason if the call was given up."""
         asked = self._asked
         self._calls.append(_digest(turn))
         self.replied(reply)
@@ -68,7 +68,7 @@ class CallLog(EpisodeLog):
             self._asked = asked
 
     def stepped(self, step: Step, state: bytes | None) -> None:
-        """Note the program's result; of one that has played all of it again that counts, and not the known one."""
+        """Note the program's result. If the program has played again, its new result counts, not the known one."""
         if self.known_step() is None:
             super().stepped(step, state)
         else:

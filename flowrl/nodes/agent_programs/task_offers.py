@@ -2,8 +2,8 @@
 
 Invariants
 
-- A task is handed out once, to a worker that still waits; one that was withdrawn is not.
-- Of several tasks the one of the lowest place is handed out first, of several workers the first one is served first.
+- A task is handed out once, to a worker that still waits. A task that was withdrawn is not handed out.
+- Of several tasks, the task with the lowest place is handed out first; of several workers, the first is served first.
 
 Waits: a task for a worker, without limit; a worker for a task, `WAIT_S` at most, or until the run has ended.
 """
@@ -32,7 +32,7 @@ class Offer:
 
 
 class TaskOffers:
-    """The tasks of one node that nobody has taken."""
+    """The tasks of one node that no worker has taken."""
 
     def __init__(self, *, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
@@ -50,7 +50,7 @@ class TaskOffers:
         await offer.taken
 
     async def next(self) -> SessionTask:
-        """Hand a task out. Cancelling takes none. Raises Unavailable if there is none in time, and RunEnded."""
+        """Hand a task out. A cancelled call takes none. Raises Unavailable if there is none in time, and RunEnded."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while (offer := self._first()) is None:
@@ -64,7 +64,7 @@ class TaskOffers:
         return offer.task
 
     def end(self) -> None:
-        """There will be no further task; whoever waits is told."""
+        """There will be no further task; RunEnded is raised for waiting workers."""
         self._ended = True
         self._changed.set()
 

@@ -2,9 +2,10 @@
 
 It waits for the next finished group and ends with the stream; the remaining groups then form smaller batches.
 
-Where its trainers accumulate gradients (`context.in_pieces`), it sends the groups that may be in the next batch already
-now, if the trainers wait for something to do: the first piece when they have finished the batch before, every further
-one when they have taken the one before. If they never wait, or batches form quickly (`Pace`), batches are sent whole.
+If its trainers accumulate gradients (`context.in_pieces`) and wait for work, it sends the groups that are certain to be
+in the next batch as pieces, before the batch is complete: the first piece when the trainers have finished the previous
+batch, each further piece when they have taken the previous piece. If the trainers never wait, or batches form quickly
+(`Pace`), batches are sent whole.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ from flowrl.training.settings import Layout
 class TokenBatch(Node):
     """Puts `num_groups` groups into a batch; one batch makes one version of the weights.
 
-    `token_budget` bounds the tokens of a micro-batch, padding included. With the `layout` "auto" or "tree", where the
-    trainer computes trees, tokens of a prefix that sequences share count once. `optimizer_steps` is the number of
+    `token_budget` bounds the tokens of a micro-batch, padding included. With the `layout` "auto" or "tree", if the
+    trainer computes trees, the tokens of a prefix that sequences share count once. `optimizer_steps` is the number of
     mini-batches the batch is split into. `whiten` normalises advantages over all trained tokens of the batch, as
     the estimators `reinforce` and `reinforce_baseline` require: "off", "full", or "mean" (mean only).
 
-    Where the trainers behind it accumulate gradients, it sends a batch in pieces, as groups finish, see `Batch.piece`.
+    If the trainers that receive the batches accumulate gradients, a batch is sent in pieces as its groups finish; see
+    `Batch.piece`.
 
     `normalise_rewards` subtracts from each reward the mean of all rewards so far and divides by their standard
     deviation; `adaptive_kl` controls the weight of the KL in the reward. Both are updated once per batch, so both
     need the advantage node's `estimate`, with which the batcher recomputes the advantages.
 
-    With `mask_truncated` samples that were cut off are kept out of the loss. `sources` are the names of a mixture's
+    With `mask_truncated`, samples that were cut off are kept out of the loss. `sources` are the names of a mixture's
     sources (`Task.source_names`), each of which has its own metrics.
 
-    The estimator `gae` needs it too: the batcher sends the whole batch to a critic (`values`) in one request,
-    so all values have one version, and computes the advantages from them.
+    The estimator `gae` needs `estimate` as well: the batcher sends the whole batch to a critic (`values`) in one
+    request, so all values have one version, and computes the advantages from them.
     """
 
     groups: In[Group]
@@ -94,7 +96,7 @@ class TokenBatch(Node):
         self._begun = BegunBatch()
         self._pace = Pace()
         self._before_send: Mapping[str, Any] | None = None
-        """While a batch waits in its send: the state that a checkpoint keeps, because the batch's groups come again."""
+        """The state before a batch's send. A checkpoint during the send keeps it: the batch's groups come again."""
 
     @property
     def _wants_values(self) -> bool:
@@ -168,7 +170,7 @@ class TokenBatch(Node):
             await self._send(groups, last=not window.begun)
 
     def _least(self) -> int | None:
-        """The groups that are enough to be sent now: those of a piece if the trainers wait; None: all of the batch."""
+        """How many groups are enough to send now: those of a piece if the trainers wait; None: the whole batch."""
         if not self.context.in_pieces or not self._pace.is_due(_now_s()):
             return None
         ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished
@@ -190,7 +192,7 @@ class TokenBatch(Node):
         return with_values(groups, await self.values(question(groups)))
 
     def _piece(self, groups: Sequence[Group], *, last: bool) -> Batch:
-        """The batch of `groups`, or a piece of it; the last has the figures of all pieces."""
+        """The batch of `groups`, or a piece of a batch; the last piece has the figures of the whole batch."""
         if last and not self._begun.num_pieces:
             return self.batch(groups)
         samples = self._in_loss(groups)
@@ -212,7 +214,7 @@ class TokenBatch(Node):
         return self._of(samples, len(groups), metrics=self._figures(groups) | metrics)
 
     def _in_loss(self, groups: Sequence[Group]) -> tuple[Trainable, ...]:
-        """The samples of the groups, those that were cut off without their tokens if the option says so."""
+        """The samples of the groups. With `mask_truncated`, samples that were cut off have no tokens in the loss."""
         samples = tuple(sample for group in groups for sample in group.samples)
         require_advantages(samples)
         return tuple(map(without_overlong, samples)) if self.mask_truncated else samples
@@ -291,9 +293,10 @@ def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: 
 
 
 def branch_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
-    """How many sequences an episode of the batch has, and the share of tokens that are fed more than once.
+    """The mean number of sequences per sample, and the share of tokens that are fed to the model more than once.
 
-    A token is repeated if it is in the longest prefix that its sequence shares with an earlier one of its sample.
+    A token is repeated if it is in the longest prefix that its sequence shares with an earlier sequence of its sample.
+    Empty if no sample has branches.
     """
     if not any(sample.branches for sample in samples):
         return {}
@@ -305,7 +308,7 @@ def branch_metrics(samples: Sequence[Trainable]) -> dict[str, float]:
 
 
 def repeated_tokens(sample: Trainable) -> int:
-    """Number of tokens of the sample's branches in prefixes that an earlier sequence has too."""
+    """Number of tokens of the sample's branches that are in a prefix shared with an earlier sequence."""
     ids = [sequence.token_ids for sequence in sample.sequences]
     return sum(max(num_shared(ids[n], earlier) for earlier in ids[:n]) for n in range(1, len(ids)))
 

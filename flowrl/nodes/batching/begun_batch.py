@@ -1,4 +1,4 @@
-"""The batch of which a batcher has sent the first pieces: what the figures of the whole batch need of them."""
+"""A batch whose first pieces a batcher has sent: what is kept of these pieces for the figures of the whole batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flowrl.messages import Group, Trainable, no_ids, no_logprobs
 from flowrl.tasks.rows import OF_TASK
 
 PIECES = 8
-"""A batch comes in at most so many pieces, or one more: each costs the trainer a micro-batch that may be small, and
-with ZeRO-3 a pass of all parameters over the network."""
+"""A batch comes in at most this many pieces, or one more. Each piece costs the trainer a micro-batch that may be small,
+and with ZeRO-3 a pass of all parameters over the network."""
 PACE_S = 0.5
-"""Seconds of one piece at most. A piece costs the trainer some hundredths of a second, whatever is in it; a batch that
-forms in less time comes whole."""
+"""At most one piece is sent in this many seconds. A piece costs the trainer some hundredths of a second, whatever its
+size; a batch that forms in less than PACE_S comes whole."""
 _NO_ARRAYS: dict[str, Any] = {"behavior_logprobs": no_logprobs(), "versions": no_ids()}
 _NO_COLUMNS: dict[str, Any] = {"advantages": no_logprobs()} | dict.fromkeys(
     ("ref_logprobs", "teacher_logprobs", "teacher_hidden", "values", "loss_mask", "returns", "mismatched")
@@ -30,7 +30,7 @@ class BegunBatch:
     num_pieces: int = 0
 
     def with_piece(self, groups: Sequence[Group]) -> BegunBatch:
-        """This and one more piece. What it keeps stays valid when the groups are finished."""
+        """This batch with one more piece. It keeps copies, which stay valid after the groups are finished."""
         return BegunBatch((*self.groups, *map(_light, groups)), self.num_pieces + 1)
 
     def state(self) -> Mapping[str, Any]:
@@ -47,10 +47,10 @@ class Pace:
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        """When the last piece of this batch was sent, or when its first group came; None before."""
+        """When the last piece of this batch was sent, else when its first group arrived; None before that."""
 
     def begin(self, now_s: float) -> None:
-        """A group has come."""
+        """A group has arrived."""
         if self._since_s is None:
             self._since_s = now_s
 
@@ -64,7 +64,7 @@ class Pace:
 
 
 def least_of_a_piece(num_groups: int) -> int:
-    """The fewest groups of a piece, where a batch has `num_groups`."""
+    """The smallest number of groups in a piece, for a batch of `num_groups` groups."""
     return -(-num_groups // PIECES)
 
 
@@ -73,7 +73,7 @@ def _light(group: Group) -> Group:
 
 
 def _light_sample(sample: Trainable) -> Trainable:
-    """Its ids and policy masks, and what is no array."""
+    """The sample with its token ids and policy masks, and no other arrays."""
     task = {OF_TASK: sample.columns[OF_TASK]} if OF_TASK in sample.columns else {}
     branches = tuple(replace(branch, **_NO_ARRAYS) for branch in sample.branches)
     return replace(sample, columns=task, branches=branches, **_NO_ARRAYS, **_NO_COLUMNS)

@@ -22,7 +22,7 @@ def question(groups: Sequence[Group]) -> ValueQuestion:
 
 
 def with_values(groups: Sequence[Group], reply: Values) -> list[Group]:
-    """`groups` with the values of `reply`, which has those of all their samples, in order."""
+    """`groups` with the values of `reply`, which has the values of all their samples in order."""
     lengths = [sample.token_ids.size for group in groups for sample in group.samples]
     assert sum(lengths) == reply.values.size, "a critic answers with a value a token"
     left = iter(np.split(reply.values, np.cumsum(lengths)[:-1]))

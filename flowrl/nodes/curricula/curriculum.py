@@ -1,10 +1,11 @@
-"""Which prompt is asked next, by what the policy could do with those asked before: a curriculum, and replay.
+"""Which prompt is asked next, depending on how the policy did on earlier prompts: a curriculum, and replay.
 
-Of all groups a share has prompts chosen by pass rate, a share repeats prompts that no sample has passed, and the rest
-has the prompts of the data in their order. So no prompt starves: that rest comes to every prompt once an epoch.
+A share of all groups asks prompts chosen by pass rate, another share repeats prompts that no sample has passed, and the
+remaining groups ask the prompts of the data in their order. So no prompt starves: the remaining groups reach every
+prompt once an epoch.
 
-A prompt of pass rate p is chosen with weight p·(1 − p), its learnability (arXiv 2408.15099; for language models arXiv
-2502.12272): most often near 1/2, and never while all its samples pass, or none.
+A prompt with pass rate p is chosen with weight p·(1 − p), its learnability (arXiv 2408.15099; for language models arXiv
+2502.12272): most often near 1/2, and never while all of its samples pass or none do.
 
 The choices are made by `flowrl.nodes.curricula.pass_rates`.
 """
@@ -28,17 +29,17 @@ class Curriculum:
     chosen: float = 0.0
     """Share of the groups whose prompt is chosen by its pass rate, most often near 1/2; 0: none."""
     replayed: float = 0.0
-    """Share of the groups that ask a prompt again which no sample has passed, the longest waiting first; 0: none."""
+    """Share of the groups that repeat a prompt which no sample has passed, the longest waiting first; 0: none."""
     replay_after: int = 256
-    """Groups after which such a prompt may be asked again."""
+    """Number of groups after which a prompt that no sample has passed may be repeated."""
     pass_at: float | None = None
-    """Raw reward from which a sample has passed; None: 1."""
+    """Lowest raw reward with which a sample has passed; None: 1."""
     by: str = ""
-    """Column of the rows, such as level or of_task: rows with one value have one pass rate. Empty: each has its own."""
+    """Column of the rows, such as level or of_task: rows with the same value share a pass rate. Empty: one per row."""
 
     @property
     def used(self) -> bool:
-        """Whether outcomes decide about any prompt."""
+        """Whether any prompt is chosen by outcomes."""
         return bool(self.chosen or self.replayed)
 
     def problems(self) -> Iterator[str]:
@@ -63,7 +64,7 @@ class GroupOutcome(Message):
 
     prompt_id: str
     epoch: int
-    """As that of the prompts: with a curriculum, how often the prompt was asked before."""
+    """The epoch of the group's prompts: with a curriculum, how often the prompt was asked before."""
     raw_rewards: tuple[float, ...]
 
 
@@ -72,7 +73,7 @@ class Noted(Message):
     """The answer to an outcome."""
 
     is_new: bool
-    """False if a later outcome of the prompt, or this one, was noted before."""
+    """False if this outcome, or a later one of the same prompt, was noted before."""
 
 
 async def report_outcome(outcomes: Call[GroupOutcome, Noted], samples: Sequence[Scored]) -> None:

@@ -1,11 +1,12 @@
-"""What is known about the prompts of a source, and which is asked next: the choices of a curriculum.
+"""What is known about the prompts of a source, and which prompt is asked next: the choices of a curriculum.
 
 Invariants
 
-- A choice depends on seed, number of the choice and the outcomes known by then, and on nothing else.
-- The outcome of a group counts once: its prompt's visits are numbered, and an outcome has to be newer than the last.
+- A choice depends on the seed, the number of the choice and the outcomes known by then, and on nothing else.
+- The outcome of a group counts once: the visits of its prompt are numbered, and an outcome counts only if its visit is
+  later than that of the prompt's last outcome.
 - A prompt whose outcome is still expected is not chosen, and not replayed.
-- A choice, a group and an outcome cost O(log n) of n prompts; what is kept for that follows from `state`.
+- A choice, a group and an outcome each cost O(log n) for n prompts; the indexes for that are rebuilt from `state`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ChosenRow:
     row: int
     reason: Reason
     pass_rate: float | None = None
-    """That it was chosen by."""
+    """The pass rate by which the row was chosen."""
 
 
 class PassRates:
@@ -51,7 +52,8 @@ class PassRates:
         self._number = 0
         """Number of groups asked."""
         self._known: dict[str, list[float]] = {}
-        """Prompt -> [times asked, visit of its newest outcome or −1, the pass rate then, number of the group then]."""
+        """Prompt -> [times asked, visit of its newest outcome or −1, that outcome's pass rate, number of the newest
+        group that asked it]."""
         order = random.Random(f"{seed}/buckets").sample(range(len(self._names)), len(self._names))
         self._buckets = RateBuckets(buckets or self._names, order, visits=self.visits, is_open=self._is_open)
         self._draw = WeightedDraw(len(self._buckets))
@@ -103,7 +105,7 @@ class PassRates:
         self._weigh(row)
 
     def note(self, outcome: GroupOutcome) -> bool:
-        """Note an outcome; whether it is a new one."""
+        """Note an outcome; return whether it is new."""
         known = self._known.get(outcome.prompt_id)
         if known is None or not known[HEARD] < outcome.epoch < known[ASKED]:
             return False
@@ -140,7 +142,7 @@ class PassRates:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take the state of another one, into one that knows nothing yet."""
+        """Load the state of another instance; this one must not know any outcome yet."""
         self._number = int(state["number"])
         self._known = {name: [float(value) for value in known] for name, known in state["known"].items()}
         self._buckets.load_sums(state["sums"])

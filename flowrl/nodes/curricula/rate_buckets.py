@@ -1,7 +1,7 @@
-"""Groups of rows that share a pass rate, each with the row whose turn it is: in arrays, as there may be a row a bucket.
+"""Buckets of rows that share a pass rate, and the next row of each. They are arrays: there may be a bucket per row.
 
-A row waits while its outcome is expected. The turn is that of a row that was never asked, in the order that was given,
-else of the one asked least often.
+A row waits while its outcome is expected. The next row of a bucket is one that was never asked, in the given order; if
+there is none, it is the row asked least often.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from flowrl.nodes.curricula.rising_queue import Key, RisingQueue
 
 DECAY = 0.5
-"""Weight of the samples of a group in a pass rate after the next group; older ones are from an older policy."""
+"""Factor on the samples in a pass rate when another group is added, because older samples are from an older policy."""
 
 
 class RateBuckets:
-    """`names` are the buckets of the rows, `order` is that of their turns; `visits` says how often a row was asked.
+    """`names` has the bucket of each row, and `order` the rows in the order in which they are first asked.
 
-    `is_open(row)`: its outcome is expected.
+    `visits(row)` says how often the row was asked, `is_open(row)` whether its outcome is expected.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class RateBuckets:
         for turn, row in enumerate(order):
             self._turns[row] = turn
         self._begun = array("q", bytes(8 * len(self.names)))
-        """How many rows at the front of a bucket have all been asked."""
+        """Bucket -> number of rows at its front that have all been asked."""
         self._waiting = array("q", bytes(8 * len(self.names)))
         self._passed, self._samples = (array("d", bytes(8 * len(self.names))) for _ in range(2))
         self._again: dict[int, RisingQueue] = {}
-        """Bucket of several rows -> those asked and answered, by their visits."""
+        """Bucket of several rows -> its rows that were asked and answered, by their visits."""
 
     def _by_bucket(self, order: Sequence[int]) -> tuple[array[int], array[int]]:
         """(rows, bucket after bucket; where each bucket begins)."""
@@ -64,16 +64,16 @@ class RateBuckets:
         return len(self.names)
 
     def pass_rate(self, bucket: int) -> float:
-        """Mean pass rate of the samples known; 0 if there are none."""
+        """Mean pass rate of the known samples; 0 if there are none."""
         return self._passed[bucket] / self._samples[bucket] if self._samples[bucket] else 0.0
 
     def weight(self, bucket: int) -> float:
-        """p·(1 − p) of the pass rate; 0 while all its rows wait."""
+        """p·(1 − p) of the pass rate; 0 while all rows of the bucket wait."""
         rate = self.pass_rate(bucket)
         return rate * (1 - rate) if self._waiting[bucket] < self._size(bucket) else 0.0
 
     def turn(self, bucket: int) -> int:
-        """The row whose turn it is, of a bucket with a row that does not wait."""
+        """The row to ask next. At least one row of the bucket must not be waiting."""
         start, size = self._starts[bucket], self._size(bucket)
         while self._begun[bucket] < size and self._visits(self._rows[start + self._begun[bucket]]):
             self._begun[bucket] += 1
@@ -84,17 +84,17 @@ class RateBuckets:
         return row
 
     def waits(self, row: int) -> None:
-        """Note that the row's outcome is expected, and was not."""
+        """Note that the row's outcome is expected now, and was not before."""
         self._waiting[self.of_row[row]] += 1
 
     def rests(self, row: int) -> None:
-        """Note that the row has been asked, and that no outcome is expected."""
+        """Note that the row has been asked, and that no outcome of it is expected."""
         bucket = self.of_row[row]
         if self._size(bucket) > 1:
             self._again.setdefault(bucket, RisingQueue(self._key)).put(row)
 
     def answered(self, row: int) -> None:
-        """Note that the last outcome that was expected of the row has come."""
+        """Note that the last outcome that was expected of the row has arrived."""
         self._waiting[self.of_row[row]] -= 1
         self.rests(row)
 
@@ -105,13 +105,13 @@ class RateBuckets:
         self._samples[bucket] = DECAY * self._samples[bucket] + samples
 
     def sums(self) -> Iterator[tuple[str, list[float]]]:
-        """(bucket's name, [samples that passed, samples], both decayed) of those of which something is known."""
+        """(bucket's name, [samples that passed, samples], both decayed) of the buckets that have samples."""
         for bucket, name in enumerate(self.names):
             if self._samples[bucket]:
                 yield name, [self._passed[bucket], self._samples[bucket]]
 
     def load_sums(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Take what `sums` has said; buckets that are not there any more are left out."""
+        """Load what `sums` returned; buckets that no longer exist are left out."""
         for bucket, name in enumerate(self.names):
             self._passed[bucket], self._samples[bucket] = map(float, sums.get(name, (0.0, 0.0)))
 

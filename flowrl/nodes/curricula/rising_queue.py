@@ -1,4 +1,4 @@
-"""The entry with the lowest key, where keys only rise and entries may leave for a time: a heap with lazy keys."""
+"""Finds the entry with the lowest key, where keys only rise and entries may leave and return: a heap with lazy keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Current = Callable[[int], Key | None]
 
 
 class RisingQueue:
-    """Numbers by `current(number)`, their key now; None while a number is not there.
+    """Numbers ordered by `current(number)`, their present key; it is None while a number is not in the queue.
 
-    A number that comes, or comes again, has to be `put`; one that leaves, or whose key rises, needs nothing: its old
-    entry is found wrong when it is the first. Every number has at most one entry, so a put costs O(log n), and the
-    entries that `first` corrects were put or corrected once since.
+    A number that enters or returns has to be `put`. A number that leaves, or whose key rises, needs no call: its old
+    entry is found to be wrong when it comes first. Every number has at most one entry, so a put costs O(log n). Each
+    correction in `first` is due to a change of the number's key since its entry was put or last corrected.
     """
 
     def __init__(self, current: Current) -> None:
@@ -23,14 +23,14 @@ class RisingQueue:
         self._entered: set[int] = set()
 
     def put(self, number: int) -> None:
-        """Let the number in, unless it has an entry, whose key is then corrected in time."""
+        """Add the number, unless it already has an entry; `first` corrects the key of that entry when necessary."""
         key = self._current(number)
         if number not in self._entered and key is not None:
             self._entered.add(number)
             heapq.heappush(self._heap, (key, number))
 
     def first(self) -> int | None:
-        """The number with the lowest key; None if none is there."""
+        """The number with the lowest key; None if the queue is empty."""
         while self._heap:
             key, number = self._heap[0]
             now = self._current(number)

@@ -1,7 +1,7 @@
 """Draws one of many by weight in O(log n): a Fenwick tree (P. M. Fenwick, 1994, DOI 10.1002/spe.4380240306).
 
-Weights are kept as whole numbers, so that sums do not depend on the order in which weights were set: a draw after a
-checkpoint is the draw without it.
+Weights are kept as whole numbers, so that sums do not depend on the order in which weights were set: a run resumed from
+a checkpoint makes the same draw as the run without the interruption.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WeightedDraw:
             place += place & -place
 
     def draw(self, rng: random.Random) -> int | None:
-        """A number, each as likely as its weight says; None if all weights are 0."""
+        """A number, with a probability proportional to its weight; None if all weights are 0."""
         total = self._total()
         if not total:
             return None

@@ -1,9 +1,9 @@
-"""One attempt at an episode: observations and replies by turns, until the environment or a limit ends it.
+"""One attempt at an episode: observations and replies alternate until the environment or a limit ends it.
 
-The seats act in their order; `seat` says what one of them sees. The policy plays the trained seats, its opponents the
-others.
+The seats act in their order; the module `seat` says what a seat sees. The policy plays the trained seats, its opponents
+play the others.
 
-Waits: for replies of generators, and for the environment, whose every call has a limit in seconds.
+Waits: for replies of generators, and for the environment; each call of the environment has a limit in seconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from flowrl.nodes.episodes.turn_figures import TurnFigures
 
 MALFORMED_IN_A_ROW = 3
 NAME_BYTES = 256
-"""Most bytes of a tool's name, as the policy wrote it, that are shown."""
+"""Most bytes that are shown of a tool's name as the policy wrote it."""
 
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """What an attempt asks a generator."""
+    """An attempt's request to a generator for one reply."""
 
     turn: int
-    """From 0, of the policy's turns in the attempt, or of its opponents'."""
+    """Number of the turn, from 0, among the policy's turns in the attempt, or among those of its opponents."""
     token_ids: Int32
     max_tokens: int
     stop: tuple[str, ...]
     tools: tuple[Mapping[str, Any], ...]
     opponent: bool = False
-    """An opponent of the policy is asked."""
+    """Whether an opponent of the policy is asked."""
 
 
 Ask = Callable[[AskedTurn], Awaitable[Reply]]
@@ -67,7 +67,7 @@ class Templates:
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """Raises ConfigError if the template's boundaries cannot be found."""
+        """The chat template with these tools. Raises ConfigError if the template's boundaries cannot be found."""
         key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
         if key not in self._known:
             self._known[key] = ChatTemplate(self.tokenizer, tuple(tools))
@@ -75,11 +75,11 @@ class Templates:
 
 
 class Attempt:
-    """Plays one episode. `tokens` is the most that a sequence of it may have.
+    """Plays one episode. `tokens` is the largest number of tokens that a sequence of the episode may have.
 
-    With a `system_prompt` each seat's conversation begins with it.
-    `trained` are the seats that the policy plays, all if it is None. `elapsed` gives the seconds that count against
-    `limits.episode_s`; without it they count from here.
+    With a `system_prompt`, each seat's conversation begins with it.
+    `trained` are the seats that the policy plays (None: all). `elapsed` gives the seconds that count against
+    `limits.episode_s`; without it, seconds count from the creation of this object.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Attempt:
         )
 
     async def play(self, episode: PlayedEpisode) -> Played:
-        """From the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
+        """Play from the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
         self.begin(episode.observations)
         seat, step = self._seats[0], Step(Observation())
         while not (cut := self._limit_reached()):
@@ -158,7 +158,7 @@ class Attempt:
         return "seconds" if self._elapsed() >= self._limits.episode_s else ""
 
     async def _turn(self, seat: Seat, step: Step) -> tuple[Action, str]:
-        """The seat's reply, and why its calls cannot be made ("" if they can); `step` is the one before it."""
+        """The seat's reply, and why its calls cannot be made ("" if they can); `step` is the step before the reply."""
         context = self._context
         limits = (self._tokens - context.size, self._limits.turn_tokens, step.max_tokens)
         most = min(limit for limit in limits if limit is not None)
@@ -183,7 +183,7 @@ class Attempt:
         played.finish_reason, played.generator = reply.finish_reason, reply.generator
 
     def _complaint(self, seat: Seat, action: Action, unread: str) -> Step | None:
-        """What the seat is told in place of a step if it called what cannot be called; None if it did not."""
+        """The answer to a seat whose calls cannot be made, in place of the environment's step; None if they can."""
         known = [str(tool["function"]["name"]) for tool in seat.tools]
         strange = [call.name for call in action.tool_calls if call.name not in known]
         if not unread and not strange:
@@ -214,7 +214,7 @@ class Attempt:
             other.rewarded(reward)
 
     def _next_seat(self, seat: Seat, step: Step, *, made: bool) -> Seat:
-        """Show what the step led to; returns the seat that acts now: after a complaint the same one again."""
+        """Show the result of the step; return the seat that acts next. After a complaint, that is the same seat."""
         if not made:
             seat.show(step.observations[0])
             return seat
@@ -226,7 +226,7 @@ class Attempt:
         self._played.metrics.update(metrics)
 
     def finished(self, cut: str = "") -> Played:
-        """What the attempt has come to until now."""
+        """The result of the attempt so far; `cut` says what cut it off."""
         self._played.cut = cut
         self._played.seconds = self._elapsed()
         note_seats(self._played, self._seats)
@@ -239,9 +239,9 @@ def _stopwatch() -> Callable[[], float]:
 
 
 def read_action(reply: Reply) -> tuple[Action, str]:
-    """The reply as an action, and why its calls cannot be made; "" if they can, or if there is none.
+    """The reply as an action, and why its calls cannot be made; "" if they can, or if it has no calls.
 
-    A reply that its limit of tokens cut off makes no call: what was to follow is not known.
+    A reply that was cut off at its limit of tokens makes no calls: the rest of it is not known.
     """
     ids, reason = tuple(reply.token_ids.tolist()), reply.finish_reason
     unread = reply.malformed

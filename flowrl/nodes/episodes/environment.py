@@ -1,15 +1,15 @@
-"""The environment node plays episodes of an environment. `episode_node` says what holds for all nodes that do.
+"""The environment node plays episodes of an environment. `episode_node` has the invariants of all nodes that do so.
 
 Invariants:
 
-- A reward comes from the environment alone. What the environment does wrong voids the attempt, and every attempt has
-  an environment of its own.
-- The tokens of an episode are those that the generator sampled and those that the template wrote between them, by id.
-- A half-done attempt goes on in a resumed run, with its replies and what the environment showed (`episode_log`).
-- Of an environment with several seats the policy plays all, or one against opponents whose replies are asked of
-  another generator: what opponents say is part of the environment, and never trained.
+- A reward comes only from the environment. An error of the environment voids the attempt, and every attempt has its own
+  environment.
+- The tokens of an episode are the ids that the generator sampled and the ids that the template wrote between them.
+- A half-done attempt continues in a resumed run, with its replies and what the environment showed (`episode_log`).
+- In an environment with several seats, the policy plays all seats, or one seat against opponents whose replies come
+  from another generator. What opponents say is part of the environment, and never trained.
 
-Waits: for replies, and for the environment (`context.outside`), whose every call has a limit in seconds.
+Waits: for replies, and for the environment (`context.outside`); each call of the environment has a limit in seconds.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Environment(EpisodeNode):
     """Plays the episodes of `environment` with the policy that `generate` asks.
 
     `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the number
-    of environments' processes at a time, `memory_bytes` what each may take; one plays `episodes_per_process` episodes,
-    one after the other. `requests` plays held-out episodes, without tickets. `shaping` applies to the reward of a whole
-    episode. `history` is what a context is made of: with "append" of what was sampled and fed; with "template" of what
-    the template makes of all messages, so that an episode has a further sequence (`branches`) for each context that the
-    template rewrote. Conversations begin with `system_prompt`, unless it is empty.
+    of environment processes at a time, `memory_bytes` the memory that each may take; a process plays
+    `episodes_per_process` episodes, one after the other. `requests` plays held-out episodes, without tickets. `shaping`
+    applies to the reward of a whole episode. `history` says how a context is made: "append" joins what was sampled and
+    fed; "template" applies the template to all messages, so that an episode has a further sequence (`branches`) for
+    each context that the template rewrote. Conversations begin with `system_prompt`, unless it is empty.
 
-    If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays one seat,
-    the row's seed plus the epoch modulo the number of seats, and the generator at the end of that edge the others.
+    If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays only the
+    seat (the row's seed + the epoch) modulo the number of seats; the generator at the end of that edge plays the
+    others.
     """
 
     opponent: Call[Turn, Reply]
@@ -114,7 +115,7 @@ class Environment(EpisodeNode):
         return asyncio.run(self._try())
 
     async def _try(self) -> str | None:
-        """Begin one episode; returns what is known of the chat template. With a model on disk, also render it."""
+        """Start one episode; return what is found about the chat template. With a model on disk, also render it."""
         async with self._episodes(silent) as pool:
             try:
                 episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
@@ -208,7 +209,7 @@ class Environment(EpisodeNode):
         return ((row_of(prompt).seed + prompt.epoch) % self._pool.seats,)
 
     async def _to_its_end(self, attempt: Attempt, episode: LoggedEpisode) -> Played:
-        """Play the attempt. What it has come to goes with its failure."""
+        """Play the attempt. If it fails, the exception carries its result so far."""
         try:
             played = await attempt.play(episode)
         except EnvironmentFailed as failure:

@@ -1,4 +1,4 @@
-"""What can be said of an environment and a policy before a run: lengths, and the chat template with the tools."""
+"""Checks of an environment and a policy before a run: lengths, and the chat template with the tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowrl.nodes.generation.generator import Generator
 
 
 def length_problems(limits: Limits, policy: Policy, token_budget: int | None) -> Iterator[str]:
-    """Episodes that may become longer than the model's context, or than a micro-batch."""
+    """Problems of episodes that may become longer than the model's context, or than a micro-batch."""
     longest = known_context(policy)
     if longest is None:
         return
@@ -31,9 +31,9 @@ def length_problems(limits: Limits, policy: Policy, token_budget: int | None) ->
 def template_findings(policy: Policy, environment: str, tools: Messages | None, generator: object = None) -> str | None:
     """What an examination of the chat template finds; None for a model whose tokenizer is not known yet.
 
-    `tools` is None where only the episodes tell which there are. `generator` is the node that answers; if it names
-    vLLM's parsers, replies are parsed with those. Raises ConfigError for tools that the template cannot take, and for
-    those whose calls no parser reads.
+    `tools` is None if the tools are known only from the episodes. `generator` is the node that answers; if it names
+    vLLM's parsers, replies are parsed with these. Raises ConfigError for tools that the template cannot take, and for
+    tools whose calls no parser reads.
     """
     tokenizer = known_tokenizer(policy)
     if tokenizer is None:
@@ -72,11 +72,11 @@ def _of_template(policy: Policy, found: Examination | str) -> str:
 
 
 def _parser_to_name(policy: Policy, tools: Messages) -> str:
-    """What to change. All of vLLM's parsers are tried, which takes some seconds."""
+    """The advice on which parser to name. It tries all of vLLM's parsers, which takes some seconds."""
     change = "name vLLM's parser for the model, as in --tool-parser hermes, or Generator(tool_parser=...)"
     try:
         reading = parsers_that_read(policy, tools)
-    except ConfigError:  # vLLM is not there, or cannot be tried
+    except ConfigError:  # vLLM is not installed, or cannot be tried
         return change
     if not reading:
         return f"none of vLLM's parsers reads a call that its chat template renders; {change}, or another model"

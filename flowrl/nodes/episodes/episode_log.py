@@ -1,14 +1,16 @@
-"""The log of one attempt at an episode: what a checkpoint keeps of it, and how a resumed run goes on from that.
+"""The log of one attempt at an episode: what a checkpoint keeps of it, and how a resumed run continues from there.
 
 Invariants
 
-- The log has every reply that has arrived and every step that the environment has finished. What is under way at a
-  checkpoint is done again: a step by the environment, and a request by a generator, after the tokens it had sampled.
+- The log has every reply that has arrived and every step that the environment has finished. What is running at a
+  checkpoint is done again: the environment repeats the step, and a generator continues the request after the tokens
+  that were sampled.
 - A resumed run plays the attempt from its beginning with the replies of the log. If the environment saved its state,
-  it is restored, and its steps come from the log too. Otherwise a fresh environment replays the actions, and everything
-  that it shows is compared. Where something differs, or nothing can be replayed, the attempt is void.
+  the state is restored, and the steps come from the log as well. Otherwise a fresh environment replays the actions, and
+  everything that it shows is compared with the log. If something differs, or the environment cannot replay, the attempt
+  is void.
 
-Waits: for the environment, whose every call has a limit in seconds.
+Waits: for the environment; each call has a limit in seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from flowrl.messages import Record
 from flowrl.nodes.episodes.attempt import AskedTurn
 
 SHOWN_CHARACTERS = 200
-"""Most characters of a replay's difference that the failure's text shows."""
+"""Most characters that the failure's text shows of what differs in a replay, now and before."""
 NEW = EpisodeRecord()
 
 
 class EpisodeLog:
-    """Begins with the `record` of a checkpoint. Texts of the environment are kept in `observation_bytes` at most."""
+    """Starts from a checkpoint's `record`. It keeps at most `observation_bytes` of each text of the environment."""
 
     def __init__(self, record: Record | None = None, *, observation_bytes: int) -> None:
         before = record if isinstance(record, EpisodeRecord) else NEW
@@ -47,7 +49,7 @@ class EpisodeLog:
         self._began_s = time.monotonic()
 
     def record(self) -> EpisodeRecord:
-        """What a resumed run needs. The tokens that a checkpoint found of a request are kept until it has ended."""
+        """What a resumed run needs. The tokens that a checkpoint found for a request stay until the request ends."""
         return replace(
             self._before if self._asked and self._asked == self._before.asked else NEW,
             request_ids=tuple(reply.request_id for reply in self._replies),
@@ -63,7 +65,7 @@ class EpisodeLog:
         )
 
     def next_attempt(self, *, counts: bool) -> EpisodeLog:
-        """The log of the attempt after this one, which is void; `counts`: it is one of those that may fail."""
+        """The log of the attempt after this one, which is void; `counts` says whether this one counts as failed."""
         record = EpisodeRecord(attempt=self.attempt + 1, failed=self.failed + counts)
         return type(self)(record, observation_bytes=self._observation_bytes)
 
@@ -71,11 +73,11 @@ class EpisodeLog:
 
     @property
     def seconds(self) -> float:
-        """Since the attempt began, without the time between a checkpoint and the end of a replay."""
+        """Seconds since the attempt started, without the time between a checkpoint and the end of a replay."""
         return self._before.seconds + (0.0 if self._replaying else time.monotonic() - self._began_s)
 
     def elapsed(self) -> float:
-        """The seconds for the attempt's limit. Turns that are replayed were in time."""
+        """The seconds for the attempt's limit; 0 during a replay, because the replayed turns were in time."""
         return 0.0 if self._replaying else self.seconds
 
     @property
@@ -85,7 +87,7 @@ class EpisodeLog:
     # Turns
 
     def known_reply(self, question: AskedTurn) -> Reply | None:
-        """The reply to a turn, None if it has to be asked for. Raises EnvironmentFailed for another context."""
+        """The logged reply to a turn; None if it has to be asked for. Raises EnvironmentFailed for another context."""
         number, newest = self._num_answered, len(self._before.replies) - (not self._before.asked)
         if number == newest and not np.array_equal(question.token_ids, self._before.context_ids):
             raise EnvironmentFailed("replay_differs", f"the context of turn {number} has other tokens than before")
@@ -101,7 +103,7 @@ class EpisodeLog:
             self._began_s = time.monotonic()
 
     def asking(self, turn: Turn) -> Turn:
-        """Note a request, and give it the tokens that a checkpoint found of it."""
+        """Note a request, and return it with the tokens that a checkpoint found for it."""
         known = self._before if turn.request_id == self._before.asked else NEW
         self._asked, self._context_ids = turn.request_id, turn.token_ids
         return replace(
@@ -121,18 +123,18 @@ class EpisodeLog:
     # The environment
 
     def known_step(self) -> Mapping[str, Any] | None:
-        """The next step that the log has, None if the environment has to make it."""
+        """The next step in the log; None if the environment has to make it."""
         return self._steps[self._num_stepped] if self._num_stepped < len(self._steps) else None
 
     def began(self, observations: Sequence[Observation], state: bytes | None) -> None:
-        """Note what a fresh environment shows to each seat, or compare it with what is known."""
+        """Note what a fresh environment shows to each seat, or compare it with the log."""
         shown = tuple(map(self._shown, observations))
         if self.first is None:
             self.first, self.state = shown, state
         _require_equal("the first observation", shown, self.first)
 
     def stepped(self, step: Step, state: bytes | None) -> None:
-        """Note a step of the environment, or compare it with the known one."""
+        """Note a step of the environment, or compare it with the step in the log."""
         seen = tuple({**self._shown(observation), "tools": ()} for observation in step.observations)
         shown = {**exchange.plain(step), "observation": seen}
         known = self.known_step()
@@ -144,11 +146,11 @@ class EpisodeLog:
         self._num_stepped += 1
 
     def pass_step(self) -> None:
-        """Go on to the next known step."""
+        """Move on to the next step in the log."""
         self._num_stepped += 1
 
     def _shown(self, observation: Observation) -> dict[str, Any]:
-        """As plain data, with the middle of long texts left out."""
+        """The observation as plain data, with the middle of long texts left out."""
         most, found = self._observation_bytes, exchange.plain(observation)
         found["text"] = without_middle(found["text"], most)
         for message in found["messages"]:
@@ -157,7 +159,7 @@ class EpisodeLog:
 
 
 class LoggedEpisode:
-    """An environment's episode whose steps are logged; `restored`: the known ones need no environment."""
+    """An environment's episode whose steps are logged; if `restored`, the steps in the log need no environment."""
 
     def __init__(self, episode: OpenEpisode, log: EpisodeLog, *, restored: bool, saves: bool) -> None:
         self._episode = episode
@@ -166,7 +168,7 @@ class LoggedEpisode:
         self._saves = saves
 
     async def begin(self) -> None:
-        """Log what the environment shows first; call it once. Raises EnvironmentFailed if it showed something else."""
+        """Log what the environment shows first; call this once. Raises EnvironmentFailed if it differs from the log."""
         if not self._restored:
             self._log.began(self._episode.observations, await self._state())
 
@@ -177,7 +179,7 @@ class LoggedEpisode:
         return tuple(exchange.observation(shown) for shown in self._log.first)
 
     async def step(self, action: Action, seat: int = 0) -> Step:
-        """Play one action of a seat. Raises EnvironmentFailed, also if the step is not what it was before."""
+        """Play one action of a seat. Raises EnvironmentFailed, also if a replayed step differs from the log."""
         known = self._log.known_step()
         if known is not None and self._restored:
             self._log.pass_step()
@@ -194,9 +196,9 @@ class LoggedEpisode:
 
 
 async def open_episode(pool: Episodes, row: EnvironmentRow, log: EpisodeLog) -> LoggedEpisode:
-    """The episode at which `log` goes on, or a new one; `begin` comes next, and `close_quietly` at last.
+    """The episode that continues `log`, or a new one; call `begin` next, and `close_quietly` in the end.
 
-    Raises EnvironmentFailed, also if the environment cannot go on.
+    Raises EnvironmentFailed, also if the environment can neither replay nor restore the episode.
     """
     if log.first is not None and log.state is None and not pool.replays:
         raise EnvironmentFailed("resumed", f"{row.name} neither replays nor saves its state")
@@ -213,7 +215,7 @@ def _require_equal(what: str, shown: Any, before: Any) -> None:
 
 
 def _compared(shown: Any) -> Any:
-    """What an environment shows, without its metrics, which may be times."""
+    """What an environment shows, without its metrics, which may be durations."""
     if not isinstance(shown, Mapping):
         return [_compared(one) for one in shown]
     return {

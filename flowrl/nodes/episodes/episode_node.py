@@ -1,13 +1,13 @@
-"""A node that plays episodes: a prompt's item, and so its ticket, stays with its invocation to the end.
+"""A node that plays episodes: a prompt's item, and so its ticket, stays with its invocation until the episode's end.
 
 Invariants:
 
-- What others than the policy do wrong voids the attempt; the next one has the same ticket and start. After the last
-  attempt the sample fails, by its cause. There is no reward that nobody gave.
-- Every attempt that has begun is booked: in a finished episode, or as void.
-- A checkpoint has the log of every attempt under way (`episode_log`), and waits for nothing.
+- An error that is not the policy's voids the attempt; the next attempt has the same ticket and start. After the last
+  attempt the sample fails with that attempt's cause. A reward that was not given is never filled in.
+- Every attempt that has started is in the ledger: in a finished episode, or as void.
+- A checkpoint has the log of every running attempt (`episode_log`), and waits for nothing.
 
-Waits: those of an attempt, which subclasses say.
+Waits: those of an attempt, which subclasses describe.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from flowrl.nodes.rewarding.shaping import Shaping
 from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION
 
 NO_TURN = "no_turn"
-"""Why an episode is dropped that opponents of the policy have ended before its first turn."""
+"""The reason for dropping an episode that opponents of the policy ended before the policy's first turn."""
 
 
 class EpisodeNode(Node):
-    """Attempts, retries, limits and bookings of episodes. Subclasses play an attempt; their `setup` calls `prepare`."""
+    """Attempts, retries, limits and ledger entries of episodes. Subclasses play an attempt; their `setup` calls
+    `prepare`."""
 
     prompts: In[Prompt]
     episodes: Out[Episode]
@@ -77,15 +78,15 @@ class EpisodeNode(Node):
 
     @property
     def source(self) -> str:
-        """What plays against the policy, as users have named it."""
+        """The environment or agent that plays with the policy, as users have named it."""
         raise NotImplementedError
 
     async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
-        """Play the attempt of `log`, which has something sampled at its end. Raises AttemptFailed."""
+        """Play the attempt of `log`; what was played has at least one sequence. Raises AttemptFailed."""
         raise NotImplementedError
 
     def row_name(self, prompt: Prompt) -> str:
-        """The name of what plays, without options."""
+        """The name of what plays the prompt, without options."""
         raise NotImplementedError
 
     # Declarations for the graph
@@ -122,7 +123,7 @@ class EpisodeNode(Node):
             )
 
     async def prepare(self, model_dir: str) -> None:
-        """What every attempt needs."""
+        """Make what every attempt needs."""
         await self.blocking(self._load, model_dir)
         self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
         self._outcomes = AttemptOutcomes(self.context, self.source)
@@ -163,7 +164,7 @@ class EpisodeNode(Node):
         raise SampleFailed(cause)
 
     def _counts(self, attempt: BegunAttempt, failure: AttemptFailed) -> bool:
-        """Whether the failure uses up one of the retries; what a resume cannot continue is no failure."""
+        """Whether the failure uses up one of the retries. That a resume cannot continue an attempt is no failure."""
         if failure.cause in RESUME_CAUSES:
             self._outcomes.not_resumed(failure.cause, str(failure))
             return False
@@ -178,7 +179,7 @@ class EpisodeNode(Node):
     def _after_void(
         self, prompt: Prompt, log: EpisodeLog, failure: AttemptFailed, *, counts: bool, last: bool
     ) -> EpisodeLog:
-        """Book the attempt as void; returns the log of the next one."""
+        """Record the attempt as void; return the log of the next one."""
         self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
         if failure.cause not in RESUME_CAUSES:
             self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
@@ -188,7 +189,7 @@ class EpisodeNode(Node):
         return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
 
     async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
-        """Book the finished episode, and send or drop it."""
+        """Record the finished episode, and send or drop it."""
         episode = self.episode(prompt, played, attempt)
         self._reports.finished(prompt, attempt, played, episode.reward)
         self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
@@ -202,7 +203,7 @@ class EpisodeNode(Node):
         await self.episodes.send(episode)
 
     async def _play_held_out(self, prompt: Prompt) -> Episode:
-        """A held-out episode; fails with its cause where training would."""
+        """Play a held-out episode. Raises SampleFailed with the cause where a training episode would fail."""
         log = self._new_log()
         while True:
             await self._outcomes.ready()
@@ -219,7 +220,7 @@ class EpisodeNode(Node):
             return self.episode(prompt, played, log.attempt)
 
     async def ask(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
-        """The reply of the generator behind `port`, the policy's by default, at the place of the turn's ticket."""
+        """The reply of the generator behind `port`, the policy's by default; the oldest ticket is served first."""
         priority = turn.ticket if turn.ticket >= 0 else EVALUATION
         return await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
 
@@ -283,12 +284,12 @@ class EpisodeNode(Node):
         return by_seat, by_turn
 
     def _response_text(self, played: Played) -> str:
-        """What follows the first context, and of each further sequence what follows the context of its first reply."""
+        """The text of each sequence after the context of its first reply, joined."""
         return "".join(self._templates.decode(s.token_ids[before_reply(s) :]) for s in played.sequences)
 
 
 def before_reply(sequence: TokenSequence) -> int:
-    """The number of tokens before the first sampled one."""
+    """The number of tokens before the first sampled token; all tokens if none was sampled."""
     return int(np.argmax(sequence.policy_mask)) if sequence.policy_mask.any() else sequence.token_ids.size
 
 

@@ -15,7 +15,7 @@ from flowrl.messages import Prompt
 from flowrl.nodes.episodes.played import Played
 
 MOST_TEXT = 8192
-"""Characters of a failure's text, from its end."""
+"""Most characters that are kept of a failure's text: those at its end."""
 
 
 class EpisodeRecords:

@@ -1,4 +1,4 @@
-"""What a node that plays episodes tells of them: figures for the metrics, records for `flowrl show`.
+"""What a node that plays episodes reports about them: figures for the metrics, records for `flowrl show`.
 
 The names of the figures are explained in docs/episodes.md.
 """
@@ -19,7 +19,7 @@ from flowrl.nodes.episodes.played import Played
 from flowrl.training.batch.batch_stats import length_name
 
 RETOKENIZED_ONE_IN = 8
-"""One episode in so many is tokenized again: a reply takes 0.1 ms and more, as much as all else together."""
+"""One episode in this many is tokenized again: a reply takes 0.1 ms or more, as much as everything else together."""
 
 
 class EpisodeReports:
@@ -46,7 +46,7 @@ class EpisodeReports:
             self._context.episode(prompt.sample_id, line, failed=False)
 
     def failed(self, prompt: Prompt, attempt: int, played: Played | None, cause: str, text: str, *, last: bool) -> None:
-        """An attempt failed, and it was the last one of its episode or not.
+        """An attempt failed; `last` says whether it was the last one of its episode.
 
         `played` is None if it failed before its first observation.
         """

@@ -1,14 +1,15 @@
-"""Whether failing attempts depend on the length of episodes: then those that are left are biased.
+"""Whether the failure of attempts depends on the length of episodes: then the episodes that are left are biased.
 
 The length that a failed attempt would have had is not known, and the turns until it failed say little about it: an
 attempt that fails in its first turn may belong to a long episode. So a failed attempt is compared with the finished
-episodes of its group, which begin alike. There are two scores, both about 0 if failing does not depend on length,
-whether attempts fail at their first step, at their last one or anywhere between:
+episodes of its group, which have the same start. There are two scores, both about 0 if failing does not depend on
+length, whether attempts fail at their first step, at their last step or anywhere in between:
 
 - between groups: the rank correlation of a group's share of failed attempts with the mean turns of its finished
   episodes, times sqrt(n - 1). It finds environments that fail more the longer an episode is.
-- within groups: the mean of (turns of failed attempts) - (turns of finished episodes), over its standard error. A
-  failed attempt has at most the turns that it would have had, so without a dependence this is 0 or below.
+- within groups: the mean of (turns of failed attempts) - (turns of finished episodes), divided by its standard error.
+  A failed attempt has at most the turns that it would have had without the failure, so if failing does not depend on
+  length, this is 0 or below.
 
 A group counts once, so attempts of one group may fail together (a broken task) without a false alarm.
 """
@@ -23,13 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_GROUPS = 256
-"""Groups that are looked back at."""
+"""Number of the last groups that the scores are computed from."""
 MOST_OPEN = 256
-"""Groups that are not complete; the oldest counts as it is, because its members may be elsewhere."""
+"""Most incomplete groups. If there are more, the oldest one is counted as it is: its members may be elsewhere."""
 LEAST_GROUPS, LEAST_FAILED = 32, 12
-"""Below so many groups, or groups with a failed attempt, there is no score."""
+"""With fewer groups, or fewer groups with a failed attempt, there is no score."""
 LEAST_SPREAD = 0.5
-"""Turns: the least standard deviation of differences within groups."""
+"""The smallest standard deviation, in turns, that differences within groups are taken to have."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -42,12 +43,12 @@ class GroupTurns:
     failed: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     num_ended: int = 0
-    """Members, not attempts."""
+    """Number of members, not of attempts."""
 
     def row(self) -> tuple[float, float, float]:
-        """(share of attempts that failed, mean turns of finished episodes, of failed attempts); NaN if there are none.
+        """(share of attempts that failed, mean turns of finished episodes, mean turns of failed attempts).
 
-        There is at least one attempt.
+        A mean over no attempts is NaN. The group needs at least one attempt.
         """
         share = len(self.failed) / (len(self.failed) + len(self.finished))
         return share, _mean(self.finished), _mean(self.failed)
@@ -66,7 +67,7 @@ class FailingByLength:
         self._group(group_id, size).failed.append(turns)
 
     def finished(self, group_id: str, size: int, turns: int) -> None:
-        """An episode ended by itself or by a limit."""
+        """An episode ended by its own rules or by a limit."""
         self._group(group_id, size).finished.append(turns)
         self.ended(group_id, size)
 
@@ -112,13 +113,13 @@ def between_groups(shares: Floats, lengths: Floats) -> float:
 
 
 def within_groups(differences: Floats) -> float:
-    """How much more turns failed attempts had than the finished episodes of their group, in standard errors."""
+    """How many more turns failed attempts had than the finished episodes of their group, in standard errors."""
     error = max(float(differences.std(ddof=1)), LEAST_SPREAD) / sqrt(len(differences))
     return float(differences.mean()) / error
 
 
 def ranks(values: Floats) -> Floats:
-    """The place of each value in their order, equal ones with the mean of their places."""
+    """The place of each value in their order; equal values get the mean of their places."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray((ends - (counts - 1) / 2)[inverse], np.float64)

@@ -1,4 +1,4 @@
-"""What bounds an episode, and what an episode that was cut off is worth. Plain data."""
+"""The bounds of an episode, and what happens to an episode that was cut off. Plain data."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ LEAST = {"turns": 1, "tokens": 2, "turn_tokens": 1, "episodes": 1, "retries": 0,
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one episode, of the attempts at it, and of how many there are at a time."""
+    """Bounds of one episode, of the attempts at it, and of the number of episodes at a time."""
 
     turns: int = 32
-    """Most replies."""
+    """Most replies in an episode."""
     tokens: int | None = None
     """Most tokens of the whole episode, or of each of its sequences; None: as many as the model's context takes."""
     turn_tokens: int | None = None
     """Most tokens of one reply; None: as many as the generator's sampling allows."""
     reset_s: float = 120.0
-    """Seconds for the environment's reset."""
+    """Most seconds for the environment's reset."""
     step_s: float = 60.0
-    """Seconds for one of its steps."""
+    """Most seconds for one step of the environment."""
     episode_s: float = 1800.0
-    """Seconds of an attempt; it is looked at between turns."""
+    """Most seconds for an attempt; checked between turns."""
     expected_s: float | None = None
-    """Bounds nothing: the seconds that an episode takes on average, by your estimate, for what `flowrl check` says of
-    the time of a step."""
+    """Your estimate of the seconds that an episode takes on average. It bounds nothing; `flowrl check` uses it to
+    estimate the time of a step."""
     observation_bytes: int = 65536
-    """Longest text of one message of the environment, in UTF-8; the middle of a longer one is cut out and marked."""
+    """Longest text of one message of the environment, in bytes of UTF-8; the middle of a longer text is cut out and
+    marked."""
     episodes: int = 1024
     """Most episodes at a time."""
     retries: int = 2
-    """Attempts after the first, where the environment failed."""
+    """Attempts after the first, if the environment failed."""
     on_truncated: OnTruncated = "train"
-    """An episode that turns, tokens, seconds or malformed calls cut off is trained with the reward it has, or kept
-    out of the loss but compared with its group, or dropped."""
+    """An episode that was cut off by turns, tokens, seconds or malformed calls is trained with the reward it has
+    (train), kept out of the loss but compared with its group (mask), or dropped (drop)."""
 
     def problems(self) -> Iterator[str]:
         """Sentences that say what is wrong with a value."""

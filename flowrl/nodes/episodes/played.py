@@ -1,4 +1,4 @@
-"""What an attempt at an episode has come to. Plain data; the seats that it is read from are those of `seat`."""
+"""The result of an attempt at an episode, as plain data. It is read from the seats of the module `seat`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Messages = tuple[Mapping[str, Any], ...]
 
 @dataclass
 class Played:
-    """Everything is of the seats that the policy plays, unless it says otherwise."""
+    """Every field is about the seats that the policy plays, unless its text says otherwise."""
 
     cut: str = ""
     """turns, tokens, seconds, malformed_calls or environment; "" if the episode ended by its own rules."""
@@ -28,13 +28,13 @@ class Played:
     finish_reason: str = ""
     """How the last reply ended."""
     step_seconds: list[float] = field(default_factory=list)
-    """Seconds of each step of the environment, those after an opponent's reply too."""
+    """Seconds of each step of the environment, including the steps after an opponent's reply."""
     seconds: float = 0.0
-    """From the first observation to the end."""
+    """Seconds from the first observation to the end."""
     figures: list[TurnFigures] = field(default_factory=list)
     """Figures of each reply."""
     later_figures: list[TurnFigures] = field(default_factory=list)
-    """Those of `figures` that follow the first turn of their seat."""
+    """The `figures` of all turns after the first turn of their seat."""
     malformed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's metrics: name -> last value."""
@@ -43,7 +43,7 @@ class Played:
     seats: tuple[int, ...] = ()
     """The seat of each sequence; () if the environment has one seat."""
     seat_rewards: tuple[tuple[int, float], ...] = ()
-    """(seat, its reward), also of a seat that had no turn; () if the environment has one seat."""
+    """(seat, its reward), also for a seat that had no turn; () if the environment has one seat."""
     text: str = ""
     """The first context, decoded."""
     generator: str = ""
@@ -69,7 +69,7 @@ class Played:
 
 
 def note_seats(played: Played, seats: Sequence[Seat]) -> None:
-    """Note what the seats have come to; a later call replaces what an earlier one has noted."""
+    """Note the results of the seats in `played`; a later call replaces the notes of an earlier call."""
     trained = [seat for seat in seats if seat.trained]
     found: list[tuple[int, TokenSequence, Messages]] = []
     played.rewards = []
@@ -87,7 +87,7 @@ def note_seats(played: Played, seats: Sequence[Seat]) -> None:
 
 
 def note_no_turn(played: Played, seats: Sequence[Seat]) -> None:
-    """The opponents have ended the game before the policy's first turn: its sequence is what it would have read."""
+    """The opponents ended the game before the policy's first turn: its sequence is the context it would have read."""
     seat = next(seat for seat in seats if seat.trained)
     played.sequences = (fed_alone(seat.unanswered()),)
     played.messages = (seat.conversation.messages,)

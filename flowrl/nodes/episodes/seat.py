@@ -19,7 +19,7 @@ from flowrl.messages import Int32
 
 
 class Seat:
-    """Begins with what it is shown first. `trained`: the policy plays it, and its replies are trained."""
+    """Starts with its first observation. `trained`: the policy plays the seat, and the seat's replies are trained."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Seat:
         self.rewards: list[tuple[int, float]] = []
         """(index of the turn's last token, through all sequences of this seat, reward)"""
         self.reward = 0.0
-        """The sum of all, also of those before its first turn."""
+        """The sum of all rewards of the seat, including the rewards before its first turn."""
         self._observation_bytes = observation_bytes
         self._shown: list[Observation] = []
         self._calls: Sequence[Any] = ()
@@ -49,28 +49,28 @@ class Seat:
         self.show(first)
 
     def show(self, observation: Observation) -> None:
-        """It reads this when its next turn begins. An empty observation shows nothing."""
+        """Show an observation, which the seat reads when its next turn begins. An empty observation shows nothing."""
         if observation.text or observation.messages:
             self._shown.append(observation)
 
     def read(self) -> Int32:
-        """Its turn begins: the context of its reply, with all that it was shown since its last one."""
+        """Begin the seat's turn: the context of its reply, with everything shown to it since its last reply."""
         self.conversation.feed(joined(self._shown, self._calls, self._observation_bytes))
         self._shown, self._calls, self._reading = [], (), True
         return self.conversation.context()
 
     def unanswered(self) -> Int32:
-        """The context of the reply that it has not given."""
+        """The context of the reply that the seat has not given yet."""
         return self.conversation.context() if self._reading else self.read()
 
     def sampled(self, reply: Reply, message: Mapping[str, Any], calls: Sequence[Any]) -> None:
-        """Its reply, with the calls in it that the next observation answers."""
+        """Add the seat's reply; `calls` are the calls in it, which the next observation answers."""
         self.conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
         self.turns += 1
         self._calls, self._reading = calls, False
 
     def rewarded(self, reward: float) -> None:
-        """Add a reward to its last turn; before its first turn, to that one as soon as it is there."""
+        """Add a reward to the seat's last turn. Before its first turn, the reward is kept and added to that turn."""
         self.reward += reward
         if not self.turns:
             self._early += reward
@@ -84,7 +84,7 @@ class Seat:
 
 
 def after_system_prompt(first: Observation, prompt: str) -> Observation:
-    """`first` behind a system message. Raises ConfigError if it begins with one of its own."""
+    """`first` after a system message with `prompt`. Raises ConfigError if `first` has its own system message."""
     if not prompt:
         return first
     shown = first.messages or ({"role": "user", "content": first.text},) * bool(first.text)
@@ -97,7 +97,7 @@ def after_system_prompt(first: Observation, prompt: str) -> Observation:
 
 
 def joined(shown: Sequence[Observation], calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
-    """Observations as messages, each at most `most_bytes` long. Several texts are one message, a line each."""
+    """Observations as messages, each at most `most_bytes` long. Several texts become one message, a line for each."""
     if not any(observation.messages for observation in shown):
         return messages_of(Observation("\n".join(observation.text for observation in shown)), calls, most_bytes)
     first, *others = shown
@@ -110,8 +110,8 @@ def joined(shown: Sequence[Observation], calls: Sequence[Any], most_bytes: int) 
 def messages_of(observation: Observation, calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
     """An observation as messages, each at most `most_bytes` long.
 
-    A text is one message of the user. After `calls` it is the answer to the first of them, and the others have an
-    empty one.
+    A text becomes one message of the user. After `calls`, it is the answer to the first call, and the other calls get
+    an empty answer.
     """
     if observation.messages:
         return [

@@ -1,4 +1,4 @@
-"""What one turn of an episode took."""
+"""Times and token counts of one turn of an episode."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from flowrl.episode import Reply
 
 @dataclass(frozen=True)
 class TurnFigures:
-    """The figures of one request for a reply; the environment's step after it has its own."""
+    """The figures of one request for a reply, without the environment's step after it."""
 
     generate_s: float
     """Seconds in vLLM."""
     slot_s: float
-    """The rest until the reply: seconds for a place on the edge, at the generator and in vLLM, and on the way."""
+    """The other seconds until the reply: for a place on the edge, at the generator and in vLLM, and in transit."""
     context_tokens: int
     cached_tokens: int
 
     @classmethod
     def of(cls, reply: Reply, *, context_tokens: int, seconds: float) -> TurnFigures:
-        """`seconds` from the request to the reply."""
+        """The figures of `reply`; `seconds` is the time from the request to the reply."""
         slot_s = max(seconds - reply.generated_s, 0.0)
         return cls(reply.generated_s, slot_s, context_tokens, reply.cached_tokens)

@@ -1,4 +1,4 @@
-"""The answers of one evaluation so far: those that an earlier run of the command has kept, and how many there are."""
+"""The answers of one evaluation so far: those that an earlier run of the command has kept, and a count of all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from flowrl.runtime.samples.sample_record import SampleRecord
 from flowrl.tasks import Row
 
 Answered = tuple[EvaluationRow, Mapping[str, float]]
-"""What is booked of an answer, and the parts of its score where a reward model is one of them."""
+"""The ledger's row of an answer, and the parts of its score if a reward model is one of them."""
 
 
 class AnswersSoFar:
-    """Use on one event loop."""
+    """For use on one event loop."""
 
     def __init__(self, kept: Mapping[AnswerKey, SampleRecord], *, total: int, say: Callable[[str], None]) -> None:
-        """`kept` are answers of an earlier run, of `total` that are asked for."""
+        """`kept` are the answers of an earlier run; `total` is the number of all answers that are asked for."""
         self._kept = kept
         self._progress = ProgressCount("answers", say, total=total, there=len(kept))
 
     @classmethod
     def read(cls, run_dir: str, phase: str, step: int, total: int, say: Callable[[str], None]) -> AnswersSoFar:
-        """Those of the evaluation with this phase and step. Raises ConfigError for a file that cannot be read."""
+        """The answers of the evaluation with this phase and step. Raises ConfigError for a file that cannot be read."""
         return cls(kept_answers(Path(run_dir), phase=phase, step=step), total=total, say=say)
 
     def kept(self, task: str, prompt_id: str, member: int) -> Answered | None:
@@ -37,11 +37,11 @@ class AnswersSoFar:
         return None if record is None else (_booked(record), record["parts"])
 
     def add(self) -> None:
-        """One more answer is there."""
+        """Count one more answer."""
         self._progress.add()
 
     def end(self) -> None:
-        """No further answer comes."""
+        """There are no further answers."""
         self._progress.end()
 
 
@@ -62,7 +62,7 @@ def _booked(record: SampleRecord) -> EvaluationRow:
 
 
 def digest_of_rows(rows: Iterable[Row]) -> str:
-    """The same for the same prompts with the same columns and tools."""
+    """A digest that is the same for the same prompts with the same columns and tools."""
     found = hashlib.blake2b(digest_size=16)
     for row in rows:
         found.update(json.dumps([row.prompt_id, dict(row.columns), row.tools], default=str).encode())
@@ -70,5 +70,5 @@ def digest_of_rows(rows: Iterable[Row]) -> str:
 
 
 def digest_of_ids(prompt_ids: Iterable[str]) -> str:
-    """The same for the same rows of an environment."""
+    """A digest that is the same for the same rows of an environment."""
     return hashlib.blake2b("\n".join(prompt_ids).encode(), digest_size=16).hexdigest()

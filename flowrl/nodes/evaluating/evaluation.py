@@ -43,19 +43,21 @@ class Evaluation(Node):
     """Requests `num_samples` answers to each of `num_prompts` held-out prompts per task, before and after training.
 
     With `every`, also after every `every` steps: the trainers pause meanwhile, so that all answers have one
-    version, while rollouts continue. The generator's `evaluation` option sets how answers are sampled. The
-    task's reward or `function` scores them, and where that names a reward model, the node that `score` asks does. If
-    there are several tasks, the metrics of the first keep their plain names, and the others' begin with the task's
-    name. `also` names further tasks; they use the first task's system prompt and their own verifiers. `environments`
-    are played by the node that `play` asks, one episode for each held-out row and sample: the score is the episode's
-    reward, and an episode that fails has none. `agent_tasks` are given to that node's agents in the same way.
+    version; rollouts continue. The generator's `evaluation` option says how answers are sampled. The task's reward or
+    `function` scores them; if that names a reward model, the node behind `score` computes the model's scores. If there
+    are several tasks, the metrics of the first keep their plain names, and the metrics of the others begin with the
+    task's name. `also` names further tasks; they use the first task's system prompt and their own verifiers.
 
-    With `sets`, these are asked in place of the held-out rows of `task`, each with its own number of prompts and
-    samples, and the figures of every one of them are named after it; with `agents`, agents are given them. `training`
-    is the task that is trained on: prompts that a set shares with it are counted.
+    `environments` are played by the node behind `play`, one episode for each held-out row and sample: the score is the
+    episode's reward, and an episode that fails has no score. `agent_tasks` are given to that node's agents in the same
+    way.
 
-    `prompt_limit` says how long a prompt may be that a generator answers, and what becomes of longer ones; the metric
-    `evaluation_prompts_too_long` counts them, once. Episodes have limits of their own.
+    `sets` are asked in addition to the held-out rows of `task`, or in place of them if `task` is (). Each set has its
+    own number of prompts and samples, and its figures are named after it. With `agents`, the sets are given to agents.
+    `training` is the task that is trained on: prompts that a set shares with it are counted.
+
+    `prompt_limit` says how long a prompt for a generator may be, and what happens to longer prompts; the metric
+    `evaluation_prompts_too_long` counts them, once. Episodes have their own limits.
     """
 
     generate: Call[Prompt, Sample]
@@ -146,7 +148,7 @@ class Evaluation(Node):
             if names_model(one.task.reward)
         ]
         problems += [
-            f"the set {one.name!r} has a {name}, but agents answer it, who sample as the episodes do; leave it out"
+            f"the set {one.name!r} has a {name}, but agents answer it, and they sample as in the episodes; leave it out"
             for one in self.agent_sets
             for name in ("temperature", "top_p", "top_k")
             if getattr(one, name) is not None
@@ -161,7 +163,7 @@ class Evaluation(Node):
 
     @property
     def _unscored(self) -> str:
-        """What is wrong if a reward model is named and none is there."""
+        """The problem if a reward model is named but none is connected."""
         first = next(name for name, by in self.scored_by.items() if by.by_model)
         return (
             f"the reward of {first!r} names reward_model, but no reward model is there to score held-out answers; name "
@@ -184,7 +186,7 @@ class Evaluation(Node):
         return "; ".join(self._said(one) for one in (*self.sets, *self.agent_sets) if self._is_said(one)) or None
 
     def _checked(self, one: EvaluationSet) -> Sequence[Row]:
-        """The prompts of a set. Raises ConfigError if they are too few."""
+        """The prompts of a set. Raises ConfigError if there are too few, or if the reward cannot score them."""
         rows = one.chosen(load_rows(one.task, whole=one.whole))
         one.require_enough(rows)
         try:
@@ -196,17 +198,17 @@ class Evaluation(Node):
         return rows
 
     def asked_rows(self) -> dict[str, str]:
-        """Set -> digest of its rows, by which a run that goes on knows that they are the same."""
+        """Set -> digest of its rows, with which a continued run checks that the rows are the same."""
         sets = {one.name: digest_of_rows(self._checked(one)) for one in (*self.sets, *self.agent_sets)}
         played = {name: self._rows(environment_rows(name).held_out) for name in self.environments}
         return sets | {name: digest_of_ids(row.prompt_id for row in rows) for name, rows in played.items()}
 
     def _is_said(self, one: EvaluationSet) -> bool:
-        """Whether it is not plain how many prompts a set has."""
+        """Whether the number of a set's prompts is not obvious from the options."""
         return one.whole or (one.takes_fewer and len(load_rows(one.task).held_out) != one.num)
 
     def _said(self, one: EvaluationSet) -> str:
-        """What a set asks, and how much of it is trained on."""
+        """The text that says what a set asks, and how many of its prompts are trained on."""
         found = load_rows(one.task, whole=one.whole)
         rows = one.chosen(found)
         trained = load_rows(self.training, whole=True) if self.training is not None else Rows((), ())
@@ -299,7 +301,7 @@ class Evaluation(Node):
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
         """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile.
 
-        The figures of the first set have plain names. Where it has a name that is shown, they stand under that first.
+        The figures of the first set have plain names. If its name is shown, they come first under that name as well.
         """
         slots = asyncio.Semaphore(self.concurrency)
         total = sum(len(held_out.rows) * held_out.num_samples for held_out in self._held_out)
@@ -371,7 +373,7 @@ class Evaluation(Node):
 
     @property
     def _named(self) -> set[str]:
-        """The names of sets whose figures are named even where they come first."""
+        """The names of sets whose figures have the set's name even if it is the first set."""
         return {one.name for one in (*self.sets, *self.agent_sets) if one.whole}
 
 

@@ -14,8 +14,8 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 
 
 def summary(rows: Sequence[EvaluationRow], num_samples: int, *, tells_right: bool = True) -> dict[str, float]:
-    """An evaluation's metrics: of right answers their share, with several answers per prompt also mean@k and, for each
-    power of two, pass@k."""
+    """An evaluation's metrics. If `tells_right`, they include the share of right answers, and with several answers per
+    prompt also mean@k and, for each k of `draws`, pass@k."""
     figures = {"exact_match": sum(row.correct for row in rows) / len(rows)} if tells_right else {}
     figures |= {
         "score": sum(row.score for row in rows) / len(rows),
@@ -38,7 +38,7 @@ def summary(rows: Sequence[EvaluationRow], num_samples: int, *, tells_right: boo
 
 
 def mean_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each part over the answers that have it, by the name that training has for it."""
+    """The mean of each part over the answers that have it, by the part's name in training's metrics."""
     names = dict.fromkeys(name for of in parts for name in of)
     values = {name: [of[name] for of in parts if name in of] for name in names}
     return {f"reward/{name}": sum(found) / len(found) for name, found in values.items()}

@@ -1,4 +1,4 @@
-"""Held-out preferences as one batch on which a trainer is evaluated and never trained."""
+"""Held-out preferences as one batch: a trainer is evaluated on it, and it is never trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out demonstrations as one batch, on which a trainer's loss is measured and which it is never trained on."""
+"""Held-out demonstrations as one batch: a trainer's loss is measured on it, and it is never trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowrl.nodes.sources.given_sample import HeldOutSource, batch_of
 
 
 class HeldOutDemonstrations(Node):
-    """Sends up to `num_rows` of the rows that `data`, which trains on the others, holds out; of texts, sequences.
+    """Sends up to `num_rows` rows that `data` holds out from training; for texts, up to `num_rows` sequences.
 
     The choice does not depend on the order of the data. Rows that are too long for `data` are left out.
     """

@@ -1,4 +1,4 @@
-"""What an evaluation asks: the held-out rows answered and scored, or played."""
+"""The held-out rows that an evaluation asks: rows that are answered and scored, or played."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class HeldOutRows(Protocol):
 
     name: str
     num_samples: int
-    """Answers to each row."""
+    """Number of answers to each row."""
     tells_right: bool
-    """Whether answers are right or wrong, besides having a score."""
+    """Whether answers are right or wrong, in addition to having a score."""
 
     @property
     def rows(self) -> Sequence[SourceRow]: ...
@@ -33,14 +33,14 @@ class HeldOutRows(Protocol):
         ...
 
     async def judge(self, prompt: Prompt, row: Any) -> Marked | None:
-        """Ask and score; None if there is no score, and the row does not count."""
+        """Ask and score; None if there is no score, so that the answer does not count."""
         ...
 
     async def close(self) -> None: ...
 
 
 class HeldOutTask:
-    """A task: a generator answers, and `scores` scores."""
+    """A task: a generator answers, and `scores` scores the answers."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class HeldOutTask:
         generate: Call[Prompt, Sample],
         tells_right: bool,
     ) -> None:
-        """Prompts lose what they have above `most` tokens."""
+        """Prompts of more than `most` tokens lose their beginning."""
         self.name, self.num_samples, self.rows, self.tells_right = asked.name, asked.samples, rows, tells_right
         self._chat, self._asked_as, self._most = chat, asked.asked_as, most
         self._generate, self._scores = generate, scores
@@ -71,9 +71,9 @@ class HeldOutTask:
 
 
 class HeldOutEpisodes:
-    """What is played: a node plays it, and the reward is the score. An episode that fails has none.
+    """Rows that a node plays as episodes: the reward is the score. An episode that fails has no score.
 
-    `fields` are those of a row's prompt: of an environment's row, or of a task's for agents.
+    `fields` gives the fields of a row's prompt: for a row of an environment, or for a row of a task for agents.
     """
 
     tells_right = True

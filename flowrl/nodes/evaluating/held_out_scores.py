@@ -1,7 +1,7 @@
-"""What scores the answers to a set of held-out rows: functions and servers, or a reward model, alone or in a sum.
+"""Scores the answers to a set of held-out rows: by functions and servers, or by a reward model, alone or in a sum.
 
-Where a reward model scores, an answer's score is the reward of training before shaping. Whether an answer is right is
-then another question, which the rows' own verifier answers.
+If a reward model scores, an answer's score is the reward of training before shaping. Whether the answer is right is
+then a separate question, which the rows' own verifier answers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Marked:
     sample: Sample
     score: float
     correct: bool | None = None
-    """Whether it is right, where that is not told by its score."""
+    """Whether the answer is right; None if its score says so."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What the score is made of where a reward model is asked, by the names that training logs."""
+    """The parts of the score if a reward model is asked, by the names that training logs."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class ScoredBy:
     weight: float | None = None
     """Weight of the reward model; None: none is asked."""
     verifier: tuple[Part, ...] = ()
-    """What tells right answers where a model scores; () if the rows have no answers."""
+    """The parts that decide whether an answer is right, if a model scores; () if the rows have no answers."""
 
     @classmethod
     def of(cls, task: Task, function: str | Callable[..., Any] | None = None) -> ScoredBy:
-        """What the reward of `task` asks, or `function`, an object or a reward as text."""
+        """The parts of the reward of `task`, or of `function`, which is a function or a reward as text."""
         if function is not None and not isinstance(function, str):
             return cls(reward_parts(task, function))
         parts = parts_of(task, function or task.verifier)
@@ -62,18 +62,18 @@ class ScoredBy:
 
     @property
     def tells_right(self) -> bool:
-        """Whether answers are right or wrong, besides having a score."""
+        """Whether answers are right or wrong, in addition to having a score."""
         return bool(self.verifier) or not self.by_model
 
     def telling(self, task: Task, rows: Sequence[Row]) -> ScoredBy:
-        """With the verifier that tells right answers to `rows`, if a model scores and all of them have answers."""
+        """This with the verifier that recognises right answers, if a model scores and all of `rows` have answers."""
         check = str(task.options.get("check", "exact")) if len(task.sources) == 1 else ""
         if not self.by_model or not all(_answered(row, check) for row in rows):
             return self
         return replace(self, verifier=parts_of(task, task.own_verifier))
 
     def checked(self, rows: Sequence[Row]) -> ScoredBy:
-        """With all functions loaded; each of `rows` has the columns that they need. Raises ConfigError."""
+        """This with all functions loaded. Raises ConfigError unless each of `rows` has the columns that they need."""
         functions, verifier = check_reward(self.functions, rows), check_reward(self.verifier, rows)
         return replace(self, functions=functions, verifier=verifier)
 
@@ -99,13 +99,13 @@ class HeldOutScores(Protocol):
 
 
 class AskedFunctions:
-    """A client, and what it gets of a row."""
+    """A client of functions and servers, and the columns that it gets for a row."""
 
     def __init__(self, client: RewardClient, parts: Sequence[Part], task: Task) -> None:
         self._client, self._parts, self._task = client, parts, task
 
     async def verdicts(self, sample: Sample, row: Row) -> Verdicts:
-        """Raises BadReward."""
+        """The verdicts about one answer to `row`. Raises BadReward."""
         columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
         return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
 
@@ -131,7 +131,7 @@ class FunctionScores:
 
 
 class ModelScores:
-    """Scores by the reward model at `score`, with the weight of `by`, and by `functions` if the reward is a sum."""
+    """Scores by the reward model behind `score`, with the weight of `by`, and by `functions` if the reward is a sum."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ModelScores:
         verifier: AskedFunctions | None,
         count: Callable[[str, float], None],
     ) -> None:
-        """`verifier` tells right answers; None if nothing does, or one of the functions."""
+        """`verifier` decides whether answers are right; None if nothing does, or if one of the functions does."""
         self._by, self._score, self._count = by, score, count
         self._functions, self._verifier = functions, verifier
 
@@ -161,7 +161,7 @@ class ModelScores:
         return Marked(sample, score, await self._is_right(sample, row, beside), parts)
 
     async def _is_right(self, sample: Sample, row: Row, beside: Verdicts | None) -> bool:
-        """Whether the verifier gives full marks; not where there is none."""
+        """Whether the verifier gives full marks; False if there is no verifier."""
         among = self._by.among_functions
         if among is not None and beside is not None:
             return full_marks(beside.logs[among.name][0] if is_sum(self._by.functions) else beside.scores[0])
@@ -187,7 +187,7 @@ def scores_by(
     open_client: Callable[[Sequence[Part]], RewardClient],
     count: Callable[[str, float], None],
 ) -> HeldOutScores:
-    """What scores the answers to rows of `task`; `open_client` opens functions and servers, heavy."""
+    """The object that scores the answers to rows of `task`; `open_client` opens functions and servers, and is slow."""
 
     def asked(parts: Sequence[Part]) -> AskedFunctions | None:
         return AskedFunctions(open_client(parts), parts, task) if parts else None

@@ -7,13 +7,14 @@ Invariants:
 - A request is submitted only while no update is running, so its prefix-cache salt is the version that
   computes its prompt. Requests that run across an update continue with the KV they have.
 - A generator that misses a version (overwritten on the latest edge, or its segment reused) takes the newest.
-- A replica whose engine has died while others serve the same callers answers no request any more and takes no weights:
-  `Standby` decides. For tickets it holds every version that it leaves out. Otherwise its end is the run's.
-- A checkpoint stops no request: it reads the tokens of each so far while vLLM continues to sample. Requests that
-  end during the checkpoint are handled after it.
+- If a replica's engine dies while other replicas serve the same callers, the replica answers no further requests and
+  takes no weights (`Standby` decides). It still reports the versions that it leaves out as held, so tickets do not
+  wait for it. If no other replica serves the callers, the run ends.
+- A checkpoint stops no request: it reads the tokens that each request has so far while vLLM continues to sample.
+  Requests that end during the checkpoint are handled after it.
 
 Waits: an item waits for a free place (`Engine.concurrency`), then at the gate, which an update or a checkpoint
-closes and opens; an update waits for its turn among the replicas while requests are running.
+closes and opens. While requests are running, an update waits until no other replica updates, except over NCCL.
 """
 
 from __future__ import annotations
@@ -57,28 +58,28 @@ from flowrl.weights.fetched import Receiver
 Req = TypeVar("Req", bound=Message)
 Rep = TypeVar("Rep", bound=Message)
 GENERATOR_DIED = "generator_died"
-"""Why a request is abandoned that another replica is asked again."""
+"""The recorded reason for abandoning a request that another replica is then asked."""
 
 
 class Generator(Node):
     """Samples from a policy with vLLM.
 
-    `sampling` is for training (or for what is not `trained` on, and then it may be greedy or truncated), `evaluation`
-    for `requests` (default: greedy, with the limits of `sampling`).
+    `sampling` is for training. With `trained=False` its samples are not trained on, and it may be greedy or truncated.
+    `evaluation` is for `requests` (default: greedy, with the limits of `sampling`).
     `engine` has the options of vLLM. `lora` is the trainer's: if the trainer sends adapters, a request keeps the
     adapter it started with, and new requests use the newest. A replica with several GPUs splits the model among them:
     tensor parallel, unless `engine` also has pipeline_parallel_size or data_parallel_size; their product is the number
     of GPUs.
 
-    `probe_tolerance` is the largest mean difference of its logprobs of the probe from the trainer's; None: what the
-    dtypes of both explain, and the engine's quantization.
+    `probe_tolerance` is the largest mean difference between the generator's and the trainer's logprobs of the probe;
+    None: the difference that the dtypes of both and the engine's quantization explain.
 
     `turns` answers episodes with the `sampling` of training, or with `evaluation` if an episode is held out; the
-    oldest ticket comes first. Calls of tools are parsed by vLLM's `tool_parser` and `reasoning_parser` of these
-    names, or by the tokenizer's response template.
+    oldest ticket comes first. Tool calls are parsed by the vLLM parsers that `tool_parser` and `reasoning_parser`
+    name, or by the tokenizer's response template.
 
-    An opponent of the policy may take every nth version only, with `every`: a version that n divides, or the next one
-    that it can get. A resumed run begins with the newest. On a GPU `every` has to be 1.
+    With `every` = n, an opponent of the policy takes only every nth version: a version that n divides, or the next
+    one that it can get. A resumed run starts with the newest version. On a GPU `every` has to be 1.
     """
 
     cpus = 1
@@ -153,10 +154,10 @@ class Generator(Node):
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
         problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
-            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number from 0 up")
+            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a finite number of at least 0")
         problems += parser_problems(tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
         if self.every < 1:
-            problems.append(f"every is {self.every}; it needs at least 1; for version 0 alone, ignore the weights port")
+            problems.append(f"every is {self.every}; it needs at least 1; to keep version 0, ignore the weights port")
         return problems
 
     def notes(self) -> list[str]:
@@ -237,14 +238,14 @@ class Generator(Node):
         required = self._sampler.required
         async with nullcontext() if self._standby.can_leave else required(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
-            async with required():  # a generator without weights has served nobody
-                # An invocation before them would hold devices that the trainer needs to publish.
+            async with required():  # before its first weights it has served no caller, so its death ends the run
+                # An invocation before the first weights would hold devices that the trainer needs to publish them.
                 with self.context.waiting("its first weights"):
                     await self._gate.passed()
             tasks.create_task(self._serve(self.requests, self._answer))
             tasks.create_task(self._serve(self.turns, self._reply))
             await self.prompts.each(self._generate, concurrency=self.engine.concurrency)
-            self.rollouts.close()  # `run` continues: evaluation may go on, and the last step's weights still arrive
+            self.rollouts.close()  # `run` continues: evaluation may continue, and the last step's weights still arrive
 
     async def close(self) -> None:
         if hasattr(self, "_sampler"):
@@ -274,9 +275,10 @@ class Generator(Node):
     # Checkpoints
 
     async def snapshot(self) -> dict[str, Prefix]:
-        """The tokens of unfinished responses so far, by sample id, or request id of a turn.
+        """The tokens so far of unfinished responses, by sample id, or by request id for a turn.
 
-        Their invocations wait until `resume`. Responses for evaluation are not included: they are requested again.
+        The invocations of these responses wait until `resume`. Responses for evaluation are not included: they are
+        requested again.
         """
         return await self._responses.snapshot()
 
@@ -350,7 +352,8 @@ class Generator(Node):
         self.context.metric(kind, num_tokens)
 
     def _book_lost(self, turn: Turn, sampled: Response, arrived_s: float) -> None:
-        """Book what was sampled for a turn that another replica is asked; that one has the checkpoint's prefix too."""
+        """Record what was sampled for a turn that another replica is asked; `sampled` is without the checkpoint's
+        prefix, which the other replica has as well."""
         self._count(turn, len(sampled))
         after = replace(turn, token_ids=np.concatenate([turn.token_ids, turn.prefix_token_ids]))
         self.context.ledger.request_lost(after, self._replied(after, sampled, arrived_s), GENERATOR_DIED)
@@ -390,5 +393,5 @@ class Generator(Node):
 
 
 def _prefix(asked: Prompt | Turn) -> Completion:
-    """The tokens generated before a checkpoint, as the first part; empty if there are none."""
+    """The tokens generated before a checkpoint, as the response's first part; empty if there are none."""
     return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")

@@ -1,8 +1,8 @@
 """Responses of one generator to requests for tokens, across checkpoints and weight updates.
 
-A response may take several requests to vLLM: one that a checkpoint of an earlier life interrupted continues from its
-prefix. Everything asked for waits at the gate, which an update or a checkpoint closes and opens. The end of vLLM's
-process ends that wait too.
+A response may take several requests to vLLM: a response that a checkpoint interrupted in an earlier life of the run
+continues from its prefix. Every request waits at the gate, which an update or a checkpoint closes and opens. The end
+of vLLM's process also ends that wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Prefix = tuple[Int32, Float32, Int32]
 
 @dataclass(frozen=True, eq=False)
 class TokenRequest:
-    """What a response is asked for."""
+    """A request for one response."""
 
     key: str
     """Unique among the requests that are open."""
@@ -41,7 +41,7 @@ class TokenRequest:
 
 
 class ResponseLost(EngineDied):
-    """vLLM's process ended during this response, which has the tokens that had arrived."""
+    """vLLM's process ended during a response; `response` has the tokens that had arrived."""
 
     def __init__(self, text: str, response: Response) -> None:
         super().__init__(text)
@@ -57,7 +57,7 @@ class Responses:
         self._gate = gate
         self._context = context
         self._open: dict[str, Response] = {}
-        """Key -> a response that is started, not finished and kept by checkpoints."""
+        """Key -> a response that has started, has not finished and is kept by checkpoints."""
         self.running: dict[str, tuple[Response, asyncio.Task[Completion]]] = {}
         """Request id in vLLM -> its response and its task."""
         self._checkpoint = asyncio.Event()
@@ -67,7 +67,7 @@ class Responses:
         self._num_requests = 0
 
     async def respond(self, asked: TokenRequest) -> Response:
-        """Sample until the response ends. Cancelling this ends its request in vLLM. Raises ResponseLost."""
+        """Sample until the response ends. Cancelling the call ends its request in vLLM. Raises ResponseLost."""
         response = Response([asked.prefix])
         if asked.kept:
             self._open[asked.key] = response
@@ -112,7 +112,7 @@ class Responses:
             del self.running[request_id]
 
     async def _outcome(self, work: asyncio.Task[Completion]) -> Completion:
-        """The result of `work`. If a checkpoint found it unfinished, it is returned only after that checkpoint."""
+        """The result of `work`. If a checkpoint finds `work` unfinished, this returns only after the checkpoint."""
         while not work.done():
             checkpoint = asyncio.ensure_future(self._checkpoint.wait())
             await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)

@@ -1,10 +1,11 @@
-"""What a generator does when the process of its vLLM dies: it ends the run, or leaves its work to the other replicas.
+"""What a generator does when its vLLM process dies: it ends the run, or leaves its work to the other replicas.
 
 The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.stand_ins` says when).
-One whose engine has died answers each request, those under way and later ones, by OutOfService, and its callers ask
-another replica under the same request id. It stays out of service until the run ends. Its own process lives on: it
-follows checkpoints, and reports as held the versions that it leaves out. The run ends when a caller has no replica left
-to ask. What happens when that process dies too, or first, is the driver's matter (`flowrl.runtime.driver.losses`).
+A replica whose engine has died answers all requests, running and later ones, with OutOfService, and its callers ask
+another replica under the same request id. The replica stays out of service until the run ends. Its own process
+continues: it follows checkpoints, and reports the versions that it leaves out as held. The run ends when a caller has
+no replica left to ask. If the replica's own process dies, before or after its engine, the driver handles that
+(`flowrl.runtime.driver.losses`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Standby:
         self._context = context
         self._replica = replica
         self.can_leave = context.others_stand_in
-        """Whether the others may do its work."""
+        """Whether the other replicas may do the work of this one."""
         self._death: EngineDied | None = None
 
     @property
@@ -35,7 +36,7 @@ class Standby:
         return self._death is not None
 
     def serving(self, body: Callable[[Req], Awaitable[Rep]]) -> Callable[[Req], Awaitable[Rep]]:
-        """`body`, for a Serve port: it raises OutOfService once the engine has died, if others can be asked."""
+        """`body` for a Serve port: raises OutOfService once the engine has died, if other replicas can be asked."""
 
         async def answer(request: Req) -> Rep:
             if self._death is None:
@@ -48,7 +49,7 @@ class Standby:
         return answer
 
     async def goes_on(self, work: Awaitable[Any]) -> bool:
-        """Await `work` with the engine; False if the engine has died and others do its work."""
+        """Await `work`, which uses the engine; False if the engine has died and other replicas do its work."""
         try:
             await work
         except EngineDied as death:

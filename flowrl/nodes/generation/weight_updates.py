@@ -7,7 +7,7 @@ Invariants:
   the model may be half loaded.
 - The label changes only while paused, so vLLM's version spans are exact.
 
-An adapter is an additional version next to those that running requests keep, so its update first waits for a slot.
+An adapter is loaded in addition to the adapters that running requests keep, so its update first waits for a free slot.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class WeightUpdates:
         return True
 
     def skip(self, manifest: Weights) -> None:
-        """Leave this version out: nothing that is trained waits for it here, so tickets need not either."""
+        """Leave this version out but report it as held: nothing trained waits for it here, so no ticket has to."""
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
 
     async def stay(self, version: int) -> None:
@@ -133,5 +133,5 @@ class WeightUpdates:
 
 
 def skips(held: int, version: int, *, every: int) -> bool:
-    """Whether a generator that holds the version `held`, -1 if none, waits for a later one than `version`."""
+    """Whether a generator that holds version `held` (-1: none) skips `version` and waits for a later one."""
     return held >= 0 and version // every == held // every

@@ -1,4 +1,4 @@
-"""Figures of a batch by the source of its rows, for a mixture of tasks."""
+"""Figures of a batch for each source of its rows, for a mixture of tasks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ JUDGED, FILTERED = "judged_groups", "filtered_groups"
 
 
 def counted_name(figure: str, samples: Sequence[Sample]) -> str:
-    """The name under which a group of a mixture is counted for its source; "" if it is of no mixture."""
+    """The name under which a group is counted for its source in a mixture; "" if its task is no mixture."""
     source = samples[0].columns.get(OF_TASK) if samples else None
     return "" if source is None else f"{figure} of {source}"
 
 
 def source_metrics(groups: Sequence[Group], names: Mapping[str, str]) -> dict[str, float]:
-    """`source/NAME/FIGURE` of each source that has samples here; `names` are those of the sources, by their texts.
+    """`source/NAME/FIGURE` of each source in these groups; `names` maps the source texts to the names of the sources.
 
-    `reward_mean` and `pass_rate` are of raw rewards; a sample passes from 1 up. `filtered_share` is the share of whole
-    groups that were filtered on the way to this batch, where a node filters.
+    `reward_mean` and `pass_rate` are of raw rewards; a sample passes with a raw reward of 1 or more. `filtered_share`
+    is the share of whole groups that were filtered on the way to this batch, if a node filters.
     """
     samples: dict[str, list[Trainable]] = defaultdict(list)
     counts: dict[str, float] = defaultdict(float)

@@ -18,9 +18,9 @@ from flowrl.nodes.groups.judged import Judged
 from flowrl.training.advantage.seat_credit import require_one_seat
 
 LEAST_LIMIT = 256
-"""Fewest filtered groups that end a run whose limit is not set."""
+"""The smallest default of `DynamicSampling.limit`."""
 LIMIT_PER_GROUP = 16
-"""Filtered groups for each of a batch that end it: more than 94% of the groups teach nothing."""
+"""Default limit per group of a batch: beyond it, more than 94% of the groups teach nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class DynamicSampling:
     """Which groups are kept, and how many may be lost on the way to one batch."""
 
     groups_per_step: int
-    """As the batcher's."""
+    """The batcher's number of groups in a batch."""
     mean_between: tuple[float, float] | None = None
-    """None keeps groups with max > min; else those with low < mean < high."""
+    """None keeps groups with max > min of the raw rewards; (low, high) keeps groups with low < mean < high."""
     max_filtered_per_step: int | None = None
-    """Where more groups than this are filtered before a batch is full, the run ends with an error; None: `limit`."""
+    """If more groups than this are filtered before a batch is full, the run ends with an error; None: see `limit`."""
 
     @property
     def limit(self) -> int:
-        """Most groups that are filtered for a batch: by its size, unless given."""
+        """Most groups that may be filtered for one batch: `max_filtered_per_step`, or a default by the batch's size."""
         if self.max_filtered_per_step is not None:
             return self.max_filtered_per_step
         return max(LEAST_LIMIT, LIMIT_PER_GROUP * self.groups_per_step)
 
     def notes(self) -> list[str]:
-        """What `flowrl check` says of these settings."""
+        """What `flowrl check` reports about these settings."""
         return [f"the run ends if more than {self.limit} groups are filtered before a batch of {self.groups_per_step}"]
 
     def problems(self) -> list[str]:
@@ -101,7 +101,7 @@ class GroupFilter:
             )
 
     def since_kept(self) -> Mapping[str, float]:
-        """The sums over groups judged since the last kept group; {} without dynamic sampling."""
+        """The sums over the groups judged since the last kept group, then reset; {} without dynamic sampling."""
         return {} if self._settings is None else self._judged.take()
 
     def state(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What can be computed for samples of one sequence alone says so."""
+"""The check for computations that only take samples with one sequence."""
 
 from __future__ import annotations
 

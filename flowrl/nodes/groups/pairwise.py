@@ -25,14 +25,15 @@ from flowrl.tasks.rewards import MODEL, VERIFIER, Part, check_reward, needs_rows
 from flowrl.tasks.row_reading.indexed_rows import joined
 
 COMPARED_S = 60.0
-"""Longest comparison of all answers to one prompt."""
+"""Default time limit for comparing all answers to one prompt."""
 
 
 class Comparisons:
     """Asks the pairwise reward `text`: a function `(prompts, firsts, seconds, **columns)`, or a server.
 
-    It says how likely the first response is the better one: 1, 0, or between. Servers get the second as a column, and
-    the conversation, which is that of the sample's row in `task`. Raises ConfigError for the words of other rewards.
+    The reward says how likely the first response is the better one: 1, 0, or a number in between. Servers get the
+    second response as a column, and the conversation of the sample's row in `task`. Raises ConfigError if `text` names
+    a reward that scores one answer.
     """
 
     def __init__(self, text: str, task: Task, *, timeout_s: float = COMPARED_S, away_s: float = AWAY_S) -> None:
@@ -45,7 +46,7 @@ class Comparisons:
                 )
         self._task = task
         self._known: KnownRows | None = None
-        """The rows of the task, where the reward gets more of them than their columns."""
+        """The rows of the task, if the reward gets more of a row than its columns."""
         self._timeout_s = timeout_s
         self._away_s = away_s
         self._client: RewardClient | None = None
@@ -54,7 +55,7 @@ class Comparisons:
         """Load the function, and compare two answers to the first row. Raises ConfigError."""
         wrong = [part.place for part in check_reward(self.parts, ()) if not part.urls and part.convention != "pairwise"]
         if wrong:
-            raise ConfigError(f"{wrong[0]} compares no answers; it needs the parameters (prompts, firsts, seconds)")
+            raise ConfigError(f"{wrong[0]} compares no two answers; it needs the parameters (prompts, firsts, seconds)")
         rows = load_rows(self._task, whole=True)
         row = joined(rows.train, rows.held_out)[0]
         check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])

@@ -1,7 +1,7 @@
 """Nodes that select members of a group: the best one to imitate, or the best against the worst.
 
 They compare the reward after shaping. Members that are not selected are filtered with a reason. With `dynamic`,
-groups without a learning signal are filtered first, whole.
+whole groups without a learning signal are filtered before that.
 If rewards are equal, the first member counts as the better one, so that a run is reproducible.
 """
 
@@ -33,7 +33,7 @@ PairReference = Literal["round", "initial"]
 
 
 class Selection(Node):
-    """What nodes that select members of a group have in common.
+    """The common part of nodes that select members of a group.
 
     `outcomes` tells a source with a curriculum how groups were rewarded.
     """
@@ -49,7 +49,7 @@ class Selection(Node):
         self._judged = Judged()
 
     def _filtered(self, samples: Sequence[Scored]) -> bool:
-        """Drop the members of a group that has no learning signal; whether that was done."""
+        """Drop the members of a group that has no learning signal; return whether they were dropped."""
         reason = self._filter.judge(samples)
         if reason:
             self._judged.add(samples, passed_on=())
@@ -77,8 +77,8 @@ class Selection(Node):
 class BestOfN(Selection):
     """Passes on the best of each group's `size` members with advantage 1 (RAFT, arXiv 2304.06767).
 
-    The others are filtered as `not_best`. With `least_reward`, a group whose best member has a lower raw
-    reward is filtered completely, as `below_least`.
+    The other members are filtered as `not_best`. With `least_reward`, a group whose best member has a lower raw
+    reward is filtered completely; its best member is filtered as `below_least`.
     """
 
     groups: Out[Group]
@@ -126,8 +126,8 @@ class PairMaker(Selection):
     fewer than two scored members as `group_too_small`. With `reference="round"` the reference is the weights
     that sampled the pair, whose logprobs every sample carries; with "initial" an upstream Reference node
     provides the reference logprobs. `prefer` is a pairwise reward for `task` (`flowrl.nodes.groups.pairwise`): the best
-    is then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails, after
-    `timeout_s` (None: 60) too; servers that cannot be reached are waited for `away_s`.
+    is then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails, also if
+    the comparison takes longer than `timeout_s` (None: 60). Servers that cannot be reached are waited for `away_s`.
     """
 
     groups: Out[Group]
@@ -167,7 +167,7 @@ class PairMaker(Selection):
         if self.reference not in get_args(PairReference):
             problems.append(f"reference is {self.reference!r}; it has to be round or initial")
         if self._comparisons is not None and self.task is None:
-            problems.append("prefer= needs task=, whose rows it is tried out on")
+            problems.append("prefer= needs task=: it is tried on rows of the task")
         return problems + self._filter_problems()
 
     def preflight(self) -> None:
@@ -207,7 +207,7 @@ class PairMaker(Selection):
                 self._judged.assert_some_pass(self.name, reason)
 
     async def _compared(self, samples: Sequence[Scored]) -> Sequence[Scored]:
-        """The samples with the share of comparisons that each has won as their reward, if they are compared."""
+        """With `prefer`, the samples whose reward is the share of comparisons that each has won; else `samples`."""
         if self._comparisons is None:
             return samples
         with self.context.busy("compare"):
@@ -236,5 +236,5 @@ class PairMaker(Selection):
 
 
 def ranked(samples: Sequence[Scored]) -> list[Scored]:
-    """The samples, best first; equal ones keep their order."""
+    """The samples, best first; samples with equal rewards keep their order."""
     return sorted(samples, key=lambda sample: -whole_reward(sample))

@@ -1,4 +1,4 @@
-"""What a reward model is asked about one response, and what it answers."""
+"""The question to a reward model about one response, and its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.tasks import Row
 
 @dataclass(frozen=True)
 class ScoreQuestion(Message):
-    """A response, as the tokens of its generator and as text after the turns of its row."""
+    """A response, both as the tokens of its generator and as text that follows the turns of its row."""
 
     response: str
     token_ids: Int32
@@ -22,7 +22,7 @@ class ScoreQuestion(Message):
 
     @classmethod
     def of(cls, sample: Sample, row: Row | None) -> ScoreQuestion:
-        """The question about `sample`; without its row, a model with the generator's tokens alone can answer it."""
+        """The question about `sample`; without the row, only a model that reads the generator's tokens can answer."""
         asked = ((), ()) if row is None else (row.turns, row.tools)
         return cls(sample.response_text, sample.token_ids, *asked)
 
@@ -32,8 +32,8 @@ class ModelScore(Message):
     """The score of a response."""
 
     score: float
-    """As the model gives it."""
+    """The score as the model gives it."""
     reward: float
-    """As it enters a reward: normalised where the node does that."""
+    """The score as it enters a reward: normalised if the node normalises."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Scores of labels or steps by the names under which they are logged."""

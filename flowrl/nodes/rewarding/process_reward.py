@@ -1,4 +1,4 @@
-"""A process reward model as a node: it scores every step of a response, and the reward is made of those scores."""
+"""A process reward model as a node: it scores every step of a response and computes the reward from these scores."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from flowrl.tasks import Task
 
 OfSteps = Literal["min", "mean", "product", "last"]
 MOST_LOGGED = 32
-"""Steps whose scores are kept by name."""
+"""Most steps of a response whose scores are logged."""
 
 
 class ProcessReward(RewardModel):
-    """Scores steps by the model that the graph process_reward_model trains; a score is σ of the model's output.
+    """Scores steps with a model that the graph process_reward_model trains; a score is σ of the model's output.
 
-    Of a model with several labels the output is what `label` makes of them; good=1,bad=-1 gives the softmax of two.
+    For a model with several labels, `label` says how its output is computed from them; good=1,bad=-1 gives the softmax
+    of two.
 
-    `separator` ends a step, and `of_steps` says what a response's reward is of the scores of its steps. `reward_parts`
-    has the scores as `step_0`, `step_1` and so on, and their number as `steps`.
+    `separator` ends a step, and `of_steps` says how a response's reward follows from the scores of its steps.
+    `reward_parts` has the scores as `step_0`, `step_1` and so on, and their number as `steps`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ProcessReward(RewardModel):
         return reward_of(scores, self.of_steps), parts
 
     def step_tokens(self, asked: ScoreQuestion) -> tuple[Int32, Bool]:
-        """The tokens that the model reads, and where the scores of the steps stand."""
+        """The tokens that the model reads, and a mask of the positions with the steps' scores."""
         steps = split_steps(asked.response, self.separator)
         return step_tokens(self._scorer.chat.with_tools(asked.tools), asked.turns, steps, self.separator)
 

@@ -1,9 +1,9 @@
 """The reward node calls a reward function for each sample and shapes its verdict.
 
 Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. While no reward
-server can be reached the node waits on the outside: until one answers, or, with the end of the run, after `away_s`. A
-sample without a verdict fails, with the reason in the ledger; a function that fails `FAILURES_IN_A_ROW`
-times in a row ends the run, because no sample would ever be trained on.
+server can be reached, the node waits (`context.outside`) until a server answers; after `away_s` the run ends. A sample
+without a verdict fails, with the reason in the ledger. A function that fails `FAILURES_IN_A_ROW` times in a row ends
+the run, because no sample would ever be trained on.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Reward(Node):
     `function` is a function defined at the top of a file, or a reward as text (`flowrl.tasks.rewards`):
     `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
     `flowrl.tasks.reward_calls.judge` for a function's signature. Synchronous functions run in `concurrency` worker
-    processes, which are killed after `timeout_s`; of `async` functions `concurrency` calls run at a time. Both get one
-    sample a call, or up to 64 that wait if they expect many. Servers are asked about `concurrency` samples at a time.
-    None means 1, 4 for check=code, or 64 for servers. Servers that cannot be reached are waited for
-    `away_s`, all of them at once; then the run ends.
+    processes, which are killed after `timeout_s`; of `async` functions, `concurrency` calls run at a time. Both get one
+    sample per call, or up to 64 waiting samples if they expect many. Servers are asked about `concurrency` samples at a
+    time. None means 1, 4 for check=code, or 64 for servers. If none of the servers can be reached, the node waits
+    `away_s`; then the run ends.
     """
 
     rollouts: In[Sample]
@@ -67,14 +67,14 @@ class Reward(Node):
 
     @property
     def concurrency(self) -> int:
-        """Samples that are asked about at a time."""
+        """Number of samples that are scored at a time."""
         return samples_at_once(self._functions.parts, self._processes)
 
     def check(self, facts: Any) -> list[str]:
         problems = self.shaping.problems()
         if compared := [part.place for part in self.parts if part.convention == "pairwise"]:
             problems.append(
-                f"{compared[0]} compares two responses, and a reward scores one; PairMaker(prefer) takes it"
+                f"{compared[0]} compares two responses, but a reward scores one; pass it to PairMaker as prefer="
             )
         if names_model(self.task.reward):
             problems.append(f"its reward {self.task.reward!r} names a reward model; a RewardModel node scores with one")
@@ -115,7 +115,7 @@ class Reward(Node):
         await self.scored.send(scored)
 
     def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
-        """`sample` with the shaped reward, on which it is trained, and the verdict before shaping."""
+        """`sample` with the shaped reward, which is trained on, and the verdict before shaping."""
         parts = {name: values[0] for name, values in verdicts.logs.items()}
         reward = self.shaping.shaped(
             verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated

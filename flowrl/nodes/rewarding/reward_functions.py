@@ -1,7 +1,7 @@
 """The reward functions and servers that score one task's samples, as nodes ask them.
 
-A question waits for its verdict: until the verdict, `timeout_s`, the death of the worker process, or, where no server
-can be reached, `away_s`.
+A question waits for its verdict. The wait ends with the verdict, after `timeout_s`, with the death of the worker
+process, or, if no server can be reached, after `away_s`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FIX_FUNCTION = "fix the function, its signature and its result"
 
 
 class RewardFunctions:
-    """`parts` are those of the reward; `processes` worker processes run each synchronous function, None: as usual.
+    """`parts` are the parts of the reward; `processes` worker processes run each synchronous function (None: default).
 
-    Servers get as many samples at a time, and are waited for `away_s` while none of them can be reached.
+    Servers get `processes` samples at a time. While none of them can be reached, `ask` waits for up to `away_s`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RewardFunctions:
     ) -> None:
         self._task = task
         self.parts = tuple(parts)
-        """Those of the reward; once they are loaded they say how their functions are called."""
+        """The parts of the reward; once they are loaded, they say how their functions are called."""
         self._timeout_s = timeout_s
         self._processes = processes
         self._away_s = away_s
@@ -62,9 +62,9 @@ class RewardFunctions:
             await client.close()
 
     def _check_weights(self, verdicts: Verdicts) -> None:
-        """Raise ConfigError for a weight of what is no head of the reward."""
+        """Raise ConfigError if a weight names something that is no head of the reward."""
         heads = set(verdicts.heads)
-        if is_sum(self.parts):  # its heads are the parts, and PART/HEAD of those that have heads
+        if is_sum(self.parts):  # a sum's heads are its parts, and PART/HEAD for parts that have heads
             places = [f"{part.name}/" for part in self.parts]
             heads = {name.removeprefix(place) for place in places for name in heads if name.startswith(place)}
         if strange := [name for name in self._task.head_weights if name not in heads]:

@@ -3,12 +3,12 @@
 If the reward model has the policy's tokenizer and template, it scores a sample's own token ids;
 otherwise the response text is rendered again after the turns of its row.
 
-Where the task's reward is a sum that names `reward_model`, the functions of the sum are asked too.
+If the task's reward is a sum that names `reward_model`, the functions of the sum are asked as well.
 
 One pass of the model takes up to `batch` samples (`flowrl.nodes.scoring.shared_pass`). Held-out answers are scored by
-the same model, when no sample waits: they take no tickets and are not in the ledger.
+the same model when no sample waits: they take no tickets and are not in the ledger.
 
-The body ends when every sample is scored and every caller has closed.
+`run` ends when every sample is scored and every caller has closed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class RewardModel(ScoringNode):
 
     With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
     from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
-    at most `token_budget` tokens, padding included, or a single longer sample. `layout`: whether prefixes that samples
-    share are computed once, see `ZeroSettings`. `label`: which of several labels are the score, see
-    `flowrl.models.labels.label_weights`; each is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
-    `away_s` are for the functions and servers of a sum, as those of `Reward`.
+    at most `token_budget` tokens, padding included, or a single longer sample. `layout` says whether prefixes that
+    samples share are computed once, see `ZeroSettings`. `label` says which of several labels are the score, see
+    `flowrl.models.labels.label_weights`; each label is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
+    `away_s` are for the functions and servers of a sum, as in `Reward`.
 
-    At `requests` it is asked for the scores of held-out answers, to the rows of any task with the same system prompt.
+    `requests` serves the scores of held-out answers to the rows of any task with the same system prompt.
     """
 
     cpus = 1
@@ -133,7 +133,7 @@ class RewardModel(ScoringNode):
 
     @property
     def reward_policy(self) -> Policy:
-        """The reward model; it is trusted as far as the policy."""
+        """The reward model as a policy; its remote code is trusted if the policy's is."""
         return self.policy.like(self.model)
 
     async def setup(self) -> None:
@@ -196,14 +196,14 @@ class RewardModel(ScoringNode):
         return ModelScore(score, self.reward_of_score(score), more)
 
     async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
-        """The model's score, and further parts to be logged. Raises SampleFailed if it is no number."""
+        """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite."""
         labels = await self._pass.ask(self.scored_ids(asked), later=later)
         require_finite(labels)
         more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
         return self._scorer.summed(labels), more
 
     async def _verdicts(self, sample: Sample) -> Verdicts | None:
-        """What the functions of the sum say; None if there are none."""
+        """The verdicts of the functions of the sum; None if there are none."""
         if self._functions is None:
             return None
         try:
@@ -218,11 +218,11 @@ class RewardModel(ScoringNode):
 
     @property
     def reads_text(self) -> bool:
-        """Whether it reads a row and a response anew, not a sample's own tokens."""
+        """Whether the model reads the row and the response as text, not the sample's own tokens."""
         return not self._same_tokens
 
     def question(self, sample: Sample) -> ScoreQuestion:
-        """What it is asked about a sample of training."""
+        """The question to the model about a training sample."""
         return ScoreQuestion.of(sample, self.row_of(sample) if self.reads_text else None)
 
     def scored_ids(self, asked: ScoreQuestion) -> Int32:
@@ -241,15 +241,15 @@ class RewardModel(ScoringNode):
         return row
 
     def reward_of_score(self, score: float) -> float:
-        """What the model's score is in a reward: normalised, or as it is."""
+        """The model's score as it enters a reward: normalised, or unchanged."""
         return self._scorer.normalised([score])[0] if self.normalise else score
 
     def scored_sample(
         self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None
     ) -> Scored:
-        """`sample` with the reward on which it is trained, and the unchanged one as the raw reward.
+        """`sample` with the reward that is trained on, and the unchanged reward as the raw reward.
 
-        `beside` is what the functions of a sum say, `more` are further parts to be logged.
+        `beside` has the verdicts of the functions of a sum, `more` has further parts to be logged.
         """
         reward = self.reward_of_score(score)
         summed, raw, parts = self.weight * reward, self.weight * score, {MODEL: score, **(more or {})}
@@ -262,7 +262,7 @@ class RewardModel(ScoringNode):
 
 
 def require_finite(scores: Sequence[float]) -> None:
-    """Raise SampleFailed if one of them is no number."""
+    """Raise SampleFailed if one of the scores is not finite."""
     if not all(map(math.isfinite, scores)):
         raise SampleFailed("reward_not_finite")
 

@@ -30,7 +30,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for other machines."""
     port: int = 8100
-    """0 takes one that is free."""
+    """Port to listen at; 0 takes a free port."""
     device: str = "cpu"
     """Device of the model: cpu, cuda, cuda:1."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -40,17 +40,18 @@ class ServeOptions:
     timeout_s: float = 10.0
     """A function that takes longer for a request is killed."""
     workers: int = 1
-    """Processes of a synchronous function."""
+    """Number of processes for a synchronous function."""
     weights: str = ""
-    """Weights of the values of a function that returns several, as correct=1,format=0.2; those not named weigh 1."""
+    """Weights of the values of a function that returns several values, such as correct=1,format=0.2; values that are
+    not named have weight 1."""
     label: str = ""
-    """For a model with several labels: the one that is the score, by name or number; or a weighted sum of them, as
-    helpfulness=0.8,verbosity=-0.2. All are answered."""
+    """For a model with several labels: the label that is the score, by name or number; or a weighted sum of labels,
+    such as helpfulness=0.8,verbosity=-0.2. The answer has the scores of all labels."""
 
     step_separator: str = ""
-    """The text that ends a step, for a process reward model, as '\\n'; empty: responses are scored as a whole."""
+    """The text that ends a step, for a process reward model, such as '\\n'; empty: responses are scored as a whole."""
     of_steps: OfSteps = "min"
-    """What a response's reward is of the scores of its steps."""
+    """How a response's reward is computed from the scores of its steps."""
 
     def __post_init__(self) -> None:
         if self.of_steps != "min" and not self.step_separator:
@@ -70,7 +71,7 @@ class ServeOptions:
 
 
 class AskModel:
-    """Scores by a reward model, one request at a time, off the event loop."""
+    """Scores with a reward model, one request at a time, off the event loop."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -90,7 +91,7 @@ class AskModel:
 
 
 class AskSteps(AskModel):
-    """Scores the steps of a response by a process reward model; the log has their number."""
+    """Scores the steps of a response with a process reward model; the logs have the number of steps."""
 
     def __init__(self, scorer: Scorer, separator: str, of_steps: OfSteps) -> None:
         super().__init__(scorer)
@@ -111,7 +112,7 @@ class AskSteps(AskModel):
 def conversations(
     prompts: Sequence[str], responses: Sequence[str], columns: RowColumns
 ) -> list[tuple[Sequence[Mapping[str, Any]], str]]:
-    """The turns of each prompt, which are its row's if they were told, with the response."""
+    """The turns of each prompt, with the response. They are the `messages` of the prompt's row, if it has them."""
     return [
         (row.get("messages") or [{"role": "user", "content": prompt}], response)
         for prompt, response, row in zip(prompts, responses, columns, strict=True)
@@ -119,7 +120,7 @@ def conversations(
 
 
 class Weighed:
-    """Weighs the values of a function's answers; a weight of what the function does not return is an error."""
+    """Weighs the values of a function's answers; a weight for a value that the function does not return is an error."""
 
     def __init__(self, what: str, client: RewardClient, weights: Mapping[str, float]) -> None:
         self._what = what
@@ -171,7 +172,7 @@ def _client(what: str, options: ServeOptions) -> RewardClient:
         raise ConfigError("--label is for a reward model; the values of a function are weighed by --weights")
     parts = parse_reward(what)
     check_reward(parts, ())
-    impatient = Patience(away_s=0.0)  # who asks here waits, and tries again
+    impatient = Patience(away_s=0.0)  # the clients of this server wait and try again
     client = open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers, patience=impatient)
     return Weighed(what, client, options.head_weights) if options.weights else client
 

@@ -28,13 +28,13 @@ class Shaping:
     """Steps between verdict and reward; the default changes nothing."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the named parts (a reward's `logs`) that are summed up with the reward itself."""
+    """Weights of the named parts (a reward's `logs`) that are added to the reward itself."""
     stop_penalty: float | None = None
-    """For truncated responses: in [0, 1] scales the reward, below 0 takes its place."""
+    """For truncated responses: a value in [0, 1] scales the reward, a value below 0 replaces it."""
     overlong: Overlong | None = None
     clip: tuple[float, float] | None = None
     negate: bool = False
-    """A control: the sign of the whole is turned, so that training makes the policy worse."""
+    """A control experiment: the sign of the shaped reward is inverted, so that training makes the policy worse."""
 
     def problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
@@ -61,7 +61,7 @@ class Shaping:
     def by_turn(self, rewards: Sequence[float], shaped: float) -> list[float]:
         """The rewards of an episode's turns, whose sum is the `shaped` reward.
 
-        Each has its sign turned with `negate`; whatever else shaping has changed is on the last turn.
+        With `negate`, the sign of each reward is inverted. All other changes by shaping are added to the last turn.
         """
         found = [-reward if self.negate else reward for reward in rewards]
         if found:

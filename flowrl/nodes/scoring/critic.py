@@ -6,7 +6,7 @@ Invariants
 - Weights change between requests, never inside one, so all values of a reply have the reply's version.
 - A version counts as held when it is loaded; tickets may wait for that.
 
-Waits: a request waits for the first weights and for the load or the request before it; the body ends
+Waits: a request waits for the first weights and for the previous load or request; `run` ends
 when every caller has closed and the weights edge has ended.
 """
 
@@ -42,7 +42,7 @@ class Critic(ScoringNode):
     """Computes values for a batcher's samples, with the newest weights from the trainer on its latest edge.
 
     `policy` is that trainer's. `token_budget` bounds the tokens of one forward pass, padding included.
-    `layout`: whether prefixes that samples share are computed once, see `ZeroSettings`.
+    `layout` says whether prefixes that samples share are computed once, see `ZeroSettings`.
     """
 
     cpus = 1
@@ -155,7 +155,7 @@ class Critic(ScoringNode):
             self._probe(manifest)
 
     def _probe(self, manifest: Weights) -> None:
-        """Check that our values of a few fixed sequences match the trainer's."""
+        """Check that the critic's values of a few fixed sequences match the trainer's."""
         sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
         masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
         found = self._values_of([*zip(sequences, masks, strict=True)])

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 class PreferenceReference(Node):
     """Adds `ref_logprobs` under `policy` (None: the data's) to preferences, mismatched completions included.
 
-    Another policy needs the same vocabulary: it scores the token ids of the data's.
+    A different policy needs the same vocabulary as the data's, because it scores the same token ids.
 
     Sends up to `num_held_out` held-out rows as one batch before everything else, to evaluate the trainer.
-    `token_budget` bounds the tokens of one pass, padding included. `layout`: whether prefixes that sequences share are
-    computed once, see `ZeroSettings`.
+    `token_budget` bounds the tokens of one pass, padding included. `layout` says whether prefixes that sequences share
+    are computed once, see `ZeroSettings`.
     """
 
     cpus = 1
@@ -126,7 +126,7 @@ class PreferenceReference(Node):
         return opened(load, self.context.gpus, device, threads=len(self.context.cores))
 
     def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
-        """The rows to evaluate on; independent of the order of the data, with rows of one prompt next to each other."""
+        """The rows to evaluate on, independent of the order of the data; rows of one prompt are next to each other."""
         rows = lowest_asked(held_out, self.num_held_out)
         alike = self.data.kind == "labelled" and len({*asked_ids(rows)}) < 2
         return () if alike else rows

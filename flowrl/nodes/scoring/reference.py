@@ -1,8 +1,8 @@
 """The reference computes logprobs of every policy token, for a KL in the reward or the loss.
 
-Its weights are fixed, or those of every nth version of the policy (`flowrl.nodes.scoring.refreshed`). Then a sample
-waits until the reference of its version is there: the trainer has published that version, and goes on when it is held
-here.
+Its weights are fixed, or those of every nth version of the policy (`flowrl.nodes.scoring.refreshed`). In the second
+case a sample waits until the reference of its version has been made. This wait ends: the trainer has already published
+that version, and it continues when this node holds it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class _Asked(NamedTuple):
     token_ids: Int32
     policy_mask: Bool
     reference: int
-    """The number of the reference, where it follows the policy; else 0."""
+    """The number of the reference, if it follows the policy; else 0."""
 
 
 class Reference(ScoringNode):
-    """Adds `ref_logprobs` to samples, for all sequences of each.
+    """Adds `ref_logprobs` to samples, for all sequences of each sample.
 
     `temperature` has to equal the generator's: logits are divided by it. `dtype` applies to weights and computation, as
     in the trainer. At most `batch` samples wait for a pass at the same time. One pass takes at most `token_budget`
-    tokens, padding included, or a single longer sequence. `layout`: whether prefixes that sequences share are computed
-    once, see `ZeroSettings`.
+    tokens, padding included, or a single longer sequence. `layout` says whether prefixes that sequences share are
+    computed once, see `ZeroSettings`.
 
-    With `refresh_every=n` it takes the weights of every nth version from the trainer on its latest edge, `mixup` times
-    theirs plus the rest of its own. The graph admits until they are held: `until=(generator.weights,
-    reference.weights)`.
+    With `refresh_every=n` it takes the weights of every nth version from the trainer on its latest edge. Its new
+    weights are `mixup` times these plus (1 − `mixup`) times its previous weights. The graph's admission has to wait for
+    this edge as well: `until=(generator.weights, reference.weights)`.
     """
 
     cpus = 1
@@ -101,7 +101,7 @@ class Reference(ScoringNode):
         if found is None or not self.refresh_every:
             return found
         weights = next(term.num_bytes for term in found.terms if term.name == "weights")
-        kept = MemoryTerm("references", 3 * weights, "host")  # two, and one more while it is made
+        kept = MemoryTerm("references", 3 * weights, "host")  # two references, and one more while it is made
         return dataclasses.replace(found, terms=(*found.terms, kept))
 
     def check(self, facts: object) -> list[str]:
@@ -194,7 +194,7 @@ class Reference(ScoringNode):
             self.weights.finish(manifest)
 
     def _take(self, kept: KeptReferences, manifest: Weights) -> None:
-        """Make the reference of a published version; it is not overwritten before it is held here."""
+        """Make the reference of a published version. The version is not overwritten before this node holds it."""
         fetched = self._receiver.fetch(manifest)
         try:
             kept.take(manifest.version, self._published.read(fetched.update))

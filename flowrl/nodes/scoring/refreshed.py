@@ -4,8 +4,8 @@ Reference r, for r = 0, n, 2n, …, is α · (the policy's weights of version r)
 has the initial weights. TRL calls n `ref_model_sync_steps` and α `ref_model_mixup_alpha` (TR-DPO, arXiv 2404.09656).
 
 A sample is compared with reference n · ⌊v / n⌋, where v is the newest version that sampled one of its tokens. So its
-reference follows from the sample alone, whatever was scored first. That needs the references of all versions that
-samples in progress may have: 1 + ⌈staleness / n⌉ of them, in host memory, one of which the model has loaded.
+reference depends only on the sample, not on the order of scoring. That needs the references of all versions that
+samples in progress may have: 1 + ⌈staleness / n⌉ references in host memory, one of which is loaded in the model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FILE = "references.pt"
 
 
 def num_kept(every: int, staleness: int | None) -> int:
-    """How many references samples in progress may need."""
+    """The number of references that samples in progress may need."""
     return 1 + -(-(staleness or 0) // every)
 
 
 class KeptReferences:
-    """The newest references of one model, whose parameters have one of them at a time."""
+    """The newest references of one model; the model's parameters hold one reference at a time."""
 
     def __init__(self, network: nn.Module, *, every: int, mixup: float, kept: int) -> None:
         self._parameters = dict(network.named_parameters())
@@ -45,11 +45,11 @@ class KeptReferences:
         return max(self._weights)
 
     def of(self, version: int) -> int:
-        """The number of the reference of samples whose newest token is of that version."""
+        """The number of the reference for samples whose newest token is of that version."""
         return version // self._every * self._every
 
     def take(self, version: int, policy: Mapping[str, Tensor]) -> None:
-        """Make reference `version` of the policy's weights of that version, by the names of the model's parameters."""
+        """Make reference `version` from `policy`: the policy's weights of that version, by parameter name."""
         own = self._weights[self.newest]
         mixed = {
             name: (self._mixup * policy[name].float().cpu() + (1 - self._mixup) * tensor.float()).to(tensor.dtype)
@@ -60,7 +60,7 @@ class KeptReferences:
             del self._weights[number]
 
     def load(self, number: int) -> int:
-        """Give the model the weights of that reference, or of the oldest kept if it is older; returns its number."""
+        """Load that reference into the model, or the oldest kept if it is older than that; return the loaded number."""
         import torch
 
         number = number if number in self._weights else min(self._weights)
@@ -72,14 +72,14 @@ class KeptReferences:
         return number
 
     def save(self, directory: Path) -> None:
-        """Write all of them into a checkpoint's new `directory`; what is missing there is the initial weights."""
+        """Write all kept references into a checkpoint's new `directory`."""
         import torch
 
         directory.mkdir(parents=True, exist_ok=True)
         torch.save({number: dict(weights) for number, weights in self._weights.items()}, directory / FILE)
 
     def restore(self, directory: Path) -> None:
-        """Go on with what `save` wrote."""
+        """Load the references that `save` wrote, and the newest of them into the model."""
         import torch
 
         found: dict[int, dict[str, Any]] = torch.load(directory / FILE, map_location="cpu")

@@ -1,8 +1,8 @@
-"""What nodes share that score with one fixed model: where the model is, and that it leaves a GPU that others use too.
+"""The common part of nodes that score with one model: where the model is, and how it leaves a GPU that is shared.
 
-A node in turns (`g.time_share`) loads its model into host memory, has it on the GPU in its own turns, and moves it back
-at their end. So at any time only one of these models is on the device. A node with several GPUs shards its model over
-them, each with a process of its own (`flowrl.training.scoring.sharded_model`).
+A node that shares a GPU (`g.time_share`) loads its model into host memory, moves it to the GPU when it may use the GPU,
+and moves it back afterwards. So at any time only one of these models is on the device. A node with several GPUs shards
+its model over them, with one process for each GPU (`flowrl.training.scoring.sharded_model`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ R = TypeVar("R")
 
 
 class ScoringNode(Node):
-    """A node with one model, which a subclass opens in `setup` with `open_model`, and asks with `scores`."""
+    """A node with one model. A subclass opens it in `setup` with `open_model`, and uses it with `scores`."""
 
     policy: Policy
     dtype: Dtype
     token_budget: int
     """Most tokens of a pass."""
     scoring: Any = None
-    """A ScoringModel; ports are found by evaluating annotations, and its module imports torch."""
+    """A ScoringModel. Annotated as Any: ports are found by evaluating annotations, and its module imports torch."""
 
     def open_model(self, load: ModelLoad) -> ScoringModel:
         """Load the model; blocking."""
@@ -55,12 +55,12 @@ class ScoringNode(Node):
 
     @property
     def scored_by(self) -> Policy:
-        """The model that it loads."""
+        """The model that the node loads."""
         return self.policy
 
     @property
     def load_device(self) -> str:
-        """Where `setup` puts the model: on the GPU, unless the node uses it in turns."""
+        """Where `setup` puts the model: on the GPU, unless the node shares the GPU with others."""
         return "cuda" if self.context.gpus and not self.context.time_shared else "cpu"
 
     async def on_acquire(self) -> None:
@@ -77,7 +77,7 @@ class ScoringNode(Node):
 
 
 def opened(load: ModelLoad, gpus: Sequence[int], device: str, *, threads: int) -> ScoringModel:
-    """The model on `device`, or, with several GPUs, sharded over this process's."""
+    """The model on `device`; with several GPUs, sharded over the GPUs of this process."""
     from flowrl.training.scoring.local_model import LocalModel
 
     if len(gpus) < 2:
@@ -89,6 +89,6 @@ def opened(load: ModelLoad, gpus: Sequence[int], device: str, *, threads: int) -
 
 
 def gpu_problems(gpus: float) -> Iterator[str]:
-    """What is wrong with the number of GPUs of a model that only scores, as a complete sentence."""
+    """What is wrong with the number of GPUs of a model that only scores, as a complete sentence; empty if valid."""
     if gpus > 1 and gpus != int(gpus):
         yield f"gpus is {gpus:g}; a model is sharded over whole GPUs, so use {int(gpus)} or {int(gpus) + 1}"

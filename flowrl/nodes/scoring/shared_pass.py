@@ -23,7 +23,7 @@ class SharedPass(Generic[Q, A]):
 
     `answer_all(questions)` returns one answer per question, none of which is None. Each wait ends with the pass that
     answers the question. If a pass is cancelled, the other questions keep waiting for the next pass. A question that is
-    asked `later` is answered by the first pass that begins when only such questions wait.
+    asked `later` is answered by the first pass that starts when only questions of that kind wait.
     """
 
     def __init__(self, answer_all: Callable[[list[Q]], Awaitable[Sequence[A]]]) -> None:
@@ -36,7 +36,7 @@ class SharedPass(Generic[Q, A]):
         mine: _Question[Q, A] = _Question(content, later)
         self._waiting.append(mine)
         try:
-            while mine.answer is None:  # the pass of a later question may have answered others only
+            while mine.answer is None:  # a pass that a `later` question runs may answer only other questions
                 async with self._model_is_free:
                     if mine.answer is None:  # else another caller's pass answered it while this one waited
                         await self._pass()

@@ -36,7 +36,7 @@ class Teacher(ScoringNode):
     `exact`, samples also carry the teacher's hidden states, which the objective `ReverseKL` needs.
 
     At most `batch` samples wait for a pass at the same time. One pass takes at most `token_budget` tokens, padding
-    included, or a single longer sample. `layout`: whether prefixes that samples share are computed once, see
+    included, or a single longer sample. `layout` says whether prefixes that samples share are computed once, see
     `ZeroSettings`.
     """
 

@@ -27,7 +27,7 @@ Trained = Literal["all", "last"]
 
 
 class DemonstrationSource(PromptSource):
-    """Sends the prompt of every row of a task, also of those that answer the same prompt in several ways."""
+    """Sends the prompt of every row of a task, including rows that answer the same prompt in different ways."""
 
     row_noun = "conversations"
 
@@ -41,7 +41,7 @@ class DemonstrationSource(PromptSource):
         part: RowPart = "train",
         too_long: TooLong = "drop",
     ) -> None:
-        # What is an error is found by `Demonstrations`, which has the whole conversation.
+        # With "error", `Demonstrations` finds what is too long, because it has the whole conversation.
         passed: TooLong = "truncate" if too_long == "truncate" else "drop"
         super().__init__(task, policy, epochs=epochs, max_prompt_tokens=max_tokens, part=part, too_long=passed)
 
@@ -55,8 +55,9 @@ class DemonstrationSource(PromptSource):
 class Demonstrations(Node):
     """Turns each prompt into a conversation that ends with its row's answer.
 
-    `trained` says which assistant turns are trained: all, or the last, which is the answer. Rows of more than
-    `max_tokens` tokens are dropped with the reason `too_long`, lose their beginning, or are an error, by `too_long`.
+    `trained` says which assistant turns are trained: all, or the last, which is the answer. `too_long` says what
+    happens to rows of more than `max_tokens` tokens: they are dropped with the reason `too_long`, lose their beginning,
+    or are an error.
     """
 
     prompts: In[Prompt]
@@ -128,7 +129,7 @@ class Demonstrations(Node):
         return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def demonstration(self, prompt: Prompt) -> Trainable:
-        """The sample of a model that gives the row's answer."""
+        """The sample that a model would make by giving the row's answer."""
         row = self._rows[prompt.prompt_id]
         token_ids, mask = self.rendered(self._chat, row)
         return given_sample(
@@ -170,7 +171,7 @@ class Demonstrations(Node):
 
 
 def _require_answers(task: Task, rows: Sequence[Row]) -> None:
-    """Raise ConfigError unless every row has an answer that can be said."""
+    """Raise ConfigError unless every row has an answer that is text or the assistant's turns."""
     if without := [row for row in rows if row.answer is None]:
         raise ConfigError(
             f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "

@@ -43,7 +43,7 @@ class EnvironmentSource(RowSource):
         if self.curriculum is None or not self.curriculum.by:
             return super().check(facts)
         problem = (
-            f"curriculum.by is {self.curriculum.by!r}, but rows of an environment differ by their seed alone, and each "
+            f"curriculum.by is {self.curriculum.by!r}, but rows of an environment differ only by their seed, and each "
             "has a pass rate of its own; leave it out"
         )
         return [*super().check(facts), problem]
@@ -74,6 +74,6 @@ def question_fields(environment: str, asked_set: str, row: Row) -> Mapping[str, 
 
 
 def row_of(prompt: Prompt) -> EnvironmentRow:
-    """The row that `prompt_fields` has described."""
+    """The row that the fields from `prompt_fields` describe."""
     columns = prompt.columns
     return EnvironmentRow(columns["environment"], columns["options"], columns["seed"])

@@ -1,4 +1,4 @@
-"""Answers of the data in the place of the student's samples, for distillation on both (GKD, arXiv 2306.13649)."""
+"""Answers from the data in place of some of the student's samples: distillation on both (GKD, arXiv 2306.13649)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flowrl.tasks.row_reading.indexed_rows import by_id, joined
 
 
 class GivenAnswers(Node):
-    """Answers a share of the groups with their rows' own answers, and passes the prompts of the others on.
+    """Answers a share of the groups with their rows' own answers, and passes on the prompts of the other groups.
 
-    Which groups depends on the run's seed and the group alone. Such a group has one sample, of its first member: the
-    others are filtered as `answer_given`. Its tokens bear version -1 and no behavior logprobs, for no policy has
-    sampled them; a Teacher's reward of it is the mean of the teacher's logprobs. Conversations of more than
-    `max_tokens` are dropped as `too_long`, lose their beginning, or are an error, by `too_long`. `part`: of which rows
-    the prompts are.
+    Which groups are answered depends only on the run's seed and the group. Such a group has one sample, that of its
+    first member; the other members are filtered as `answer_given`. The sample's tokens have version -1 and no behavior
+    logprobs (zeros), because no policy has sampled them; a Teacher's reward of the sample is the mean of the teacher's
+    logprobs. `too_long` says what happens to conversations of more than `max_tokens` tokens: they are dropped as
+    `too_long`, lose their beginning, or are an error. `part` says which rows the prompts come from.
     """
 
     prompts: In[Prompt]
@@ -114,7 +114,7 @@ class GivenAnswers(Node):
         return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def sample(self, prompt: Prompt) -> Sample:
-        """The sample of a model that gives the row's answer."""
+        """The sample that a model would make by giving the row's answer."""
         row = self._rows[prompt.prompt_id]
         token_ids, mask = self._rendered(self._chat, row)
         return Sample.of(

@@ -1,4 +1,4 @@
-"""Responses that a file has: they replace a generator's, so that rewards can score them."""
+"""Responses from a file in place of a generator's, so that rewards can score them."""
 
 from __future__ import annotations
 

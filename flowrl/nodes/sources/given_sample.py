@@ -13,7 +13,7 @@ from flowrl.messages import Batch, Bool, Int32, Trainable
 
 
 class HeldOutSource(Protocol):
-    """A node whose rows are trained, except those that it holds out."""
+    """A node whose rows are trained, except the rows that it holds out."""
 
     @property
     def part(self) -> str:
@@ -33,7 +33,7 @@ class HeldOutSource(Protocol):
 
 
 def given_sample(token_ids: Int32, mask: Bool, *, response_text: str, **fields: Any) -> Trainable:
-    """A sample of which the tokens of `mask` are trained; `fields` are further ones of `Trainable`."""
+    """A sample whose tokens in `mask` are trained; `fields` are further fields of `Trainable`."""
     alone: dict[str, Any] = {"epoch": 0, "member": 0, "generator": ""}
     return Trainable(
         **(alone | fields),

@@ -1,4 +1,4 @@
-"""Texts without roles for pretraining: cut into sequences, of which every token is trained."""
+"""Texts without roles, for pretraining: cut into sequences in which every token except the first is trained."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CutBy = Literal["split", "wrapped"]
 
 @dataclass(frozen=True)
 class Texts:
-    """Which texts, and how they are cut: plain data, for the nodes that need them.
+    """Which texts to train on, and how to cut them: plain data, for the nodes that need it.
 
-    `split`: a text of more than `max_tokens` is cut into several sequences, and none has two texts in it, so that a
-    token sees its own text alone. `wrapped`: all texts follow each other, an end token behind each, and are cut every
-    `max_tokens`; a token sees the text before its own, too, as usual in pretraining.
+    `split`: a text of more than `max_tokens` tokens is cut into several sequences, and no sequence contains two texts,
+    so a token sees only its own text. `wrapped`: all texts are joined, an end token after each, and cut every
+    `max_tokens` tokens; a token also sees the text before its own, as usual in pretraining.
     """
 
     task: Task
@@ -53,14 +53,14 @@ class Texts:
         return load_texts(self.task, whole=self.part == "all")
 
     def sequences(self, rows: Sequence[Row], progress: Progress = silent) -> TextPieces:
-        """The sequences of these texts, in their order; of texts that stay on disk the tokens are there, too."""
+        """The sequences of these texts, in their order. If the texts stay on disk, their tokens are on disk as well."""
         tokens = text_tokens(tokenizer_of(self.policy, progress=progress), (row.prompt for row in rows))
         store = TokenFile() if isinstance(rows, IndexedRows) else HeldTokens()
         return TextPieces(tokens, store, self.max_tokens, joined=self.cut == "wrapped")
 
 
 class TextSource(PromptSource):
-    """Sends every sequence of `texts` as a prompt whose tokens are those to be trained."""
+    """Sends every sequence of `texts` as a prompt; the prompt's tokens are those of the sequence."""
 
     def __init__(self, texts: Texts, *, epochs: int | None = None) -> None:
         super().__init__(texts.task, texts.policy, epochs=epochs, max_prompt_tokens=texts.max_tokens, part=texts.part)

@@ -29,17 +29,17 @@ from flowrl.tasks.row_reading.tool_shapes import text_of
 
 @dataclass(frozen=True)
 class Preferences:
-    """Which preferences: plain data, for the nodes that need them."""
+    """Which preferences to train on: plain data, for the nodes that need it."""
 
     task: Task
     """Rows with `chosen` and `rejected`, or with `completion` and `label`."""
     policy: Policy
-    """Whose tokenizer and chat template render them."""
+    """Its tokenizer and chat template render the rows."""
     kind: Literal["pairs", "labelled"] = "pairs"
     max_tokens: int = 1024
     """Longest conversation, prompt and completion together."""
     too_long: TooLong = "drop"
-    """What becomes of rows with a longer one: they are dropped, their prompts lose their beginning, or an error."""
+    """What happens to rows of longer conversations: they are dropped, lose the prompt's beginning, or are an error."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("pairs", "labelled"):
@@ -87,8 +87,8 @@ class PreferenceSource(PromptSource):
 class PreferenceDataset(Node):
     """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
 
-    A row with a conversation of more than the data's `max_tokens` is dropped with the reason `too_long`, or its prompt
-    loses its beginning, or it is an error, by the data's `too_long`.
+    The data's `too_long` says what happens to a row with a conversation of more than the data's `max_tokens`: the row
+    is dropped with the reason `too_long`, its prompt loses its beginning, or the row is an error.
     """
 
     keyed_state = True
@@ -182,7 +182,7 @@ class Renderer:
         return self._shortened((replace(sample, mismatched=mismatched),))
 
     def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
-        """Completions that are too long lose the beginning of their prompt, all the same part of it."""
+        """If one of the completions is too long, all lose the same number of tokens from the start of their prompt."""
         excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
         if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
             return samples

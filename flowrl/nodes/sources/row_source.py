@@ -1,6 +1,6 @@
 """A source of groups: rows in an order that depends only on seed and epoch, with a cursor that checkpoints keep.
 
-With a curriculum, outcomes of earlier groups put other rows between those of the order
+With a curriculum, further rows, chosen by the outcomes of earlier groups, come between the rows of this order
 (`flowrl.nodes.curricula.curriculum`).
 """
 
@@ -25,7 +25,7 @@ RowPart = Literal["train", "held_out", "all"]
 
 
 class SourceRow(Protocol):
-    """What a source asks of a row."""
+    """What a source needs of a row."""
 
     @property
     def prompt_id(self) -> str:
@@ -40,11 +40,12 @@ class RowSource(Node):
     """Sends every row `repeat` times, as the members of one group. Subclasses say which rows, and what is sent.
 
     `epochs=None` continues until the run's `--steps` are reached; without `--steps` it means one epoch. `seed`
-    None means the run's seed. `part` selects training rows, held-out rows or all; `num_prompts` the first that many.
+    None means the run's seed. `part` selects training rows, held-out rows or all; `num_prompts` limits the source to
+    the first that many rows.
 
-    With a `curriculum` the node that collects groups has to be joined to `outcomes`: `g.call(advantage.outcomes,
-    source.outcomes)`. Rows that it chooses come in addition to those of an epoch, and the `epoch` of a prompt is then
-    how often its row was asked before.
+    With a `curriculum`, the node that collects groups has to be joined to `outcomes`: `g.call(advantage.outcomes,
+    source.outcomes)`. Rows that the curriculum chooses come in addition to the rows of an epoch, and the `epoch` of a
+    prompt is then how often its row was asked before.
     """
 
     prompts: Out[Prompt]
@@ -74,7 +75,7 @@ class RowSource(Node):
         self._rates: PassRates | None = None
         self._saved: Mapping[str, Any] = {}
         self._waiting: ChosenRow | None = None
-        """The row of the group that waits for its ticket, with a curriculum."""
+        """With a curriculum: the row of the group that waits for its ticket."""
 
     def facts(self) -> Facts:
         return Facts(group_size=self.repeat, optional=() if self.curriculum else ("outcomes",))
@@ -97,7 +98,7 @@ class RowSource(Node):
             self._take_up()
 
     def _buckets(self, rows: Sequence[Any]) -> list[str] | None:
-        """The bucket of each row, None if each has its own. Raises ConfigError if no row has the column."""
+        """The bucket of each row; None if each row has its own. Raises ConfigError if no row has the column."""
         by = self.curriculum.by if self.curriculum else ""
         if by and rows and not any(by in self.columns(row) for row in rows):
             raise ConfigError(
@@ -107,7 +108,7 @@ class RowSource(Node):
         return [str(self.columns(row).get(by)) for row in rows] if by else None
 
     def columns(self, row: Any) -> Mapping[str, Any]:
-        """What a row can be told apart by in a curriculum."""
+        """The columns by which a curriculum can distinguish rows."""
         return dict(row.columns)
 
     def rows(self) -> Sequence[Any]:
@@ -119,7 +120,7 @@ class RowSource(Node):
         raise NotImplementedError
 
     async def offer(self, group: list[Prompt]) -> bool:
-        """Admit the group, or pass over it; False if no further group is wanted."""
+        """Admit the group, or skip it; False if no further group is wanted."""
         return await self.prompts.admit(group)
 
     async def run(self) -> None:
@@ -138,11 +139,11 @@ class RowSource(Node):
             notes.cancel()
 
     async def _send_chosen(self, rates: PassRates) -> None:
-        """Send groups until no further is wanted, or the last epoch has ended."""
+        """Send groups until no further group is wanted, or the last epoch has ended."""
         ordered = self._from_cursor()
         numbers = {prompt_id: index for index, prompt_id in enumerate(prompt_ids(self._rows))}
         while True:
-            # The group that a checkpoint found waiting comes first: its members may have been sent in part.
+            # A group that was waiting when a checkpoint was taken comes first: some of its members may have been sent.
             found = self._waiting or rates.choose()
             place = None
             if found is None or found.reason == "order":
@@ -150,7 +151,7 @@ class RowSource(Node):
                     return
                 found = ChosenRow(numbers[place[2].prompt_id], "order")
             if self._waiting is None:
-                rates.asked(found.row)  # before it is sent: its outcome may come while the last member is sent
+                rates.asked(found.row)  # before it is sent: its outcome may arrive while the last member is sent
                 self._waiting = found
             if not await self.offer(self.group(self._rows[found.row], rates.visits(found.row) - 1)):
                 return
@@ -175,7 +176,7 @@ class RowSource(Node):
         return Noted(is_new)
 
     def members(self, prompt_id: str, epoch: int, **fields: Any) -> list[Prompt]:
-        """The prompts of one group; `fields` are what all of them have alike."""
+        """The prompts of one group; `fields` are the fields that are the same in all of them."""
         group_id = f"{self.name}:{epoch}:{prompt_id}"
         return [
             Prompt(
@@ -207,7 +208,7 @@ class RowSource(Node):
         return {**cursor, "curriculum": self._rates.state(), "waiting": waits}
 
     def check_resume(self, saved: Saved) -> list[str]:
-        """The cursor is not valid for another order: prompts would be sent twice or never."""
+        """Refuse another order, for which the cursor is not valid: prompts would be sent twice or never."""
         self._seed = saved.seed if self.seed is None else self.seed
         self._rows = self.rows()
         if any(("curriculum" in state) != (self.curriculum is not None) for state in saved.states.values()):
@@ -226,17 +227,17 @@ class RowSource(Node):
         self._take_up()
 
     def _take_up(self) -> None:
-        """Go on with what a checkpoint knew, as soon as there are both."""
+        """Load the curriculum's state from a checkpoint, as soon as both the curriculum and that state exist."""
         if self._rates is not None and "curriculum" in self._saved:
             self._rates.load_state(self._saved["curriculum"])
             self._waiting = ChosenRow(*self._saved["waiting"]) if self._saved["waiting"] else None
 
     def _from_cursor(self) -> Iterator[tuple[int, int, Any]]:
-        """(epoch, position, row) of all rows not sent yet."""
+        """(epoch, position, row) of all rows that are not sent yet."""
         epochs = self.epochs if self.epochs is not None or self.context.steps is not None else 1
         epoch, start = self._epoch, self._position
         while epochs is None or epoch < epochs:
-            if not (order := self._order(epoch)):  # an epoch without rows does not advance a run, nor would the next
+            if not (order := self._order(epoch)):  # no rows: this epoch and all later ones would be empty
                 return
             self._digests[epoch] = self._digest(order)
             for position in range(start, len(order)):

@@ -21,15 +21,16 @@ class PromptSource(RowSource):
     """Sends every training row `repeat` times, as the members of one group; `part` selects held-out or all rows.
 
     `epochs=None` continues until the run's `--steps` are reached; without `--steps` it means one epoch. `seed`
-    None means the run's seed. `num_prompts` limits the source to the first that many rows, of
-    a mixture to the first of each source by its weight.
+    None means the run's seed. `num_prompts` limits the source to the first that many rows; for a mixture, to the first
+    rows of each source in proportion to its weight.
 
-    `too_long` says what becomes of prompts of more than `max_prompt_tokens`: they are dropped, they lose their
-    beginning, or they are an error before the first is sent. The metrics `prompts_too_long` and
-    `prompts_too_long_share` count them, among all that the source has come to. A prompt's text stays whole.
+    `too_long` says what happens to prompts of more than `max_prompt_tokens`: they are dropped, they lose their
+    beginning, or they are an error before the first prompt is sent. The metrics `prompts_too_long` and
+    `prompts_too_long_share` give their number and their share of the prompts the source has reached. A prompt's text
+    stays whole.
 
-    `answers_compared`: the task's own verifier judges what comes of the prompts, so its rows' answers have to be of
-    the form that it compares with.
+    `answers_compared`: the task's own verifier judges the responses to the prompts, so its rows' answers have to be of
+    the form that the verifier compares with.
     """
 
     row_noun = "prompts"
@@ -58,9 +59,9 @@ class PromptSource(RowSource):
         self.too_long: TooLong = too_long
         self.answers_compared = answers_compared
         self._seen = self._long = 0
-        """Number of prompts, and of those that were too long."""
+        """Number of prompts so far, and number of those that were too long."""
         self._passed_over = 0
-        """Number of too long prompts since the last one of valid length."""
+        """Number of prompts that were too long since the last prompt of valid length."""
 
     def facts(self) -> Facts:
         return dataclasses.replace(super().facts(), longest_prompt=self.max_prompt_tokens)
@@ -92,7 +93,7 @@ class PromptSource(RowSource):
         self._say(await self.blocking(self.read))
 
     def _say(self, found: Rows) -> None:
-        """Say how many rows are used, and what became of the others."""
+        """Report how many rows are used, and why the others are not."""
         unused = len(found.train) + len(found.held_out) - len(self._rows)
         others = [f"{unused} held out or not asked for"] if unused else []
         others += [f"{found.repeated} with the prompt of another row left out"] if found.repeated else []
@@ -104,7 +105,7 @@ class PromptSource(RowSource):
         self.say_skipped(found)
 
     def say_skipped(self, found: Rows) -> None:
-        """Say which rows were skipped because they cannot be used."""
+        """Report the rows that were skipped because they are malformed."""
         if skipped := found.skipped:
             self.context.metric("rows_skipped", len(skipped))
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")

@@ -26,8 +26,8 @@ STEPS, LABELS = ("steps", "completions"), "labels"
 class StepDataset(Node):
     """Sends each prompt with the steps of its row.
 
-    Those of more than `max_tokens` tokens are dropped as `too_long`, lose the beginning of their prompt, or are an
-    error, by `too_long`.
+    `too_long` says what happens to samples of more than `max_tokens` tokens: they are dropped as `too_long`, lose the
+    beginning of their prompt, or are an error.
     """
 
     prompts: In[Prompt]
@@ -66,7 +66,7 @@ class StepDataset(Node):
         refuse_long(lengths, self.max_tokens, option="max_length", task=self.task.name)
 
     def sample(self, chat: Chat, row: Row, **fields: Any) -> Trainable:
-        """The sample of a row, without the beginning of its prompt if that is to make it fit."""
+        """The sample of a row; with `too_long="truncate"`, without as much of its prompt's beginning as is too long."""
         most = self.max_tokens if self.too_long == "truncate" else None
         return step_sample(chat, row, self.separator, most=most, **fields)
 
@@ -91,7 +91,7 @@ class StepDataset(Node):
 
 
 class HeldOutSteps(Node):
-    """Sends up to `num_rows` held-out rows as one batch, on which a trainer is measured."""
+    """Sends up to `num_rows` held-out rows as one batch, on which a trainer is evaluated."""
 
     batch: Out[Batch]
 
@@ -128,7 +128,7 @@ class HeldOutSteps(Node):
 
 
 def labelled_steps(row: Row, separator: str) -> tuple[list[str], list[float]]:
-    """The steps of a row and their labels. Raises ConfigError for a row that has no such columns."""
+    """The steps of a row and their labels. Raises ConfigError for a row without valid columns for them."""
     steps: Any = next((row.columns[name] for name in STEPS if name in row.columns), None)
     if isinstance(steps, str):
         steps = split_steps(steps, separator)
@@ -150,7 +150,7 @@ def _texts(steps: Any) -> bool:
 def step_sample(chat: Chat, row: Row, separator: str, *, most: int | None = None, **fields: Any) -> Trainable:
     """The sample of a row: its mask marks one token for each step, and `returns` has the labels there.
 
-    Of more than `most` tokens it loses those at the beginning, if one of the prompt is left.
+    If it has more than `most` tokens, it loses the excess at its beginning, unless that is the whole prompt or more.
     """
     steps, labels = labelled_steps(row, separator)
     chat = chat.with_tools(row.tools)

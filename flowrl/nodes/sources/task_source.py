@@ -20,8 +20,8 @@ MESSAGES = "messages"
 class TaskSource(RowSource):
     """Sends every training row of a task `repeat` times, as the members of one group.
 
-    A prompt has no tokens; its columns are those of the row, and `messages`, the conversation. The other options are
-    those of PromptSource.
+    A prompt has no tokens; its columns are those of the row and `messages`, which is the conversation. The other
+    options are those of PromptSource.
     """
 
     def __init__(
@@ -60,6 +60,6 @@ class TaskSource(RowSource):
 
 
 def task_fields(task: Task, row: Row) -> Mapping[str, Any]:
-    """The fields of a prompt that say what an agent is to do."""
+    """The fields of a prompt that tell an agent its task."""
     columns = {**row.columns, MESSAGES: conversation(task, row)}
     return {"text": "", "token_ids": np.zeros(0, np.int32), "columns": columns}

@@ -1,4 +1,4 @@
-"""The sequences that texts are cut into, each read from the tokens of all texts when it is asked for."""
+"""The sequences that texts are cut into. Each is read from the stored tokens of all texts when it is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TextPiece:
 
 
 class TextPieces(Sequence[TextPiece]):
-    """Sequences of up to `most` tokens: of each text alone, or of all texts joined. They are put into `tokens`."""
+    """Sequences of up to `most` tokens, cut from each text separately or from all texts joined; kept in `tokens`."""
 
     def __init__(self, texts: Iterable[Int32], tokens: TokenStore, most: int, *, joined: bool) -> None:
         self._tokens, self._bounds = tokens, _bounds(texts, tokens, most, joined=joined)
@@ -46,16 +46,16 @@ class TextPieces(Sequence[TextPiece]):
         return TextPiece(f"{int(self._ids[index]):016x}", self._token_ids(index))
 
     def prompt_ids(self) -> Iterator[str]:
-        """The `prompt_id` of each, without reading it."""
+        """The `prompt_id` of each sequence, without reading the sequence."""
         return hexadecimal(self._ids)
 
     def lowest(self, most: int) -> list[TextPiece]:
-        """Up to `most`, those with the lowest ids."""
+        """Up to `most` sequences: those with the lowest ids."""
         return [self[int(index)] for index in np.argsort(self._ids, kind="stable")[:most]]
 
     @property
     def num_trained(self) -> int:
-        """Tokens that are trained."""
+        """Number of tokens that are trained."""
         return int((self._bounds[:, 1] - self._bounds[:, 0] - 1).sum())
 
     def _token_ids(self, index: int) -> Int32:
@@ -63,7 +63,7 @@ class TextPieces(Sequence[TextPiece]):
         return self._tokens.read(start, stop)
 
     def _named(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Digests of the tokens and of how many earlier sequences have the same."""
+        """The digest of each sequence: of its tokens, and of the number of earlier sequences with the same tokens."""
         found = np.fromiter((_digest(self._token_ids(n), 0) for n in range(len(self))), np.uint64, len(self))
         order = np.argsort(found, kind="stable")
         _, starts, group = np.unique(found[order], return_index=True, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Prompts and conversations of more tokens than a limit: what becomes of them."""
+"""What happens to prompts and conversations that have more tokens than a limit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PromptLimit:
     """How many tokens a prompt may have."""
 
     tokens: int | None = None
-    """None: as many as the model's context has room for, with one token of an answer."""
+    """Most tokens of a prompt; None: as many as fit the model's context together with one token of an answer."""
     too_long: TooLong = "drop"
-    """Longer ones are left out and counted, lose their beginning, or are an error before training."""
+    """Longer prompts are left out and counted, lose their beginning, or are an error before training."""
     option: str = "evaluate_max_prompt_tokens"
-    """What a user sets to raise `tokens`."""
+    """The option with which a user raises `tokens`."""
 
     def problems(self) -> list[str]:
-        """What is wrong with it, as complete sentences."""
+        """What is wrong with the limit, as complete sentences."""
         found = (
             [] if self.tokens is None or self.tokens > 0 else [f"{self.option} is {self.tokens}; it needs at least 1"]
         )
@@ -41,8 +41,8 @@ class PromptLimit:
 def within(rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, task: str) -> tuple[Sequence[Row], int]:
     """The held-out rows of `task` that are asked, and how many prompts have more than `most` tokens.
 
-    These are asked without their beginning, or not asked, by `limit`. Raises ConfigError if they are an error, or if
-    nothing is left to ask.
+    `limit` says whether such long prompts are asked without their beginning, or not asked. Raises ConfigError if they
+    are an error, or if no prompt is left to ask.
     """
     lengths = [prompt_length(chat, row) for row in rows]
     fitting = [index for index, length in enumerate(lengths) if length <= most]
@@ -61,12 +61,12 @@ def within(rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, ta
 
 
 def prompt_length(chat: Chat, row: Row) -> int:
-    """Tokens of a row's prompt."""
+    """Number of tokens of a row's prompt."""
     return len(chat.with_tools(row.tools).prompt(row.turns)[1])
 
 
 def shortened(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool]:
-    """The last `most` tokens; unchanged if the last turn that is trained would lose its beginning or its prompt."""
+    """The last `most` tokens; all tokens if the last trained turn would lose its beginning or its whole prompt."""
     excess = len(token_ids) - most
     return (token_ids[excess:], mask[excess:]) if 0 < excess < answer_start(mask) else (token_ids, mask)
 

@@ -1,1 +1,1 @@
-"""The trainer: a node whose replicas are the ZeRO-3 ranks."""
+"""The trainer: a node whose replicas are the ZeRO ranks."""

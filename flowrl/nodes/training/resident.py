@@ -1,4 +1,4 @@
-"""Nodes whose state is on the GPU in their own turns only: weights, gradients and optimizer state of a trainer."""
+"""Nodes whose state is on a shared GPU only while they use it: a trainer's weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from flowrl.graph.node import Node
 
 
 class ResidentNode(Node):
-    """A node that loads to its GPU in `setup`. In turns (`g.time_share`) what it has there is moved away between them.
+    """A node that loads its state to its GPU in `setup`. If it shares the GPU (`g.time_share`), the state is moved away
+    while another node uses the GPU.
 
-    Ranks of a gang move theirs one by one: nothing of it is collective.
+    Each rank of a gang moves its own state; nothing of the move is collective.
     """
 
     _residence: Any = None
-    """A Residence. Its type is not named: ports are found by evaluating annotations, and its module imports torch."""
+    """A Residence. The annotation is Any because ports are found by evaluating annotations, and the module of Residence
+    imports torch."""
 
     def resident(self) -> object:
-        """What leads to all that is on the GPU; made by `setup`."""
+        """The object that leads to all tensors on the GPU; made by `setup`."""
         raise NotImplementedError
 
     async def on_acquire(self) -> None:

@@ -1,12 +1,12 @@
 """The trainer turns batches into versions. One replica is one ZeRO rank; all ranks run in lockstep.
 
 Invariants
-- Every batch makes exactly one version, also a batch without an update (all tokens masked, or a gradient
-  that is not finite): its version is published as `unchanged`, so tickets return.
+- Every batch makes exactly one version, even a batch without an update (all tokens masked, or a gradient
+  that is not finite). The version of such a batch is published as `unchanged`, so tickets return.
 - The weights of `start_version` are published before the first batch, so generators hold exactly the
   trainer's weights before they sample.
-- A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint. Its pieces, if it
-  comes in some, are finished together then.
+- A batch is finished (acked) when its update is done and in the ledger, and before a checkpoint. If the batch comes in
+  pieces, all pieces are finished together at that point.
 
 All heavy work runs in the node's one blocking thread, in the same order on every rank; the event loop
 stays free. The trainer waits for a batch (end of stream ends the run), for the other ranks inside
@@ -61,14 +61,15 @@ class Trainer(ResidentNode):
     splits a batch into several optimizer steps). `temperature` has to equal the generator's. With a `lora` of
     rank 1 or more the trainer trains an adapter and keeps the policy's own weights; a generator that receives
     adapters needs the same `lora`. `teacher` is the model that the objective `ReverseKL` compares the policy with.
-    Each `sequence_parallel_size` consecutive ranks share their micro-batches, a slice of the positions each, with the
-    attention of `sequence_parallel_kind`; or each `tensor_parallel_size`, a part of the layers' matrices each.
-    `router_aux_loss_coef` is the weight of the load-balancing loss of a mixture of experts. Every `publish_every`th
-    version is published, every `probe_every`th publication carries the probe. The first `start_after` batches make
-    versions without an update, for an actor that waits until its critic has learnt.
+    Every `sequence_parallel_size` consecutive ranks share their micro-batches: each rank has a slice of the positions,
+    and `sequence_parallel_kind` is the kind of attention. Or every `tensor_parallel_size` consecutive ranks share them:
+    each rank has a part of the layers' matrices. `router_aux_loss_coef` is the weight of the load-balancing loss of a
+    mixture of experts. Every `publish_every`th version is published, every `probe_every`th publication carries the
+    probe. The first `start_after` batches make versions without an update, for an actor that waits until its critic
+    has learnt.
 
-    With `accumulate` "auto" or "on" it begins with the groups of a batch that are finished, if its batcher can send
-    them: "on" is refused where batches have to be whole.
+    With `accumulate` "auto" or "on", the trainer starts on the finished groups of a batch before the other groups are
+    finished, if its batcher can send pieces. "on" is refused where batches have to be whole.
 
     Batches from `held_out` are never trained on. The metrics contain the objective's stats on them: as
     `held_out/NAME` for the last and for every `judge_every`th version, and as `held_out_before/NAME` in the
@@ -127,10 +128,10 @@ class Trainer(ResidentNode):
         self._published = -1
         self._record = BatchRecord()
         self._before: dict[str, Any] = {}
-        """Figures of the held-out batch for the first line."""
+        """Figures of the held-out batch for the first line of the metrics."""
         self._pieces: list[Batch] = []
         """Pieces whose gradient is accumulated. They stay unfinished until their batch's step, so a snapshot between
-        two of them has them all, and a resumed run begins the batch again."""
+        two pieces contains all of them, and a resumed run starts the batch again."""
         self._learner: Learner
         self._publisher: Publisher | None = None
 
@@ -168,7 +169,7 @@ class Trainer(ResidentNode):
             if getattr(self, name) < low
         ]
         if not 0 <= self.lr < math.inf:
-            problems.append(f"lr is {self.lr}; it has to be a number from 0 up")
+            problems.append(f"lr is {self.lr}; it has to be a finite number of at least 0")
         if self.objective.needs_mismatched and facts.groups_per_batch == 1:
             problems.append("KTO's baseline is a mean over a batch, but a batch is 1 completion; it needs 2 or more")
         if self.gpus > 1:
@@ -192,7 +193,7 @@ class Trainer(ResidentNode):
 
     @property
     def _shared(self) -> dict[str, Any]:
-        """How many ranks share a micro-batch, by what they divide, and how those with positions compute attention."""
+        """How many ranks divide a micro-batch's positions, or the matrices, and the attention for divided positions."""
         kind = self.sequence_parallel_kind
         return {"sequence": self.sequence_parallel_size, "kind": kind, "tensor": self.tensor_parallel_size}
 
@@ -320,7 +321,7 @@ class Trainer(ResidentNode):
 
     def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
         """Train a batch, or a piece of one. At the batch's end return its metrics line, the uses of all ranks, and
-        whether the weights changed; None before."""
+        whether the weights changed; before that, return None."""
         part = self._split(batch)
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
@@ -342,7 +343,7 @@ class Trainer(ResidentNode):
         return record, uses, update.changed
 
     def _update(self, part: Batch, masks: Sequence[Bool], lr: float) -> Update | None:
-        """Train this rank's part; None if the batch is not complete with it."""
+        """Train this rank's part; None if further pieces of the batch follow."""
         if self.version < self.start_after:
             return self._learner.rest(part, masks, self.version)
         if part.whole:

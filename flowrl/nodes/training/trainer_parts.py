@@ -1,4 +1,4 @@
-"""What a trainer's rank has beside its engine: a scalar head's start, a teacher's layer, the publisher of weights."""
+"""Parts of a trainer's rank other than its engine: a scalar head's start, a teacher's layer, the weight publisher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a trainer needs its batches whole: what `flowrl check` says where gradients are not accumulated."""
+"""Why a trainer needs whole batches: the reason that `flowrl check` gives where gradients are not accumulated."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from flowrl.training.settings import ZeroSettings
 
 
 def why_whole(objective: object, zero: ZeroSettings, *, epochs: int, balance: float = 0.0) -> str:
-    """What keeps a trainer from beginning before the whole batch is there, "" if nothing does.
+    """What keeps a trainer from starting before the whole batch has arrived, "" if nothing does.
 
     `balance` is the weight of the load-balancing loss of a mixture of experts.
     """
     if not isinstance(objective, Objective):
-        return "its objective is none"
+        return "it has no objective"
     name = type(objective).__name__
     if epochs > 1:
         return f"it makes {epochs} passes over each batch"
     if objective.needs_mismatched:
         return f"the baseline of {name} is a mean over the whole batch"
     if objective.offline:
-        return "its batches are made of data, which are there before it asks for them"
+        return "its batches come from data and are ready before it asks for them"
     if objective.mean_over is None:
         return f"{name} does not say what its loss is a mean over (mean_over)"
     if balance:

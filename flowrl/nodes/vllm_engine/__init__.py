@@ -1,1 +1,1 @@
-"""vLLM as a generator runs it: options, start, sampling, adapters, the end of its processes."""
+"""vLLM as a generator runs it: options, start, sampling, adapters, and the end of vLLM's processes."""

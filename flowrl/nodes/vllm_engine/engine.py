@@ -1,4 +1,4 @@
-"""`Engine`: how vLLM runs a generator. Plain data, the same options for every generator."""
+"""`Engine`: the options with which vLLM runs a generator. Plain data, the same options for every generator."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ OURS = {
 RENAMED = {"kv_cache_memory_bytes": "kv_cache_bytes"}
 """vLLM's name of an option -> ours."""
 FITTING = -1
-"""For vLLM: the longest sequence up to the model's context for which the KV cache has room. Without it an engine whose
-cache is smaller than the context does not start."""
+"""A max_model_len that tells vLLM to take the longest sequence, up to the model's context, for which the KV cache has
+room. Without it, an engine whose cache is smaller than the context does not start."""
 ON_GPUS_ONLY = ("gpu_memory_utilization", "cpu_offload_gb")
 
 
@@ -51,34 +51,35 @@ class Engine:
     tensor_parallel_size: int | None = None
     """GPUs among which every layer is split; None: what pipeline and data parallelism leave of the GPUs."""
     pipeline_parallel_size: int = 1
-    """Groups of layers, each on GPUs of its own."""
+    """Number of groups of layers, each on its own GPUs."""
     data_parallel_size: int = 1
-    """Copies of the model within one generator."""
+    """Number of copies of the model within one generator."""
     gpu_memory_utilization: float | None = None
     """Share of each GPU's memory that vLLM takes, weights and KV cache together; None: vLLM's 0.92."""
     max_model_len: int | None = None
     """Most tokens of prompt and response together; None: as many as the longest prompt and response of the graph have.
-    Where a node sends prompts of any length: the model's context, on a GPU as much of it as the KV cache has room for.
-    """
+    If a node sends prompts of any length, None means the model's context; on a GPU, as much of it as the KV cache has
+    room for."""
     concurrency: int = 128
-    """Prompts that one generator processes at a time; evaluation has as many more places, at lower priority."""
+    """Prompts that one generator processes at a time; evaluation has the same number of further places, at lower
+    priority."""
     dtype: EngineDtype = "auto"
     """Type of weights and computation; auto: the model's own."""
     enforce_eager: bool | None = None
     """Neither compile nor record CUDA graphs; None: eager on a CPU."""
     quantization: str = ""
     """fp8: vLLM keeps the layers' matrices in 8 bits, and quantizes every version that it receives (fp8_per_channel; or
-    fp8_per_tensor, fp8_per_block). Any other method of vLLM's is for generators that receive no weights."""
+    fp8_per_tensor, fp8_per_block). vLLM's other methods are for generators that receive no weights."""
     kv_cache_dtype: CacheDtype = "auto"
-    """Type of the KV cache; auto: that of the computation."""
+    """Type of the KV cache; auto: the type of the computation."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache of each GPU; None: on a GPU what vLLM finds free, on a CPU room for a prompt and a response
-    in every place, at most 1 GiB."""
+    """Size of the KV cache of each GPU; None: on a GPU the memory that vLLM finds free, on a CPU room for a prompt and
+    a response in every place, at most 1 GiB."""
     cpu_offload_gb: float = 0.0
     """GiB of each GPU's weights that are kept in host memory and read through the bus at every step; for generators
-    that receive no weights, or adapters alone."""
+    that receive no weights, or only adapters."""
     extra: tuple[str, ...] = ()
-    """Further options of vLLM's engine by its own names, as in max_num_batched_tokens=8192."""
+    """Further options of vLLM's engine by vLLM's names, such as max_num_batched_tokens=8192."""
 
     def __post_init__(self) -> None:
         for problem in self._range_problems():
@@ -101,11 +102,11 @@ class Engine:
 
     @property
     def model_parallel_gpus(self) -> int:
-        """The least number of GPUs that the parallel sizes ask for."""
+        """The smallest number of GPUs that fits the parallel sizes."""
         return (self.tensor_parallel_size or 1) * self.pipeline_parallel_size * self.data_parallel_size
 
     def fixed_weights(self, *, adapters: bool) -> str:
-        """Why a generator with this engine takes no new weights, or no new `adapters`; "" if it does."""
+        """Why a generator with this engine takes no new weights, or no new `adapters`; "" if it takes them."""
         if self._offload and not adapters:
             return offload_fixes(self._offload)
         return why_fixed(self.quantization, self.extra)
@@ -120,7 +121,7 @@ class Engine:
         return self.quantization in FP8
 
     def needs(self, gpus: float) -> dict[str, Any]:
-        """The facts of a generator with `gpus` GPUs that say what its machine has to compute with."""
+        """The facts of a generator with `gpus` GPUs about what its machine has to support."""
         cached_in_fp8 = not gpus and self.kv_cache_dtype.startswith("fp8")
         return {
             "quantization": self.quantization,
@@ -131,7 +132,7 @@ class Engine:
     def problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
         """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences.
 
-        `shape` is that of its model, None if it is not known.
+        `shape` is the shape of the generator's model; None if it is not known.
         """
         stored = shape.dtype if shape is not None else ""
         dtype, experts = stored if self.dtype == "auto" else self.dtype, shape.experts if shape is not None else 0
@@ -164,7 +165,7 @@ class Engine:
     def arguments(self, *, on_gpu: bool, longest: int | None = None) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs, without the parallel sizes and the dtype.
 
-        `longest`: tokens of the longest sequence that will be asked for, if that is less than the model's context.
+        `longest` is the number of tokens of the longest expected sequence, if that is less than the model's context.
         """
         eager = self.enforce_eager if self.enforce_eager is not None else not on_gpu
         found: dict[str, Any] = {

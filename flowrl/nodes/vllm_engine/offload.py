@@ -1,8 +1,8 @@
-"""Weights that vLLM keeps in host memory: `Engine.cpu_offload_gb`, and by --engine.extra vLLM's prefetched layers.
+"""Weights that vLLM keeps in host memory: `Engine.cpu_offload_gb`, or vLLM's prefetched layers (by --engine.extra).
 
-vLLM 0.32 does not compose either with the layerwise reload by which an engine takes a version ("has not been
-implemented"): of prefetched layers it writes the buffers on the device, which the next pass fills from the old weights.
-Weights that it quantizes while it loads them cannot be moved to the host at all: they are on no device until then.
+vLLM 0.32 combines neither with the layerwise reload by which an engine takes a version ("has not been implemented").
+For prefetched layers it writes the buffers on the device, and the next pass fills these again from the old weights.
+Weights that vLLM quantizes while it loads them cannot be moved to the host at all: they are on no device until then.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from flowrl.nodes.vllm_engine.vllm_options import given_name
 
 PREFETCH = "offload_"
-"""How vLLM's options of prefetched layers begin."""
+"""Prefix of the names of vLLM's options for prefetched layers."""
 
 
 def offload_option(cpu_offload_gb: float, extra: tuple[str, ...]) -> str:
-    """What keeps weights in host memory, as the beginning of a sentence, "" if nothing does."""
+    """The option that keeps weights in host memory, as the beginning of a sentence; "" if there is none."""
     if cpu_offload_gb:
         return f"--engine.cpu-offload-gb is {cpu_offload_gb}"
     name = next((name for name in map(given_name, extra) if name.startswith(PREFETCH)), "")
@@ -30,7 +30,7 @@ def offload_fixes(option: str) -> str:
 
 
 def offload_beside(quantization: str, option: str) -> str:
-    """Why no engine has both this method of quantizing while it loads, and this `offload_option`."""
+    """Why no engine can combine this method, which quantizes while it loads, with this `offload_option`."""
     return (
         f"--engine.quantization is {quantization} and {option}, but vLLM cannot keep weights in host memory that it "
         "quantizes while it loads them; leave one of the two out"

@@ -1,6 +1,7 @@
 """fp8 engines that receive weights. vLLM quantizes 16-bit weights while it loads them, at the start and at each update.
 
-A trainer publishes weights as always; scales are made where they are loaded, so every transport serves an fp8 engine.
+A trainer publishes 16-bit weights as for any engine. The scales are made where the weights are loaded, so every
+transport works with an fp8 engine.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from flowrl.nodes.vllm_engine.vllm_options import given_name
 CHANNEL = "fp8_per_channel"
 FP8: Mapping[str, str] = {name: name for name in (CHANNEL, "fp8_per_tensor", "fp8_per_block")} | {"fp8": CHANNEL}
 """Methods of engines that receive weights -> vLLM's name. fp8 has a scale for each output channel of a weight and for
-each token: of the three, vLLM computes this one on every CPU, too."""
+each token; it is the only one of the three methods that vLLM also computes on every CPU."""
 LEAST_CAPABILITY = 8.9
 """Lowest compute capability of GPUs that multiply in fp8. Below it vLLM repacks fp8 weights for 16-bit kernels."""
 CACHE_FLAGS = frozenset({"avx512f", "amx_tile"})
-"""CPUs with one of these hold vLLM's KV cache in fp8."""
+"""CPUs with one of these flags can keep vLLM's KV cache in fp8."""
 OVERRIDE = "quantization_config"
-"""vLLM's option that chooses another method for each layer."""
+"""vLLM's option that can choose a different method for each layer."""
 
 
 def vllm_method(quantization: str) -> str:
@@ -27,7 +28,7 @@ def vllm_method(quantization: str) -> str:
 
 
 def why_fixed(quantization: str, extra: tuple[str, ...]) -> str:
-    """Why an engine with these options takes no new weights, "" if it does."""
+    """Why an engine with these options takes no new weights, "" if it takes them."""
     if OVERRIDE in map(given_name, extra):
         return (
             f"--engine.extra sets {OVERRIDE!r}, by which layers may be quantized in ways that a weight update cannot "
@@ -42,20 +43,20 @@ def why_fixed(quantization: str, extra: tuple[str, ...]) -> str:
 
 
 def method_problems(quantization: str, dtype: str, *, on_gpu: bool, mixture: bool) -> Iterator[str]:
-    """What is wrong with a method of an engine whose other weights and computation have this dtype.
+    """What is wrong with a method for an engine whose other weights and computation have this dtype.
 
-    `mixture`: the model is a mixture of experts.
+    `mixture` says whether the model is a mixture of experts.
     """
     if quantization not in FP8:
         return
     if dtype == "float32":
         yield (
-            f"--engine.quantization is {quantization}, beside which vLLM computes in 16 bits, but the engine's dtype "
-            "is float32; add --engine.dtype bfloat16"
+            f"--engine.quantization is {quantization}, with which vLLM computes all else in 16 bits, but the engine's "
+            "dtype is float32; add --engine.dtype bfloat16"
         )
     if mixture and not on_gpu:
         yield (
-            f"--engine.quantization is {quantization}, but vLLM computes experts in fp8 on GPUs alone, and the "
+            f"--engine.quantization is {quantization}, but vLLM computes experts in fp8 only on GPUs, and the "
             "generator has none; leave it out"
         )
     elif not on_gpu and vllm_method(quantization) != CHANNEL:
@@ -66,7 +67,7 @@ def method_problems(quantization: str, dtype: str, *, on_gpu: bool, mixture: boo
 
 
 def method_note(quantization: str) -> str:
-    """What `flowrl check` says of a method."""
+    """What `flowrl check` reports about a method."""
     return (
         f"--engine.quantization {quantization}: vLLM quantizes the layers' matrices of every version by "
         f"{vllm_method(quantization)}; embeddings, norms and the output layer stay in 16 bits"

@@ -20,9 +20,9 @@ class Sampling:
     """Options of one kind of request."""
 
     temperature: float = 1.0
-    """Behavior logprobs are those after it. 0 is greedy: for evaluation only."""
+    """Behavior logprobs are those after division by the temperature. 0 is greedy: for evaluation only."""
     max_tokens: int = 256
-    """Most policy tokens of one sample, those of a continued prefix included."""
+    """Most policy tokens of one sample, including those of a continued prefix."""
     min_tokens: int = 0
     top_p: float = 1.0
     """Below 1 for evaluation only: a trainer does not know the truncated distribution."""
@@ -31,9 +31,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Texts that end a response. They are kept in it, because the policy sampled them."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further ids that end a response, besides the model's end of sequence."""
+    """Further ids that end a response, in addition to the model's end of sequence."""
     ignore_eos: bool = False
-    """Sample on to `max_tokens`: for measurements."""
+    """Ignore the end of sequence and sample up to `max_tokens`: for measurements."""
 
     def problems(self, *, trained: bool) -> list[str]:
         """Problems of these options, as complete sentences; `trained` samples have stricter requirements."""
@@ -59,12 +59,12 @@ class Sampling:
         return found
 
     def as_told(self, prompt: Prompt) -> Sampling:
-        """These options, in place of which a held-out prompt may have its own."""
+        """These options, replaced by the prompt's own where a held-out prompt has some."""
         own: dict[str, Any] = {name: getattr(prompt, name) for name in ("temperature", "top_p", "top_k")}
         return replace(self, **{name: value for name, value in own.items() if value is not None})
 
     def limited(self, max_tokens: int, stop: Sequence[str]) -> Sampling:
-        """These options for one reply of at most `max_tokens`, which `stop` ends too."""
+        """These options for one reply of at most `max_tokens`; the texts of `stop` end it as well."""
         most = min(self.max_tokens, max_tokens)
         return replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), stop=(*self.stop, *stop))
 
@@ -86,7 +86,7 @@ class Sampling:
 
 
 def continued_seed(seed: int | None, generated: int) -> int | None:
-    """The seed for the rest of a response. It differs, so that the first part's random numbers do not repeat."""
+    """The seed for the rest of a response. It differs from the first part's, so that random numbers do not repeat."""
     if seed is None:
         return None
     if generated == 0:
@@ -97,13 +97,13 @@ def continued_seed(seed: int | None, generated: int) -> int | None:
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one request to vLLM; T policy tokens."""
+    """The result of one request to vLLM: arrays over its policy tokens."""
 
     token_ids: Int32
     logprobs: Float32
     versions: Int32
     finish_reason: str
-    """stop | length | abort; "" of a part that is not the end."""
+    """stop | length | abort; "" for a part that is not the end."""
     cached_tokens: int = 0
     """Tokens of the context that vLLM's prefix cache had."""
 
@@ -134,7 +134,7 @@ class Response:
 
     parts: list[Completion] = field(default_factory=lambda: [NOTHING])
     started_s: float = 0.0
-    """When its first request went to vLLM, on the monotonic clock."""
+    """When the response's first request was sent to vLLM, on the monotonic clock; 0 before."""
 
     def __len__(self) -> int:
         return sum(len(part.token_ids) for part in self.parts)

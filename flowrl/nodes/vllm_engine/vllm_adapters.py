@@ -4,7 +4,7 @@ Invariants:
 
 - A request keeps the adapter it started with: all its tokens have one version, even if others are loaded meanwhile.
   That version is not older than the one its group was admitted under, so the staleness bound still holds.
-- An adapter is removed when a newer one is current and its last request has ended, to free its slot.
+- An adapter is removed when a newer adapter is current and its own last request has ended, to free its slot.
 
 Waits: `room` waits for a slot, which the end of the oldest adapter's last request frees.
 """
@@ -24,7 +24,7 @@ MOST_SLOTS = 8
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """How many adapters of which rank vLLM serves at a time."""
+    """How many adapters vLLM serves at a time, and their rank."""
 
     rank: int
     count: int

@@ -1,6 +1,6 @@
 """The options of vLLM's engine with their types, read from vLLM's source: importing vllm takes seconds.
 
-Where vLLM is not installed nothing is known: any name passes, and values are read as JSON where they are JSON.
+If vLLM is not installed, its options are not known: any name is accepted, and values that are JSON are read as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 
 
 def given_name(text: str) -> str:
-    """vLLM's name in `--engine.extra NAME=VALUE`, whether vLLM has it or not."""
+    """The name in `--engine.extra NAME=VALUE` in vLLM's spelling, whether or not vLLM has such an option."""
     return text.partition("=")[0].strip().replace("-", "_")
 
 
@@ -36,7 +36,7 @@ def parse_extra(text: str) -> tuple[str, Any]:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "they are the fields of vLLM's AsyncEngineArgs"
-        raise ConfigError(f"--engine.extra names {name!r}, which is no option of vLLM's engine; {hint}")
+        raise ConfigError(f"--engine.extra names {name!r}, which is not an option of vLLM's engine; {hint}")
     return name, _typed(name, value, known[name])
 
 
@@ -60,7 +60,7 @@ def known_options() -> Mapping[str, str] | None:
 
 
 def _typed(name: str, value: str, annotation: str) -> Any:
-    """`value` as the first type of a union that takes it. A type that is not a plain one takes JSON, or else text."""
+    """`value` as the first type of a union that accepts it. Types other than those in `WORDS` take JSON, or text."""
     kinds = [kind.strip() for kind in annotation.strip("'").split(" | ")]
     if "None" in kinds and value.lower() in ("none", "null"):
         return None

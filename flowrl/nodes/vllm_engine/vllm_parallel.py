@@ -1,4 +1,4 @@
-"""How one generator spreads over its GPUs: vLLM's tensor, pipeline and data parallel sizes."""
+"""How one generator is spread over its GPUs: vLLM's tensor, pipeline and data parallel sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Parallel:
     """The sizes that a generator asks for. Their product is the number of GPUs of each of its replicas."""
 
     tensor: int | None = None
-    """None: what pipeline and data leave of the GPUs."""
+    """None: the number of GPUs divided by the other two sizes."""
     pipeline: int = 1
     data: int = 1
 
@@ -27,7 +27,7 @@ class Parallel:
         return cls(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
 
     def arguments(self, num_gpus: int) -> dict[str, Any]:
-        """Engine arguments for a replica with so many GPUs, which have no `problems`.
+        """Engine arguments for a replica with this number of GPUs, for which there are no `problems`.
 
         Within Ray, vLLM would choose its Ray executor for several workers, and refuse our placement group.
         """
@@ -35,7 +35,7 @@ class Parallel:
         return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})
 
     def sizes(self, num_gpus: int) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) of a replica with so many GPUs."""
+        """(tensor, pipeline, data) of a replica with this number of GPUs."""
         return self._tensor(num_gpus), self.pipeline, self.data
 
     def _tensor(self, num_gpus: int) -> int:
@@ -56,7 +56,7 @@ class Parallel:
         return []
 
     def problems_with(self, model_dir: Path, gpus: float) -> list[str]:
-        """Whether tensor parallelism can split the attention heads of the model in `model_dir`."""
+        """The problem if tensor parallelism cannot split the attention heads of the model in `model_dir`."""
         heads, tensor = _attention_heads(model_dir), self._tensor(int(gpus))
         if heads is None or heads % tensor == 0:
             return []
@@ -67,7 +67,7 @@ class Parallel:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json; empty if it cannot be read, which `check_model` tells."""
+    """The model's config.json; empty if it cannot be read, which `check_model` reports."""
     try:
         config = json.loads((model_dir / "config.json").read_text())
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def _attention_heads(model_dir: Path) -> int | None:
-    """As its config.json says; None if there is none."""
+    """The number of attention heads in the model's config.json; None if it has none."""
     config = read_config(model_dir)
     found = {**config, **config.get("text_config", {})}.get("num_attention_heads")
     return int(found) if found is not None else None

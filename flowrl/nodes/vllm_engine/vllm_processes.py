@@ -1,9 +1,10 @@
 """The end of vLLM's engine processes, as an event of the node's loop.
 
-vLLM fails requests when its engine process has died. A call of its engine (pause, load weights, sleep) that was under
-way then waits for ever, and nothing is raised while no request or call is made. So the kernel reports the end here.
+vLLM fails requests when its engine process has died. But an engine call (pause, load weights, sleep) that is running at
+that time never returns, and nothing is raised while no request or call is made. So this module asks the kernel to
+report the end.
 
-Waits: none of its own; `required` ends its block when a process has ended.
+Waits: none here; `required` ends its block when a process has ended.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from flowrl.errors import FlowrlError
 from flowrl.nodes.vllm_engine.sampling import NOTHING, Completion
 
 DID_NOT_START, DIED = "failed to start.", "encountered a fatal error."
-"""With these words a process of vLLM's logs the exception that ends it; it goes on after others."""
+"""The words with which a vLLM process logs the exception that ends it; it continues after other exceptions."""
 CONSEQUENCE = "initialization failed"
-"""In what a process of vLLM's raises because another one has failed."""
+"""Words in the exception that a vLLM process raises because another process has failed."""
 LOGGED_ERROR = re.compile(
     r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] +((?:\w+\.)*\w*(?:Error|Exception): .+)$",
     re.MULTILINE,
 )
-"""The last line of a stack of frames that an engine process or a worker of it has logged."""
+"""The last line of a traceback that an engine process or one of its workers has logged."""
 LOG_TAIL_BYTES = 1 << 18
 LONGEST_ERROR = 400
 
 
 class EngineDied(FlowrlError):
-    """An engine process has ended without being asked to. `arrived` are the tokens of the request until then."""
+    """An engine process has ended unexpectedly. `arrived` has the tokens of the request that arrived before that."""
 
     arrived: Completion = NOTHING
 
@@ -59,19 +60,19 @@ class EngineProcesses:
             loop.add_reader(descriptor, self._report)
 
     def expect_end(self) -> None:
-        """The engine is about to be shut down: that is not reported."""
+        """The engine is about to be shut down: do not report that end."""
         self._expected = True
 
     @property
     def have_ended(self) -> bool:
-        """Whether one of them has ended without being expected to."""
+        """Whether one of the processes has ended unexpectedly."""
         return self._ended is not None and self._ended.done()
 
     @asynccontextmanager
     async def required(self) -> AsyncIterator[None]:
-        """The block is cancelled, and EngineDied raised, if a process ends before it does. As `asyncio.timeout`.
+        """Cancel the block and raise EngineDied if a process ends before the block does, like `asyncio.timeout`.
 
-        Before `listen`, it is a block as any other.
+        Before `listen`, this has no effect.
         """
         task, ended = asyncio.current_task(), self._ended
         if ended is None or task is None:
@@ -95,7 +96,7 @@ class EngineProcesses:
         finally:
             inside = False
             ended.remove_done_callback(cancel)
-            if cancelled:  # whatever the block raises, else the task counts as cancelled from then on
+            if cancelled:  # whatever the block raises; otherwise the task would count as cancelled from then on
                 task.uncancel()
 
     def _report(self) -> None:
@@ -117,7 +118,7 @@ def engine_died() -> EngineDied:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Raises FlowrlError where vLLM reports that its engine process has ended before it was ready."""
+    """Raises FlowrlError if vLLM reports that its engine process has ended before it was ready."""
     try:
         yield
     except RuntimeError as problem:
@@ -129,13 +130,13 @@ def starting() -> Iterator[None]:
 
 
 def log_place(output: int = 1) -> str:
-    """Where the last log lines of this process and its children are: Ray has made their standard output a file."""
+    """Where the last log lines of this process and its children are: Ray has redirected their output to a file."""
     path = _log_file(output)
     return f"the last lines of {path}" if path else "its own log lines above"
 
 
 def _log_file(output: int = 1) -> str:
-    """The file that is standard output; "" if it is none."""
+    """The file that standard output (or descriptor `output`) is redirected to; "" if it is not a file."""
     path = os.readlink(f"/proc/self/fd/{output}")
     return path if os.path.isfile(path) else ""
 
@@ -151,9 +152,9 @@ def _logged_error(after: str) -> str:
 
 
 def error_in(log: str, after: str) -> str:
-    """The last exception in a log of vLLM's on one line, of those logged from the words `after` on; "" if none.
+    """The last exception, on one line, that a log of vLLM's has after the words `after`; "" if there is none.
 
-    What an exception of another process has led to is passed over.
+    Exceptions that are only a consequence of another process's exception are skipped.
     """
     _, found, rest = log.partition(after)
     told = [error[1] for error in LOGGED_ERROR.finditer(rest) if found and CONSEQUENCE not in error[1]]

@@ -26,7 +26,7 @@ from flowrl.weights.vllm_process.engine_process import begun_by_us
 
 T = TypeVar("T")
 TRAINING, EVALUATION = 0, 1 << 30
-"""Priorities: vLLM schedules the smaller value first. Tickets are between the two."""
+"""Priorities: vLLM schedules the smaller value first. The priorities of tickets are between the two."""
 CLOSE_S = 5.0
 
 
@@ -39,7 +39,7 @@ class VllmSampler:
         self._adapters = Adapters(engine, slots) if slots is not None else None
         self._version = -1
         self._cache_sleeps = False
-        """The weights are awake, and the KV cache is not."""
+        """The weights are awake, but the KV cache is not."""
         self._waking: asyncio.Task[None] | None = None
         self.tokenizer = engine.get_tokenizer()
         self._num_requests = 0
@@ -67,8 +67,8 @@ class VllmSampler:
     ) -> VllmSampler:
         """Load the model in a child process. Blocks; the child process ends with this process.
 
-        `longest_asked`: tokens of the longest prompt; None: the model's context decides.
-        `sleeps`: it has to release its GPUs between its turns.
+        `longest_asked` is the number of tokens of the longest prompt; None: the model's context decides.
+        `sleeps` says whether the engine has to release its GPUs for other nodes.
         With `slots`, versions are LoRA adapters of the model in `model_dir`, otherwise whole weights.
         """
         engine = engine or Engine()
@@ -131,9 +131,10 @@ class VllmSampler:
         salt: str = "",
         priority: int = TRAINING,
     ) -> Completion:
-        """Continue `token_ids` by sampling. Cancelling this aborts the request. Raises EngineDied.
+        """Continue `token_ids` by sampling. Cancelling this aborts the request. Raises EngineDied, or SampleFailed if
+        vLLM refuses the request.
 
-        `salt` keeps prefix caches of different versions apart.
+        `salt` separates the prefix caches of different versions.
         """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -155,9 +156,10 @@ class VllmSampler:
         return replace(completion, cached_tokens=last.num_cached_tokens or 0)
 
     def so_far(self, request_id: str) -> Completion | None:
-        """The tokens that a running `complete` has sampled so far, finish reason ""; None if vLLM has ended it already.
+        """The tokens that a running `complete` has sampled so far; None if vLLM has already ended the request.
 
-        Every token in it arrived with its version's label, so output still in transit from vLLM does not matter.
+        The finish reason is "". Every token arrived with its version's label, so output that is still in transit from
+        vLLM does not matter.
         """
         if request_id not in self._begun:
             return NOTHING
@@ -173,7 +175,7 @@ class VllmSampler:
     def _completion(
         self, token_ids: Sequence[int], logprobs: Any, spans: Spans, version: int, finish_reason: str
     ) -> Completion:
-        """`version` is that of the request's adapter; without an adapter vLLM's spans give the version per token."""
+        """`version` is that of the request's adapter; without adapters, vLLM's spans give the version of each token."""
         if self._adapters is not None:
             spans = [(str(version), 0, len(token_ids))]
         sampled = logprobs.logprobs[: len(token_ids)]
@@ -229,14 +231,14 @@ class VllmSampler:
                 pass
             return output
         except asyncio.CancelledError:
-            if not self._processes.have_ended:  # `so_far` needs what an abort forgets
+            if not self._processes.have_ended:  # `so_far` needs the state that an abort removes
                 await self._engine.abort(outputs.request_id, internal=True)
             raise
         finally:
             outputs.close()
 
     async def pause(self) -> None:
-        """Freeze running requests and keep their KV; returns when no step is running.
+        """Pause running requests and keep their KV; returns when no step is running.
 
         Calls the engine core directly: `AsyncLLM.pause_generation` sleeps another 20 ms for an output order
         that nothing here relies on.
@@ -272,19 +274,19 @@ class VllmSampler:
 
     async def sleep(self) -> None:
         """Free the GPU for another process: move weights to host memory, drop the KV. Only if no request is running."""
-        await self.wake_cache()  # vLLM would give back a second time what is asleep already
+        await self.wake_cache()  # otherwise vLLM would release memory again that it has released already
         await self._answered(self._engine.sleep(level=1))
 
     async def wake(self) -> None:
         """Bring the weights back; the KV cache follows with `resume` or the first request.
 
-        So an update has the room of the cache, and what waits for both is an update if there is one.
+        So an update can use the cache's memory, and an update comes first if both an update and requests wait.
         """
         self._cache_sleeps = True
         await self._answered(self._engine.wake_up(["weights"]))
 
     async def wake_cache(self) -> None:
-        """Bring the KV cache back, if it sleeps. Cancelling this does not interrupt it."""
+        """Bring the KV cache back, if it sleeps. Cancelling this call does not interrupt that."""
         if self._cache_sleeps:
             self._waking = self._waking or asyncio.create_task(self._wake_cache())
             await asyncio.shield(self._waking)
@@ -310,7 +312,7 @@ class VllmSampler:
 
 
 def priority_of(ticket: int) -> int:
-    """The priority of requests under that ticket: the oldest ticket comes first. -1 is no ticket."""
+    """The priority of requests under that ticket: the oldest ticket comes first. -1 means no ticket."""
     return min(max(ticket, TRAINING), EVALUATION - 1)
 
 

@@ -50,7 +50,7 @@ def check_vllm_version() -> str:
 
 
 def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
-    """What is wrong with how the model in `model_dir` is stored, as complete sentences."""
+    """Why an engine cannot use the model in `model_dir` as it is stored, as complete sentences."""
     quantized = read_config(model_dir).get("quantization_config")
     if not quantized:
         return engine.problems(gpus, read_shape(model_dir))
@@ -62,7 +62,7 @@ def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
 
 
 def prepare_environment(*, cores: tuple[int, ...], on_gpu: bool, eager: bool = True) -> None:
-    """Set what vLLM and its child processes read from the environment. Before the first import of vllm."""
+    """Set the environment variables that vLLM and its child processes read. Call before the first import of vllm."""
     from flowrl.weights.vllm_process.engine_process import PARENT_VARIABLE
 
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -118,16 +118,17 @@ def engine_arguments(
 
 
 def longest_sequence(model_dir: str | Path, asked: int | None, response: int) -> int | None:
-    """Tokens of the longest prompt and response together, and of the probe; None if the model's context decides.
+    """Tokens of the longest prompt and response together, at least those of the probe; None: the model's context.
 
-    `asked` are those of the longest prompt, None if nobody says. vLLM sizes its buffers for sequences of this length.
+    `asked` is the number of tokens of the longest prompt; None if it is not known. vLLM sizes its buffers for sequences
+    of this length.
     """
     if asked is None:
         return None
     try:
         context = context_length(model_dir)
     except ConfigError:
-        return None  # vLLM reads other keys of the config too
+        return None  # vLLM also reads other keys of the config
     longest = max(asked + response, PROBE_TOKENS + 1)
     return longest if longest < context else None
 

@@ -1,9 +1,9 @@
 """Writes pairs to a file, for later training of a reward model or DPO.
 
 Each pair is one line, `{"prompt", "chosen", "rejected", "prompt_id"}` and the row's other columns; the prompt is text,
-or the messages of a longer conversation. A line is complete when the pair is finished in the ledger. A second run goes
-on with the file: `RemainingPrompts` asks no prompt of which it has a pair, and what a killed run has left of a line is
-cut off.
+or the messages of a longer conversation. A line is complete when the pair is finished in the ledger. A second run
+continues the file: `RemainingPrompts` skips prompts that have a pair in the file, and an incomplete line that a killed
+run left is cut off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts what a node makes, and reports every few seconds how many there are, of how many, and how many a second."""
+"""Counts the items that a node makes, and reports their number, the total and the rate per second every few seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REPORT_EVERY_S = 5.0
 
 
 class ProgressCount:
-    """Use on one event loop. `say` gets the text; nothing is reported of what takes less than REPORT_EVERY_S."""
+    """For use on one event loop. `say` gets the text; `add` reports nothing before REPORT_EVERY_S have passed."""
 
     def __init__(
         self,
@@ -20,17 +20,17 @@ class ProgressCount:
         there: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`what` they are; `there` of the `total` are there already, which is reported at once."""
+        """`what` names the items; `there` of the `total` exist already, which is reported immediately."""
         self._what, self._say, self._total, self._now = what, say, total, now
         self._number = self._reported_number = there
         self._reported_s: float | None = None
-        """When it was last reported, or the first was added: nodes may wait long for that."""
+        """Time of the last report, or of the first `add`: a node may wait long for its first item."""
         self._has_reported = False
         if there:
             self._report(f"{self._counted} are there already")
 
     def add(self, number: int = 1, note: str = "") -> None:
-        """So many more; `note` follows the numbers."""
+        """Count `number` more items; `note` follows the numbers in a report."""
         self._number += number
         if self._reported_s is None:
             self._reported_s, self._reported_number = self._now(), self._number
@@ -42,7 +42,7 @@ class ProgressCount:
             )
 
     def end(self, note: str = "", *, always: bool = False) -> None:
-        """That was the last; reported `always`, or if something was before, and not this."""
+        """All items are counted. Reports if `always`, or if there was a report and items have been added since."""
         if always or (self._has_reported and self._number > self._reported_number):
             self._report(f"{self._counted}{note}")
 

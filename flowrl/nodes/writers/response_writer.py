@@ -1,10 +1,11 @@
-"""Writes responses to a file of JSON lines, whole groups at a time, so that a second run goes on where one ended.
+"""Writes responses to a file of JSON lines, whole groups at a time, so that a second run continues where one ended.
 
 Invariants
 - A line has one response: `prompt` (text, or the messages of a longer conversation), `response`, `prompt_id`, `member`,
   what is known of its reward, and the row's other columns.
-- The lines of a group stand together, and are written at once. `Written.read` cuts off what a killed run has left of
-  its last group; all other groups are complete, and `RemainingPrompts` does not ask them again.
+- The lines of a group are next to each other, and are written at once. `Written.read` leaves out an incomplete last
+  group, which a killed run may leave and the writer cuts off. All other groups are complete, and `RemainingPrompts`
+  does not ask them again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response
 
 @dataclass(frozen=True)
 class Written:
-    """What a file has: the prompts whose groups are complete, and how many bytes those take."""
+    """What a file has: the prompts whose groups are complete, and how many bytes these groups take."""
 
     prompt_ids: frozenset[str]
     num_bytes: int
@@ -62,16 +63,14 @@ def _prompt_id(path: Path, number: int, line: bytes) -> str:
     try:
         return str(json.loads(line)["prompt_id"])
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{path}:{number} is no line that flowrl has written; name another file, or remove this one"
-        ) from None
+        raise ConfigError(f"{path}:{number} was not written by flowrl; name another file, or remove this one") from None
 
 
 class RemainingPrompts(PromptSource):
-    """The prompts of a task of which the file `out` has no group yet."""
+    """Sends the prompts of a task for which the file `out` has no group yet."""
 
     def __init__(self, *args: Any, out: str, per_group: int, given: bool = False, **options: Any) -> None:
-        """`given`: the rows are those of `load_demonstrations`, which answer one prompt in several ways."""
+        """`given`: the rows are those of `load_demonstrations`, which may answer one prompt in several ways."""
         super().__init__(*args, **options)
         self.out = out
         self.per_group = per_group
@@ -90,24 +89,24 @@ class RemainingPrompts(PromptSource):
         return Written.read(user_path(self.out), self.per_group).prompt_ids
 
     def num_left(self, seed: int) -> int:
-        """Number of prompts of which the file has no group yet; `seed` is the run's."""
+        """Number of prompts for which the file has no group yet; `seed` is the run's."""
         self._seed = seed if self.seed is None else self.seed
         self._rows = self.rows()
         return len(self._order(0))
 
     def _order(self, epoch: int) -> list[int]:
-        """The rows of the epoch that are not done. Of a mixture that are not all others: an epoch has its shares."""
+        """The rows of the epoch that are not done. An epoch of a mixture has a share of each source, not all rows."""
         names, done = [*prompt_ids(self._rows)], self._done()
         if not (order := [index for index in super()._order(epoch) if names[index] not in done]):
             raise ConfigError(
-                f"{self.out} has all {self.row_noun} of an epoch already, which is a part of the mixture "
+                f"{self.out} has all {self.row_noun} of an epoch already; an epoch is a part of the mixture "
                 f"{self.task.name!r}; name another file, or other weights"
             )
         return order
 
 
 class ResponseWriter(Node):
-    """Writes the responses to each prompt of `task`, `size` of them, or the best by reward, to `path`.
+    """Writes the `size` responses to each prompt of `task`, or only the one with the best reward (`best`), to `path`.
 
     `prompts` is the source of the graph, which knows how many prompts there are.
     """

@@ -28,7 +28,7 @@ def _report_to_loop(error: BaseException) -> None:
 
 @dataclass(slots=True)
 class Wait:
-    """A wait in the engine that has begun and not ended."""
+    """A wait in the engine that has started and not ended."""
 
     kind: str
     """item, credit, ticket, reply, lock, barrier, waiting (for what the node itself or the driver does) or outside."""
@@ -47,7 +47,7 @@ class Activity:
     """Increases with every event: an item taken, a message sent, a ticket received, a call returned."""
     waits: dict[int, Wait] = field(default_factory=dict)
     died: Callable[[BaseException], None] = _report_to_loop
-    """Called when a task dies that the node started and nobody awaits."""
+    """Called when a task that the node started fails, and no code awaits it."""
     last_token: int = 0
     """The key of the newest wait."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,7 +69,7 @@ class Activity:
             self._idle.set()
 
     def waiting(self, kind: str, what: str, *, inside: ActiveInvocation | None) -> ActiveWait:
-        """Record a wait. `inside`: the invocation that it is part of, which does not count as working meanwhile."""
+        """Record a wait. `inside`: the invocation that the wait is part of; it does not count as working meanwhile."""
         return ActiveWait(self, kind, what, inside)
 
     async def idle(self) -> None:
@@ -78,7 +78,10 @@ class Activity:
 
 
 class ActiveWait:
-    """One wait of an activity, while its block lasts. An episode's turn has a dozen, so it is no generator."""
+    """One wait of an activity, as a `with` block.
+
+    It is a class because a generator costs more, and each turn of an episode has a dozen waits.
+    """
 
     __slots__ = ("_activity", "_inside", "_kind", "_token", "_what")
 

@@ -19,7 +19,7 @@ def ended_by_itself(error: BaseException, task: asyncio.Task[Any] | None = None)
 
 
 def as_failure(error: BaseException, *, cancelled: bool) -> BaseException:
-    """The Exception to raise for `error`; `error` itself if it is an Exception, or follows from a cancel.
+    """The Exception to raise for `error`; `error` itself if it is an Exception, or follows from the engine's cancel.
 
     `cancelled`: the engine has cancelled the code, or a task that contains it.
     """

@@ -2,8 +2,9 @@
 
 `in_node` names the node whose code runs. Everything that this code starts on the loop belongs to the same node: tasks,
 timers, calls in threads, servers, readable descriptors. This has two uses. The stall watch can distinguish a node that
-only another node can move from a node that something of its own will move (`pending`). And if a task ends in any way
-other than by returning, that is reported, whoever waits for the task.
+only another node can wake from a node that something of its own will wake (`pending`). And the failure of a task is
+reported if nobody retrieves its exception, or if the task ended by a cancel that nobody requested, by SystemExit or by
+KeyboardInterrupt.
 
 The loop does not see threads that the node starts itself, or child processes that no task waits for. Code that
 receives items from them declares it with `context.outside(...)`.
@@ -23,7 +24,7 @@ import uvloop
 from flowrl.runtime.activity.ending import ended_by_itself
 
 UNOBSERVED_S = 5.0
-"""Time within which other code may await a failed task; after it, the task's exception fails the node."""
+"""Time within which other code may await a failed task; after that, the task's exception fails the node."""
 
 
 class Pending:
@@ -55,7 +56,7 @@ class Pending:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Whatever the current task starts inside belongs to the node; the task itself does not."""
+        """Everything that the current task starts inside belongs to the node; the task itself does not."""
         token = in_node.set(self)
         try:
             yield
@@ -127,7 +128,7 @@ class HostLoop(uvloop.Loop):
         self, delay: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
         timer: asyncio.TimerHandle = super().call_later(delay, callback, *args, context=context)
-        # uvloop gives a plain handle for a delay below a millisecond: that call is due at once
+        # uvloop returns a plain handle for a delay below a millisecond: that call is due at once
         if (owner := in_node.get()) is not None and hasattr(timer, "when"):
             owner.timers.add(timer)
         return timer

@@ -1,15 +1,16 @@
 """Leases on shared devices: a host works only while it holds the lease of its cores or GPUs.
 
-The first invocation that begins in a host takes the lease, and the last one that ends releases it. Other hosts of the
-same lease wait at the beginning of their invocations. Nodes with state on the device move it in `on_acquire` and
-`on_release`. Set-up on GPUs is under the lease too: one host after the other loads, and leaves the device.
+The first invocation that begins in a host takes the lease, and the last one that ends releases it. Other hosts that
+share the lease wait at the beginning of their invocations. Nodes with state on the device move it in `on_acquire` and
+`on_release`. Set-up on GPUs also happens under the lease: the hosts load one after the other, and each leaves the
+device before the next one loads.
 
 Invariants
 - An invocation works only between the end of every node's `on_acquire` and the beginning of the next `on_release`.
 - No hook is ever interrupted: an invocation that is cancelled during a hook ends after the hook. An invocation that
   is cancelled while it waits for the driver leaves the queue.
-- Whatever is cancelled, the lease is released when no invocation is open, and it is never released unless it is held.
-- When a hook fails, every later invocation here fails, and the lease is released: nobody waits for a broken host.
+- After any cancellation, the lease is released when no invocation is open. It is never released unless it is held.
+- When a hook fails, every later invocation here fails, and the lease is released: no host waits for a broken one.
 
 Waits: for the holder's last open invocation to end.
 """
@@ -54,9 +55,9 @@ class Lease:
 
     @asynccontextmanager
     async def setting_up(self, nodes: Sequence[Node], *, on_devices: bool) -> AsyncIterator[None]:
-        """Inside, the nodes of this host are set up; with `on_devices` under the lease, and they leave at the end.
+        """Inside, the nodes of this host are set up; with `on_devices`, under the lease.
 
-        Their hooks are called from then on: before, they have nothing to move.
+        The nodes' hooks are not called before the end of the block: until then, the nodes have nothing to move.
         """
         if on_devices:
             await self.begin()
@@ -108,7 +109,7 @@ class Lease:
     async def _move(self) -> None:
         try:
             await (self._give_back() if self._held else self._take())
-        except Exception as error:  # the hooks are user code; whoever asks for the lease next is told too
+        except Exception as error:  # the hooks are user code; every later request for the lease raises it too
             self._failed = error
             raise
         finally:

@@ -1,10 +1,10 @@
-"""The reasons why a node counts as alive: what will move it, apart from another node. A deadlocked node has none.
+"""The reasons why a node counts as alive: what will wake it, other than another node. A deadlocked node has none.
 
 Each task of a node is judged separately. Every task counts as alive except these:
-- a task in one of the engine's waits: only another node, or the driver, ends that;
-- a task that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): those are judged
-  themselves;
-- a task that waits for an asyncio Lock or Semaphore, or for PrioritySlots: another task releases it.
+- a task in one of the engine's waits: only another node, or the driver, ends that wait;
+- a task that waits for tasks of its own node (`await task`, gather, wait, wait_for, a TaskGroup): those tasks are
+  judged separately;
+- a task that waits for an asyncio Lock or Semaphore, or for PrioritySlots: another task ends this wait.
 A timer, a call in a thread, a server and a watched descriptor also keep their node alive. Anything unknown counts as
 alive: at worst a deadlock is reported as a standstill, and never a standstill as a deadlock.
 """
@@ -30,11 +30,11 @@ TOLD = 3
 
 
 def reasons(activity: Activity, now_s: float) -> list[str]:
-    """What will move this node, as texts; empty if only another node can."""
+    """What will wake this node, as texts; empty if only another node can wake it."""
     pending = activity.pending
     found = [wait.what for wait in activity.waits.values() if wait.kind == OUTSIDE]
     if not (found or pending.tasks):
-        return ["its code has not begun"]
+        return ["its code has not started"]
     found += _of_tasks(activity)
     if any(not timer.cancelled() and timer.when() >= now_s for timer in pending.timers):
         found.append("a timer")
@@ -99,7 +99,7 @@ def _frames(task: asyncio.Task[Any]) -> Iterator[FrameType]:
 
 
 def place_of(task: asyncio.Task[Any]) -> str:
-    """ "Judge.ask (judge.py:21)": the innermost place of `task` outside of libraries, else the innermost."""
+    """ "Judge.ask (judge.py:21)": the innermost place of `task` outside of libraries, else the innermost place."""
     frames = list(_frames(task))
     if not frames:
         return task.get_name()

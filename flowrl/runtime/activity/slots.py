@@ -1,10 +1,10 @@
 """Slots that waiting tasks get by priority: the smallest first, then in order of arrival.
 
 Invariants
-- Nobody waits while a slot is free: a slot that is given back goes directly to the task that is next.
-- A cancelled wait leaves nothing. If its slot was granted in the same tick, the next task gets that slot.
-- The queue has at most one entry more than twice the number of waiting tasks. So the entries of cancelled waits do
-  not collect, and each wait costs O(log n), with nobody searching the queue.
+- No task waits while a slot is free: a slot that is given back goes directly to the next task.
+- A cancelled wait keeps no slot. If its slot was granted in the same tick, the next task gets that slot.
+- The queue has at most one entry more than twice the number of waiting tasks. So the entries of cancelled waits do not
+  accumulate, and each wait costs O(log n) without a search of the queue.
 
 Waits: for a slot that is given back or added.
 """
@@ -65,11 +65,11 @@ class PrioritySlots:
                 self._num_free -= 1
 
     def _shrink(self) -> None:
-        """Remove the entries of cancelled waits once they are more than the others."""
+        """Remove the entries of cancelled waits once they outnumber the others."""
         if len(self._queue) > 2 * self._num_waiting:
             self._queue = [entry for entry in self._queue if not entry[2].done()]
             heapq.heapify(self._queue)
 
     def __len__(self) -> int:
-        """The entries of the queue."""
+        """The number of entries in the queue."""
         return len(self._queue)

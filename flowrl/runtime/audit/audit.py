@@ -74,7 +74,7 @@ SELECT ticket, CAST(MIN(born_version) AS INTEGER), CAST({AT_TICKET.format("ticke
                              WHERE o.group_id = t.group_id AND u.trainer = :main) ELSE CAST(t.step AS INTEGER) END
 FROM tickets t JOIN samples s USING (group_id) GROUP BY ticket ORDER BY ticket
 """
-# Tokens of the samples in one state, without stale and masked ones, which have lines of their own.
+# Tokens of the samples in one state, without stale and masked ones, which have their own lines.
 LOST = "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = '{}'"
 FIGURES = {
     "samples": "SELECT COUNT(*) FROM samples",
@@ -121,11 +121,12 @@ def _no_ledger(run_dir: Path) -> str:
 
 
 def _audit_once(run_dir: Path) -> AuditReport | None:
-    """The audit; None if a resume took back metrics lines meanwhile, so that files and ledger are of different times.
+    """The audit; None if a resume removed metrics lines meanwhile, so that files and ledger show different moments.
 
     The run may be in progress. It writes a metrics line, or a checkpoint, after the ledger's commit that the line or
     checkpoint names, and a later commit books the line's hash. Hence the order of reading: the ledger must know every
-    line and checkpoint read before it, and every line that it has booked must be among those read after it.
+    line and checkpoint that was read before the ledger, and every line that the ledger has booked must be among those
+    that are read after it.
     """
     checkpoints, before = kept_heads(run_dir), whole_lines(run_dir / METRICS)
     with closing(open_to_read(run_dir / LEDGER)) as db:
@@ -145,7 +146,7 @@ def _audit_once(run_dir: Path) -> AuditReport | None:
 def prove(
     db: sqlite3.Connection, *, lines: Sequence[str], num_known: int, checkpoints: Mapping[str, str] | None = None
 ) -> AuditReport:
-    """Check a ledger, and the metrics lines against it; it must know the first `num_known` of them.
+    """Check a ledger, and the metrics lines against it; the ledger must know the first `num_known` lines.
 
     `checkpoints` maps each checkpoint that the ledger must know to the head of the commit after which it was written.
     """
@@ -168,7 +169,7 @@ def _terms(db: sqlite3.Connection) -> tuple[Terms, list[Violation]]:
     try:
         return read_terms(db), []
     except ValueError as error:
-        return Terms(), [Violation("steps", f"the newest incarnation does not tell which nodes train: {error}")]
+        return Terms(), [Violation("steps", f"the newest incarnation does not say which nodes train: {error}")]
 
 
 def _rules(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:

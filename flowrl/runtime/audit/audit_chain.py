@@ -1,6 +1,6 @@
 """The audit's last check: every row of every table is as the run's commits left it (flowrl.runtime.ledger.chain).
 
-It names the table, not the row; the checks with a rule for a row report what is wrong with it.
+It names the table, not the row: the checks that have rules for rows report what is wrong with a row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def kept_heads(run_dir: Path) -> dict[str, str]:
 
 
 def check_checkpoints(db: sqlite3.Connection, heads: Mapping[str, str]) -> Iterator[Violation]:
-    """Report checkpoints of commits that the ledger does not have. A resume puts aside those that it undoes."""
+    """Report checkpoints of commits that the ledger does not have. A resume moves aside those that it undoes."""
     strange = missing_heads(db, set(heads.values()))
     for name, head in heads.items():
         if head in strange:

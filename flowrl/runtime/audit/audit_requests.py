@@ -1,11 +1,11 @@
 """The audit's rules for requests, episodes and policy spans: the trained tokens are the sampled ones.
 
-A span agrees with a request of its sample if number of tokens, place and digest are equal: then the ids of the whole
+A span agrees with a request of its sample if number of tokens, place and digest are equal. Then the ids of the whole
 context, the sampled ids, their logprobs and their versions are equal too (flowrl.runtime.ledger.token_digest).
 
 A sample that was not asked turn by turn is booked together with its requests. The requests of an episode are booked by
-generators, and the episode by another node, so a run that goes on, or has failed, may lack some of them. A span that
-differs from the request at its place is a violation at any time.
+generators, and the episode by another node, so a run that is in progress, or has failed, may lack some of these rows. A
+span that differs from the request at its place is a violation at any time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ AT_PLACE = "r.sample_id = p.sample_id AND r.context_tokens = p.start"
 IS_EPISODE = "EXISTS (SELECT 1 FROM episodes e WHERE e.sample_id = s.sample_id)"
 REPORTED = "(s.generated_s IS NOT NULL OR EXISTS (SELECT 1 FROM requests r WHERE r.sample_id = s.sample_id))"
 WHOLE = f"(s.generated_s IS NOT NULL AND NOT {IS_EPISODE} OR {REPORTED} AND {ENDED})"
-"""All requests of the sample have to be there."""
+"""True for a sample of which all requests must be in the ledger."""
 BEFORE = "b.sample_id = r.sample_id AND b.incarnation < r.incarnation"
-"""What a resumed run goes on from."""
+"""True for a row `b` of an earlier incarnation, from which the resumed run of row `r` continues."""
 SAMPLED = "(SELECT TOTAL(r.tokens) FROM requests r WHERE r.sample_id = s.sample_id AND r.abandoned IS {})"
 TIMES_SAMPLED = f"(SELECT COUNT(*) FROM requests r WHERE {AGREES} AND r.abandoned IS NULL)"
-"""More than once where a template shows two turns of an episode the same context, and both are answered alike."""
+"""More than 1 if a template shows two turns of an episode the same context, and both get the same answer."""
 
 SPANS = (
     Check(

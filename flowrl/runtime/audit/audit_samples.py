@@ -1,7 +1,7 @@
 """The audit's rules for samples: their states, tokens and versions, and their use by the trainers.
 
-There are no rules for times, because clocks are adjusted and differ between machines, or for prompt ids, which the
-source chooses: only the chain binds those.
+There are no rules for times, because clocks are adjusted and differ between machines, and none for prompt ids, which
+the source chooses. Only the chain protects these columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATES = (
         "sample {0} is trained, but at no step",
         "SELECT sample_id FROM samples WHERE state = 'trained' AND (step IS NULL OR trained_s IS NULL)",
     ),
-    Check(  # a run that fails loses the last events of its nodes: only an orderly end has all
+    Check(  # a run that fails loses the last events of its nodes: only an orderly end books all
         "state",
         "sample {0} is trained, but was never generated",
         f"SELECT sample_id FROM samples WHERE state = 'trained' AND generated_s IS NULL AND {ENDED}",

@@ -1,7 +1,7 @@
 """The best checkpoint so far, by held-out score: `best.json` in the run directory names it.
 
 `best.json` is replaced after its checkpoint is complete and before an older one is removed, so it names an existing
-checkpoint, whenever the run is killed.
+checkpoint even if the run is killed at any time.
 """
 
 from __future__ import annotations

@@ -5,25 +5,25 @@ unfinished prefixes. Every host stops taking items, ends its open invocations an
 what is in transit until nothing moves. From then on nothing changes, and the messages that the producers still keep
 (custody) are the whole state between the nodes:
 
-- A message that its consumer has not finished is saved with its edge, and sent again on it at resume. A message that
-  waits for credit is saved too, unless its node makes it again, because it holds the items it was made from or reads
-  its data itself. A message on two edges, or a broadcast, is saved as one message for each consumer. A message to a
-  gang is saved as it was before the split, so that it fits any number of ranks; once a rank has finished its part,
-  it is saved separately for each of the other ranks.
+- A message that its consumer has not finished is saved with its edge, and sent again on that edge at resume. A message
+  that waits for credit is also saved, unless its node makes it again, because the node holds the items from which the
+  message was made or reads its data itself. A message on two edges, or a broadcast, is saved as one message for each
+  consumer. A message to a gang is saved as it was before the split, so that it fits any number of ranks; once a rank
+  has finished its part, the message is saved separately for each of the other ranks.
 - A message whose invocation has ended is not saved; the messages made from it are saved instead.
 - A tombstone replaces a message whose loss is booked.
-- A record that a node keeps with an item in progress (`In.keep`) is saved with the item's message, with the tokens of
-  the request that it has asked a generator.
+- A record that a node keeps with an item in progress (`In.keep`) is saved with the item's message, and with the tokens
+  generated so far for the record's open request.
 - For an invocation that is paused between two sends, the item is saved together with the ids of the messages already
   sent, so that the repeated invocation sends only the rest.
 
 Messages travel from the hosts and back in pages, because all messages of a large run do not fit in one frame.
 
 A directory becomes a checkpoint by its last rename, after its manifest is written (`checkpoint_manifest`); a crash
-while writing leaves the previous checkpoint. `step_N` is complete at any time: the directory is written and removed
-under the name `.step_N.tmp`, and a second `step_N` moves the first one to `.step_N.old` until it has replaced it. The
-next run that claims the directory calls `recover`, which finishes or undoes what a crash interrupted. A run that ends
-while one of its threads publishes stops the thread and waits for it: after that nobody writes there.
+during the write leaves the previous checkpoint intact. `step_N` is complete at any time: the directory is written and
+removed under the name `.step_N.tmp`, and a second `step_N` moves the first one to `.step_N.old` until it has replaced
+it. The next run that claims the directory calls `recover`, which finishes or undoes what a crash interrupted. A run
+that ends while one of its threads publishes stops the thread and waits for it: after that, nothing writes there.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ from flowrl.runtime.ports.items import ItemKey
 FORMAT = 3
 STEP_DIR = re.compile(r"step_(\d{6,})")
 SavedMessage = tuple[str, str, str, Envelope]
-Packed = tuple[bytes, int, str, int, bytes]
 """(producer node replica, edge name, the only consumer or "", message); broadcasts and gang parts name a consumer"""
+Packed = tuple[bytes, int, str, int, bytes]
+"""An envelope as plain values: id, ticket, group_id, member, dumped body."""
 PAGE_BYTES = 64 << 20
 PAGE_MESSAGES = 4096
 """Largest number of messages in one answer or request."""
@@ -73,7 +74,7 @@ class Snapshot:
     sent: set[bytes] = field(default_factory=set)
     """Ids of messages already sent by invocations that will be repeated."""
     sent_before: set[bytes] = field(default_factory=set)
-    """The same from the checkpoint that the run resumed; `left_out`: those that a repeated invocation has skipped."""
+    """As `sent`, from the checkpoint that the run resumed; `left_out`: those that a repeated invocation has skipped."""
     left_out: set[bytes] = field(default_factory=set)
     cursors: dict[str, int] = field(default_factory=dict)
     """Out port of a node replica -> number of messages sent outside of invocations."""
@@ -82,7 +83,7 @@ class Snapshot:
     prefixes: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
     """sample_id, or id of a request -> (token_ids, logprobs, versions) of the tokens generated so far."""
     records: dict[ItemKey, Record] = field(default_factory=dict)
-    """Item in progress -> what its node keeps with it."""
+    """Item in progress -> the record that its node keeps with it."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a host's answer to "snapshot"."""
@@ -96,7 +97,7 @@ class Snapshot:
         self.states.update({replica_id: bytes(state) for replica_id, state in part["states"].items()})
 
     def take(self, saved: Iterable[SavedMessage]) -> None:
-        """Add messages and records of a host. A record has its in port in place of an edge, and its item's id."""
+        """Add messages and records of a host. A record has its item's in port as edge, and its item's id."""
         for one in saved:
             _, edge, _, envelope = one
             if isinstance(envelope.body, Record):
@@ -105,7 +106,7 @@ class Snapshot:
                 self.messages.append(one)
 
     def settled(self) -> list[SavedMessage]:
-        """The messages to send again at resume: unfinished ones, prefixes filled in."""
+        """The messages to send again at resume: the unfinished ones, with their prefixes filled in."""
         return [saved for message in self.messages for saved in self._settled(message)]
 
     def _settled(self, message: SavedMessage) -> Iterator[SavedMessage]:
@@ -115,7 +116,7 @@ class Snapshot:
         left = {rank: (port, key) for rank, key in parts.items() if key and (port, key) not in self.ended}
         lost = {rank: self.lost[place] for rank, place in left.items() if place in self.lost}
         if len(left) == len(parts) and not lost:
-            left = {consumer: (port, envelope.id)}  # no rank has finished: it may be split for another number of ranks
+            left = {consumer: (port, envelope.id)}  # no rank has finished: a new number of ranks may split the message
         for rank, place in left.items():
             body = lost.get(rank) or self._with_prefix(self._with_record(place, envelope.body))
             yield producer, edge, rank, replace(envelope, body=body)
@@ -141,7 +142,8 @@ class Snapshot:
 def pages(saved: Iterable[SavedMessage]) -> Iterator[list[Any]]:
     """The packed messages and records, in pages of about PAGE_BYTES.
 
-    Records are packed now, because what they are of goes on. Messages never change: each is packed with its page.
+    Records are packed at once, because the work that they describe continues. Messages never change, so each is packed
+    when its page is built.
     """
     return _pages([(place, pack(one) if isinstance(one.body, Record) else one) for *place, one in saved])
 
@@ -166,7 +168,7 @@ def unpage(page: Iterable[Any]) -> list[SavedMessage]:
 
 
 def beside(data: bytes) -> npt.NDArray[np.uint8]:
-    """`data` as an array: arrays of any size travel in frames beside the body of an answer or request."""
+    """`data` as an array: arrays of any size travel in separate frames, outside the body of an answer or request."""
     return np.frombuffer(data, np.uint8)
 
 
@@ -205,7 +207,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def made(messages: Iterable[SavedMessage]) -> tuple[set[str], set[str]]:
-    """Ids of the samples in these messages, and of those among them that have a reward."""
+    """Ids of the samples in these messages, and ids of those samples that have a reward."""
     bodies = [envelope.body for *_, envelope in messages]
     samples = [s for body in bodies for s in getattr(body, "samples", (body,)) if isinstance(s, Sample)]
     return {s.sample_id for s in samples}, {s.sample_id for s in samples if isinstance(s, Scored)}
@@ -220,8 +222,8 @@ def kept_requests(messages: Iterable[SavedMessage]) -> set[str]:
 def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
     """Make a finished directory the checkpoint `final`, durably; replaces a checkpoint of that name.
 
-    The manifest contains `facts`. Blocks until the disk has all of it. `stop` ends that with `manifest.Abandoned`,
-    which leaves `final` as it was, unless the directory has been renamed already.
+    The manifest contains `facts`. Blocks until everything is on the disk. Setting `stop` raises
+    `checkpoint_manifest.Abandoned` and leaves `final` as it was, unless the directory has been renamed already.
     """
     checkpoint_manifest.write(temporary, facts, stop)
     for path in (*temporary.rglob("*"), temporary):
@@ -240,7 +242,7 @@ def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: thread
 def recover(checkpoints: Path) -> None:
     """Restore or remove the remains of a run that was killed while it wrote, replaced or removed a checkpoint.
 
-    Nobody else may write there: the caller holds the run directory's lock.
+    No other run may write there: the caller holds the run directory's lock.
     """
     for aside in sorted(checkpoints.glob(f".step_*{ASIDE}")):
         _settle(aside.with_name(aside.name[1:].removesuffix(ASIDE)))

@@ -1,7 +1,8 @@
 """`manifest.json`: every file of a checkpoint with its size and checksums, written last and read first.
 
-Without it a directory is no checkpoint. With it any damage is detected before a run resumes from the checkpoint: a
-missing, shortened or extended file, or a flipped bit, also in the manifest. Additional files are ignored.
+A directory without this file is not a checkpoint. With it, any damage is detected before a run resumes from the
+checkpoint: a missing, shortened or extended file, or a flipped bit, also in the manifest itself. Additional files are
+ignored.
 
 The checksum is CRC-32: it detects accidental errors of disks and copies at disk speed, about 2 GB/s per core. Files
 are summed in pieces, in several threads, because zlib and reads release the interpreter lock: a checkpoint of 100 GB
@@ -25,9 +26,9 @@ from flowrl.errors import ConfigError, FlowrlError
 MANIFEST = "manifest.json"
 FORMAT = 1
 PIECE_BYTES = 256 << 20
-"""Size of a piece of a file, which has one checksum; pieces are summed in parallel."""
+"""Size of the pieces of a file. Each piece has its own checksum; pieces are summed in parallel."""
 CHUNK_BYTES = 4 << 20
-"""Bytes per read; a thread holds no more in memory."""
+"""Bytes per read; a thread keeps no more in memory."""
 THREADS = min(8, os.cpu_count() or 1)
 
 

@@ -7,13 +7,13 @@ all other changes with a message. What may change:
 - more tickets and a larger bound, because the groups in flight were admitted under stricter ones;
 - `on_limit` from "wait" to "mask" under the same rule, but not back: in a masking run nothing orders the groups in
   flight or bounds their age;
-- the number of replicas of nodes without state, if no replica has messages for itself alone, as with a broadcast:
-  messages in transit go to the new replicas, and a batch for a gang is split again;
+- the number of replicas of nodes without state, unless messages in transit are addressed to one particular replica, as
+  with a broadcast: the messages in transit go to the new replicas, and a batch for a gang is split again;
 - everything that the messages in transit do not depend on: rates, prices, evaluations, records.
 
-The run's files are unchanged until the run can begin: until all hosts are set up and hold the checkpoint's states
-and messages. Then `rewind` rewinds them. If it is killed at any point, `--resume` starts again from the same
-checkpoint, and a fresh run in the directory is refused.
+The run's files are unchanged until the run can begin, that is, until all hosts are set up and have the checkpoint's
+states and messages. Then `rewind` rewinds the files. If the run is killed at any point, `--resume` starts again from
+the same checkpoint, and a fresh run in the directory is refused.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _replicas(
             continue
         change = f"node {name!r} has {new['replicas']} replicas and had {old['replicas']}"
         if name in own:
-            yield f"{change}, each with messages in flight for it alone; resume with {old['replicas']} replicas"
+            yield f"{change}, each with messages in flight that only it gets; resume with {old['replicas']} replicas"
         elif name in with_state:
             yield (
                 f"{change}, each with a state of its own (`state()`) in the checkpoint; resume with {old['replicas']} "
@@ -172,17 +172,17 @@ def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]
 def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     """Rewind the records of a run to the checkpoint in `directory`; no process may have them open.
 
-    `terms` are the terms of the run from here on; the ledger has them from the first commit of the resumed run.
+    `terms` are the terms of the run from here on; the ledger contains them from the first commit of the resumed run on.
 
-    Later checkpoints, all of them damaged, are put aside, and a `best.json` that names one of them is removed: this
-    run will write others with the same names.
+    Later checkpoints, all of them damaged, are moved aside, and a `best.json` that names one of them is removed,
+    because this run will write others with the same names.
     """
     for step, path in checkpoint.steps_of(directory.parent):
         if step > version:
             _put_aside(path)
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
-    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that the lines must follow
+    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that lines must follow
     newest = {METRICS: version, EVALUATIONS: version or -1}  # from version 0 the evaluation before training is repeated
     for records, step in newest.items():
         if (run_dir / records).exists():

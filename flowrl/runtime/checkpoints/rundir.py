@@ -1,10 +1,10 @@
 """The run directory: who owns it, what it records about the run, and which checkpoint is the newest.
 
-Only its user can access it, and every file that a run creates in it, whatever the umask. A directory that existed
-before keeps its mode.
+Only its user can access the directory and the files that a run creates in it, regardless of the umask. A directory that
+existed before keeps its mode.
 
-A run holds an advisory lock on `.lock` while its driver lives; the kernel releases it when the driver dies, in
-whatever way.
+A run holds an advisory lock on `.lock` while its driver lives; the kernel releases the lock when the driver dies, for
+any reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRIVATE = 0o077
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Convert every failure to write in `run_dir` (disk full, rights, a lost mount) to a FlowrlError."""
+    """Convert every failure to write in `run_dir` (disk full, missing permissions, a lost mount) to a FlowrlError."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -58,20 +58,20 @@ def _private_file(path: str, flags: int) -> int:
 
 
 class RunDir:
-    """One run's directory. Use as a context manager: the lock ends with it."""
+    """One run's directory. `claim` locks it, `release` unlocks it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[str] | None = None
         self._made = False
         self.goes_on = False
-        """Whether an evaluation that ended early goes on here."""
+        """Whether an evaluation that ended early continues here."""
         self.damaged: list[str] = []
         """The damaged checkpoints that are newer than the one found, each with its defect."""
 
     @classmethod
     def claimed(cls, path: Path, *, resume: bool = False, goes_on: bool = False) -> RunDir:
-        """The directory, created and locked. Raises ConfigError as `claim`."""
+        """The directory, created and locked. Raises ConfigError as `claim` does."""
         directory = cls(path)
         directory.goes_on = goes_on
         try:
@@ -83,7 +83,7 @@ class RunDir:
 
     @staticmethod
     def fresh(graph_name: str) -> Path:
-        """The directory of a run if the user names none."""
+        """The directory of a run for which the user names none."""
         return Path("runs") / f"{graph_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     @property
@@ -138,7 +138,7 @@ class RunDir:
             self._lock.flush()
 
     def release(self) -> None:
-        """Release the directory; remove it if it was created for a run that never began."""
+        """Release the directory; remove it if it was created for a run that never started."""
         if self._lock is None:
             return
         if self._made and not (self.path / "config.json").exists():
@@ -182,7 +182,7 @@ class RunDir:
         ]
 
     def hub_commits(self) -> dict[str, str]:
-        """What names of the Hub stand for in this run, by its config.json."""
+        """Name on the Hub -> commit to which it is resolved in this run, from the run's config.json."""
         found: dict[str, str] = json.loads((self.path / "config.json").read_text()).get("hub", {})
         return found
 
@@ -204,7 +204,7 @@ def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def provenance(graph_file: Path) -> dict[str, Any]:
-    """Package versions, Python, machine and git commit: what a result depends on apart from its config."""
+    """Package versions, Python, machine and git commit: everything besides its config that a result depends on."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,11 +1,11 @@
 """The driver: one run from its first process to its last record.
 
-It keeps accounting and records, lets the phases follow each other, and ends everything when one
-part fails. Phases: start, restore, evaluation before, training, evaluation after, last checkpoint, end.
-Admission is closed in all of them but training.
+It keeps accounting and records, runs the phases one after the other, and ends everything when one part fails. Phases:
+start, restore, evaluation before, training, evaluation after, last checkpoint, end. Admission is closed in all phases
+except training.
 
-Waits: for hosts to answer or end (their death ends it), for the trainers to end, for generators to
-hold the last weights. An interrupt ends admission, and what is in flight is finished.
+Waits: for hosts to answer or end (the death of a host ends the wait), for the trainers to end, for generators to hold
+the last weights. An interrupt ends admission, and the groups in flight are finished.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class Driver:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
         try:
             evaluations = await self._work()
-        except BaseException as error:  # whatever ends the run, the hosts and the records are closed
+        except BaseException as error:  # the hosts and the records are closed after any failure
             if isinstance(error, asyncio.CancelledError):
                 await self.hosts.stop(within_s=STOP_AT_ONCE_S)
             else:
                 await self._stop_hosts()
-            with suppress(FlowrlError):  # what ended the run is the one thing to tell
+            with suppress(FlowrlError):  # only the cause of the run's end is reported
                 self.records.close(orderly=False)
             if isinstance(error, LaneFailed) and self.hosts.death is not None:
                 raise self.hosts.death from None
@@ -116,12 +116,12 @@ class Driver:
         return Outcome(state.version, evaluations, state.interrupted, time.monotonic() - self._start_s)
 
     async def _stop_hosts(self) -> None:
-        """What goes wrong when nodes close no longer changes how the run ended; it is told."""
+        """Stop the hosts. Failures of nodes to close do not change how the run ended; they become warnings."""
         for failed in await self.hosts.stop():
             self.view.warning(f"when the run was closed, {failed}")
 
     async def _work(self) -> dict[str, dict[str, float]]:
-        """Everything between the first process and the last record; ended by what fails first."""
+        """Everything between the first process and the last record; the first failure ends it."""
         await first_failure(self._start_hosts(), self._broken)
         watch = asyncio.create_task(self.lookout.watch(LOOK_EVERY_S))
         lines = asyncio.create_task(self.records.write_lines(lambda: self.orders.ask_all("report")))
@@ -135,24 +135,24 @@ class Driver:
         finally:
             watch.cancel()
             lines.cancel()
-            await asyncio.gather(watch, lines, return_exceptions=True)  # a line that waits is written before the next
+            await asyncio.gather(watch, lines, return_exceptions=True)  # a line in progress is written before the next
         return evaluations
 
     def _require_sound(self) -> None:
-        """Raise what broke the run together with the last of what was awaited, or a trainer's mistake."""
+        """Raise an error that broke the run while the last work ended, or a trainer's mistake."""
         if self._broken.done():
             self._broken.result()
         if mistake := self.records.accounting.unbooked():
             raise FlowrlError(mistake)
 
     def fail(self, error: BaseException) -> None:
-        """An exception that nobody waits for (a note's handler, a timer) ends the run."""
+        """End the run with an exception that no caller receives (raised in the handler of a note, or in a timer)."""
         if not self._broken.done():
             self._broken.set_exception(error)
-            self._broken.exception()  # it counts as retrieved: the run may be ending already
+            self._broken.exception()  # mark it as retrieved: the run may be ending already
 
     def unless_cancelled(self, task: asyncio.Task[Any]) -> None:
-        """The end of a task that nobody waits for."""
+        """Done callback of a task that nobody awaits: its failure ends the run."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
@@ -162,7 +162,7 @@ class Driver:
         self.fail(error if isinstance(error, Exception) else FlowrlError(str(context["message"])))
 
     def interrupt(self) -> None:
-        """End admission; what is in flight is finished, then the run ends in order."""
+        """End admission; the groups in flight are finished, then the run ends in order."""
         self.view.progress("driver", "interrupted: finishing what is in flight (interrupt again to stop at once)")
         self._finish()
 
@@ -173,24 +173,24 @@ class Driver:
             self.records.accounting.end_admission()
 
     def stop_early(self, reason: str) -> None:
-        """End as by an interrupt, unless the run is ending anyway."""
+        """End the run as an interrupt does, with a checkpoint soon, unless the run is already ending."""
         if not self.interrupted:
             self.view.progress("driver", f"ending early: {reason}; an interrupt stops at once")
             self.checkpoints.soon()
             self._finish()
 
     def terminate(self) -> None:
-        """As `interrupt`, with a checkpoint at the next batch's end: the run may be killed before it has ended."""
+        """As `interrupt`, with a checkpoint after the current batch: the run may be killed before it has ended."""
         self.stop_early("terminated; a checkpoint follows the current batch")
 
     @property
     def interrupted(self) -> bool:
-        """Admission has ended before the last step."""
+        """Whether admission has ended before the last step."""
         return self._state.interrupted
 
     @property
     def begun(self) -> bool:
-        """The records are open: a run that ends now has something to keep."""
+        """Whether the records are open: if so, a run that ends now has something to keep."""
         return self.records.is_open
 
     async def _start_hosts(self) -> None:
@@ -229,7 +229,7 @@ class Driver:
             await asyncio.gather(*running.values(), return_exceptions=True)
 
     async def _begin(self) -> None:
-        """All hosts are set up: open the run's files, from the checkpoint if it resumes, and begin."""
+        """When all hosts are set up: open the run's files, rewound to the checkpoint if the run resumes."""
         source = self.job.resume_from
         messages = await self.checkpoints.put_back()
         with writing(self.job.run_dir):
@@ -250,7 +250,7 @@ class Driver:
         return self.checkpoints.is_due(version) or self.phases.due(version)
 
     async def _at_batch_end(self, version: int) -> None:
-        """The trainers stand at the end of the batch that made `version`: do what is due there."""
+        """The trainers wait at the end of the batch that made `version`: do what is due there."""
         await self.records.accounting.booked()
         await self.phases.taken(version)
         if self.checkpoints.is_due(version):
@@ -259,6 +259,6 @@ class Driver:
             await self.phases.hold(version)
 
     def _broadcast(self, host: str, body: dict[str, Any]) -> None:
-        """A node has dropped a whole group: every host ends what it has of it."""
+        """A node has dropped a whole group: tell every host to end its members of the group."""
         for other in self.hosts:
             self._endpoint.notify(other, "give up", body)

@@ -1,4 +1,4 @@
-"""Ends a run by what its metrics say: a figure has reached a bound, or has not improved for long."""
+"""Ends a run because of its metrics: a figure has passed a bound, or has not improved for a number of values."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS, flat, read
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a run ends before its last step, as by an interrupt: with a checkpoint, after what is in flight."""
+    """When a run ends before its last step: as by an interrupt, it finishes groups in flight and saves a checkpoint."""
 
     metric: str = ""
-    """A number of metrics.jsonl, or of evaluations during training such as evaluation/score; empty: the run does not
-    end early."""
+    """Name of a number in metrics.jsonl, or of one from evaluations during training, such as evaluation/score; empty:
+    the run does not end early."""
     above: float | None = None
-    """End when it is above this."""
+    """End the run when the metric is above this."""
     below: float | None = None
-    """End when it is below this."""
+    """End the run when the metric is below this."""
     patience: int = 0
-    """End after so many values without an improvement, counting from the value before training. 0: never."""
+    """End the run after this many values without an improvement, starting from the value before training. 0: never."""
     best: Literal["highest", "lowest"] = "highest"
-    """Which value is an improvement."""
+    """Whether a higher or a lower value is an improvement."""
     for_values: int = 1
-    """So many values in a row have to be above, or below."""
+    """Number of values in a row that must be above, or below."""
 
     def __post_init__(self) -> None:
         rules = self.above is not None or self.below is not None or self.patience > 0
@@ -48,21 +48,21 @@ class StopRule:
 class EarlyStop:
     """Looks at every line of metrics and every evaluation; calls `stop` once, with the reason.
 
-    An evaluation before training gives a value to beat and ends nothing, and one after it has nothing to end.
+    An evaluation before training sets the value to beat and does not end the run. One after training is ignored.
     """
 
     def __init__(self, rule: StopRule, stop: Callable[[str], None]) -> None:
         self._rule = rule
         self._stop = stop
         self._beyond = 0
-        """Values in a row that are above, or below."""
+        """Number of values in a row, up to the newest, that are above, or below."""
         self._best = -math.inf
         self._since_best = 0
         self._stopped = self._seen = False
 
     @property
     def unseen(self) -> str:
-        """The metric of a rule that has had no value; "" if it had one."""
+        """The metric of the rule if it has had no value yet, otherwise ""."""
         return "" if self._seen else self._rule.metric
 
     def look(self, values: Mapping[str, object]) -> None:
@@ -80,7 +80,7 @@ class EarlyStop:
             self._best = self._signed(value)
 
     def recall(self, run_dir: Path) -> None:
-        """Take what the records of a resumed run have, without ending it: its values are counted on from there."""
+        """Take the values in the records of a resumed run, without ending it: the counts continue from there."""
         if not self._rule.metric:
             return
         stopped, self._stopped = self._stopped, True
@@ -97,11 +97,11 @@ class EarlyStop:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def _signed(self, value: float) -> float:
-        """The value, so that a higher one is better."""
+        """The value with the sign for which a higher value is better."""
         return value if self._rule.best == "highest" else -value
 
     def _reason(self, value: float) -> str:
-        """Why the run ends with this value, "" if it goes on."""
+        """Why the run ends with this value; "" if it continues."""
         rule = self._rule
         beyond = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
         self._beyond = self._beyond + 1 if beyond else 0

@@ -14,7 +14,7 @@ from flowrl.runtime.driver.ray_cluster.cluster import HostSlot
 from flowrl.runtime.host.host_engine import HostSpec
 
 UNBOUNDED = 1 << 40
-"""Batches that admission runs ahead by where no weights flow back: the lanes' credits bound it."""
+"""Number of batches that admission may run ahead if no weights flow back; then only the lanes' credits bound it."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Job:
     resume_from: Path | None
     start_version: int
     start_versions: Mapping[str, int]
-    """Trainer -> the version that it begins with, where that is not `start_version`."""
+    """Trainer -> the version with which it starts, if that is not `start_version`."""
     rewind: Callable[[], None]
-    """Takes the run's files back to `resume_from`."""
+    """Rewinds the run's files to `resume_from`."""
 
     def make_tickets(self) -> Tickets:
-        """The tickets of the run, of which none is taken."""
+        """The tickets of the run; none of them is taken yet."""
         numbers, steps = self.plan.numbers, self.options.steps
         per_batch = numbers.groups_per_batch or 1
         return Tickets(

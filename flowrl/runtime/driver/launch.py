@@ -68,7 +68,7 @@ class Launch:
     config: Any
     options: RunOptions
     derived: str = ""
-    """What to say of options that nobody has given."""
+    """Text that says which options, left out by the user, were derived from the model's size; "" if none were."""
     started_s: float = field(default_factory=time.monotonic)
     """When the command was given; --max-hours counts from here."""
 
@@ -91,7 +91,7 @@ class Launch:
                 directory.release()
 
     def _directory(self) -> RunDir:
-        """The claimed directory of the run: a new one, or that of the run that goes on."""
+        """The claimed directory of the run: a new one, or that of the run that is continued."""
         named, resume = self.options.run_dir, self.options.resume
         if self.unfinished is not None and (self.unfinished.is_in(named) or not resume):
             return self.unfinished.directory(named)
@@ -99,7 +99,7 @@ class Launch:
 
     @cached_property
     def unfinished(self) -> UnfinishedEvaluation | None:
-        """What the answers of a graph that only evaluates depend on; None of another graph."""
+        """What the answers depend on, for a graph that only evaluates; None for any other graph."""
         return UnfinishedEvaluation.of(self.graph, dump(self.config))
 
     def _machines(self, cluster: RayCluster) -> Cluster:
@@ -136,7 +136,7 @@ class Launch:
         if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
             view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
         if directory.goes_on:
-            view.progress("driver", "the answers there, of an evaluation that ended early, are not asked again")
+            view.progress("driver", "continuing an evaluation that ended early: its answers are kept")
         for problem in directory.damaged:
             assert resume_from is not None
             view.warning(f"checkpoint {problem}; it is put aside, and the run continues from {resume_from.name}")
@@ -164,7 +164,7 @@ class Launch:
         return Result(directory.path, outcome, audit(directory.path) if plan.admission is not None else None)
 
     def _resumes(self, directory: RunDir) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run continues from a checkpoint."""
         return self.options.resume and not directory.goes_on
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
@@ -197,10 +197,7 @@ class Launch:
 
     def _check_hours(self) -> None:
         if self._left_s <= 0:
-            raise ConfigError(
-                f"--max-hours {self.options.max_hours:g} were over when the set-up had ended, before the run began; "
-                "give it more"
-            )
+            raise ConfigError(f"--max-hours {self.options.max_hours:g} were over before the set-up ended; give it more")
 
     @contextmanager
     def limit(self, stop: Callable[[str], None]) -> Iterator[None]:

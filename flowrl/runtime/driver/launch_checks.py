@@ -1,4 +1,4 @@
-"""Options of a run that its graph has no use for."""
+"""Checks for options of a run that have no effect with its graph."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def _check_stop(options: RunOptions, graph: Graph) -> None:
         getattr(n, "every", 0) for n in graph.nodes.values() if hasattr(n, "evaluate")
     ):
         raise ConfigError(
-            f"--stop.metric {metric} has values from evaluations during training alone, and there are none; add an "
+            f"--stop.metric {metric} has values only from evaluations during training, and there are none; add an "
             "Evaluation node with every=N (in the graphs of flowrl: --evaluate-every N)"
         )

@@ -1,10 +1,11 @@
-"""The loss of a host that the run goes on without: one whose replicas others stand in for.
+"""Handles the loss of a host without which the run continues, because other replicas stand in for its replicas.
 
-`flowrl.graph.analysis.stand_ins` says which. Callers ask another replica what it had not answered, and report what it
-had answered and not reported; tickets no longer wait for it, nor do locks.
+`flowrl.graph.analysis.stand_ins` says which hosts these are. Callers send the requests that the lost host had not
+answered to another replica, and report those that it had answered but not reported. Tickets and locks no longer wait
+for the host.
 
-Invariant: everything of the lost host that arrives after its loss is dropped, in each process at the time at which it
-hears of the loss. So what it had reported until then and what its callers report are one or the other.
+Invariant: each process drops everything from the lost host that arrives after the process was told of the loss. So an
+answer is reported either by the host, before that, or by its caller, but not by both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.driver.run_state import RunState
 
 GENERATORS_LOST = "generators_lost"
-"""The counter that a generator counts whose engine has died, and the driver one whose process has."""
+"""Counter of lost generators: one whose engine has died counts itself; the driver counts one whose process has died."""
 
 
 class HostsLeft(Protocol):

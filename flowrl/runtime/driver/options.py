@@ -1,4 +1,4 @@
-"""What the command line says about a run besides the graph's own config."""
+"""The options of a run on the command line, other than the graph's own config."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ class RunOptions:
     """Options of `flowrl run`."""
 
     steps: int | None = None
-    """Stop after this version, with the data repeated as needed; None: after one pass over the data."""
+    """Stop after this version, and repeat the data as needed; None: stop after one pass over the data."""
     run_dir: Path | None = None
-    """Where the run's records go; None: runs/GRAPH-TIME."""
+    """Directory for the run's records; None: runs/GRAPH-TIME."""
     resume: bool = False
     """Go on from the newest checkpoint in `run_dir`."""
     save_every: int = 0
-    """A checkpoint every n steps; 0: by time alone, and the one at the end."""
+    """Save a checkpoint every n steps; 0: only by time, and at the end."""
     save_minutes: float = 10.0
-    """A checkpoint at the end of the batch after so many minutes without one; 0: none by time."""
+    """Save a checkpoint at the end of a batch if this many minutes have passed without one; 0: none by time."""
     keep: int = 2
-    """Checkpoints kept; 0: all."""
+    """Number of checkpoints to keep; 0: all."""
     keep_best: bool = False
-    """Keep the checkpoint of the best held-out score as well; `best.json` names it."""
+    """Also keep the checkpoint with the best held-out score; `best.json` names it."""
     seed: int = 0
-    """Order of the data, sampling and initial values follow from it."""
+    """Determines the order of the data, sampling and initial values."""
     plain: bool = False
     """Plain lines instead of the live view."""
     track: tuple[str, ...] = ()
     """Further sinks of the metrics: tensorboard, wandb, trackio."""
     trace: TraceMode = "sampled"
-    """sampled: `trace.json` has at most 16 MiB, and of a long run every nth group from prompt to gradient; full:
+    """sampled: at most 16 MiB in `trace.json`; for a long run, every nth group, from prompt to gradient; full:
     everything, however large; off: no trace."""
     keep_episodes: int = 200
-    """Keep at least so many of the last episodes for `flowrl show`, all failed ones and 1% of the others; 0: none."""
+    """For `flowrl show`, keep at least this many of the last episodes, all failed ones, 1% of the others; 0: none."""
     keep_samples: str = "auto"
-    """Keep samples for `flowrl samples`: auto (as many as take at most 0.4% of their process's time), all, a share
-    of the groups such as 0.1 with all that failed, none (held-out answers alone, which the others keep too), or off."""
+    """Keep samples for `flowrl samples`: auto (as many as take at most 0.4% of their process's time), all, a share of
+    the groups such as 0.1 plus all that failed, none (only held-out answers, which the choices before also keep), or
+    off."""
     keep_token_ids: bool = False
-    """Keep the token ids of these samples as well."""
+    """Also keep the token ids of these samples."""
     tracking: Tracking = field(default_factory=Tracking)
     """Names and samples in the sinks of --track."""
     max_hours: float | None = None
-    """End the run so many hours after the command was given, with a checkpoint; --resume goes on with it."""
+    """End the run, with a checkpoint, this many hours after the command was given; --resume continues it."""
     stop: StopRule = field(default_factory=StopRule)
     """When a figure of the metrics ends the run early."""
     alarms: AlarmThresholds = field(default_factory=AlarmThresholds)
-    """When the alarms in view and metrics begin."""
+    """Thresholds at which the alarms in the view and the metrics start."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -74,8 +75,8 @@ class RunOptions:
             raise ConfigError(problem)
 
     def _unused(self) -> Iterator[str]:
-        """A sentence for each option that changes nothing beside the others."""
+        """A sentence for each option that has no effect given the other options."""
         if self.tracking != Tracking() and not self.track:
-            yield "--tracking names runs and samples in the sinks of --track, and there is none; give --track wandb too"
+            yield "--tracking has no effect without --track; give --track wandb too"
         if self.keep_token_ids and self.keep_samples == "off":
             yield "--keep-token-ids is for the samples of --keep-samples, which is off; leave one of them out"

@@ -25,7 +25,7 @@ from flowrl.runtime.telemetry.view import View
 class Phases:
     """Runs the phases of one run, from wired hosts to the last checkpoint.
 
-    `unless_cancelled(task)` ends the run for the failure of a task that nobody waits for.
+    `unless_cancelled(task)` ends the run if a task that nobody awaits has failed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Phases:
             for replica_id, of in plan.consumers
             if of == plan.trainers[0] and (every := nodes[replica_id.split("/")[0]].facts().takes_every)
         }
-        """Replica that misses none of the main trainer's versions whose number is a multiple -> of what."""
+        """Replica -> n, if the replica must not miss a version of the main trainer whose number is a multiple of n."""
         self._gated = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in plan.own_clock]
         """The trainers that wait at the end of a batch after which an evaluation is due."""
 
@@ -88,7 +88,7 @@ class Phases:
         return results
 
     def due(self, version: int) -> bool:
-        """Whether an evaluation is due after the batch that made `version`, or a reader has to take that version."""
+        """Whether, after the batch that made `version`, an evaluation is due or a reader has to take that version."""
         return self._evaluates_at(version) or bool(self._takers(version))
 
     def _evaluates_at(self, version: int) -> bool:
@@ -104,8 +104,8 @@ class Phases:
             await self._records.accounting.until_held(version, takers)
 
     async def hold(self, version: int) -> None:
-        """Start an evaluation, if one is due, at the end of the batch that made `version`; the trainers take no batch
-        meanwhile."""
+        """Start an evaluation, if one is due, at the end of the batch that made `version`; until its end, the trainers
+        take no batch."""
         if not self._evaluates_at(version):
             return
         await self._gate(open_=False)
@@ -113,7 +113,7 @@ class Phases:
         self._during.add_done_callback(self._unless_cancelled)
 
     def _due(self, version: int) -> list[str]:
-        """The evaluations due at `version`: at the first published version from each multiple of their `every` on."""
+        """The evaluations due at `version`: the first published version at or after a multiple of their `every`."""
         published = self._publish_every
         if version % published:
             return []
@@ -134,7 +134,7 @@ class Phases:
         await asyncio.gather(*(gate(replica_id, "evaluation", open_=open_) for replica_id in self._gated))
 
     def _better(self, figures: Mapping[str, float] | None) -> Best | None:
-        """The current version, if it is the best so far by the first evaluation, and --keep-best is on; else None."""
+        """The current version, if --keep-best is on and the first evaluation rates it best so far; else None."""
         if figures is None or not self._options.keep_best:
             return None
         found = Best.of(self._state.version, figures)
@@ -176,13 +176,13 @@ class Phases:
 
 
 def shown_sets(figures: Mapping[str, float]) -> list[str]:
-    """The prefixes of an evaluation's sets. Plain figures after those of a named set repeat them, and are not shown."""
+    """The prefixes of an evaluation's sets. Plain figures after those of a named set repeat it, and are not shown."""
     found = [key.removesuffix("num_answers") for key in figures if key.endswith("num_answers")]
     return [task for task in found if task or found[0] == ""]
 
 
 def of_set(figures: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The figures of the set whose names begin with `prefix`, without it."""
+    """The figures of the set whose names begin with `prefix`, named without the prefix."""
     found = {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
     return {name: value for name, value in found.items() if "/" not in name}
 

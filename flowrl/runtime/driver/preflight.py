@@ -1,4 +1,4 @@
-"""What a graph's nodes try out before a run starts anything: models, tokenizer, task, reward, a trial episode."""
+"""The checks of a graph's nodes before a run starts anything: models, tokenizer, task, reward, a trial episode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowrl.graph.load import user_code
 
 
 def preflight(graph: Graph, graph_file: Path) -> dict[str, str]:
-    """Run every node's preflight; returns what they found, by node.
+    """Run every node's preflight. Returns the findings by node.
 
     All problems become one ConfigError; a problem of several nodes appears once.
     """

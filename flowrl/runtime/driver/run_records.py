@@ -1,6 +1,7 @@
 """The records of one run besides its checkpoints: ledger, metrics, kept samples and episodes, and the trace.
 
-Ledger, metrics and samples are opened when all hosts are set up, so that the run can begin; trace and episodes before.
+Ledger, metrics and samples are opened when all hosts are set up, so that the run can begin. Trace and episodes are
+opened before that.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RunRecords:
         """The records of steps whose lines are not written yet; None ends `write_lines`."""
 
     def open(self, endpoint: Endpoint, stop_early: Callable[[str], None]) -> None:
-        """Open all, as a fresh run has them or as the checkpoint left them, and answer the hosts at `endpoint`.
+        """Open the records, empty for a fresh run or as the checkpoint left them, and answer the hosts at `endpoint`.
 
         `stop_early(reason)` is called when the metrics say that the run should end.
         """
@@ -93,7 +94,7 @@ class RunRecords:
         self.is_open = True
 
     def close(self, *, orderly: bool) -> None:
-        """Close every record, whatever happens to the others; raises what happened last."""
+        """Close every record, even if others fail to close. Raises the last failure."""
         with writing(self._job.run_dir), ExitStack() as records:
             records.callback(self._trace.close)
             records.callback(self._episodes.close)
@@ -139,25 +140,25 @@ class RunRecords:
     # Lines of metrics
 
     def on_step(self, record: dict[str, Any]) -> None:
-        """A batch is finished and booked: whatever follows from its number, and its line."""
+        """A batch is finished and booked: update the version, and queue the batch's line."""
         self._state.version = int(record["step"])
         self._lines.put_nowait(record | {"ledger_head": self.accounting.ledger.head})
 
     async def write_lines(self, ask_for_reports: Callable[[], Awaitable[Any]]) -> None:
-        """Write one line a batch, in order, each with what every host has counted until now. Ended by `end_lines`."""
+        """Write one line per batch, in order, with what every host has counted until then. `end_lines` ends this."""
         while (record := await self._lines.get()) is not None:
             try:
                 await ask_for_reports()
-            finally:  # of a step that is booked there is a line, whatever ends the run
+            finally:  # a booked step has a line, however the run ends
                 self._write_line(record)
             self._lines.task_done()
 
     def end_lines(self) -> None:
-        """No further step follows."""
+        """End `write_lines` after the lines that are queued: no further step follows."""
         self._lines.put_nowait(None)
 
     async def settled(self) -> None:
-        """Returns when the lines of all steps are written, and the kept samples."""
+        """Returns when the lines of all steps and the kept samples are written."""
         await self.accounting.booked()
         await self._lines.join()
         await self._samples.flush()

@@ -1,4 +1,4 @@
-"""What changes in a run and concerns several parts of the driver."""
+"""The changing state of a run that several parts of the driver use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class RunState:
     version: int
     """The main trainer's newest version that is booked."""
     interrupted: bool = False
-    """Admission has ended before the last step; what is in flight is finished."""
+    """Whether admission has ended before the last step; the groups in flight are finished."""
     running: bool = False
-    """All nodes are set up."""
+    """Whether all nodes are set up."""

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class RunSignals:
-    """SIGINT and SIGTERM end the run in order, a second one ends it at once, and so does one during the set-up, when
-    nothing is in flight yet and a model may be on its way for minutes; SIGUSR1 shows who waits for what.
+    """SIGINT and SIGTERM end the run in order, and a second one ends it at once. During the set-up, the first one ends
+    it at once, because nothing is in flight yet and a model may take minutes to load. SIGUSR1 shows which node waits
+    for what.
 
     The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible. A run that
-    only evaluates ends `at_once`: nothing is trained, and the same command goes on with the answers that are there.
+    only evaluates ends `at_once`: nothing is trained, and the same command continues with the answers that exist.
     """
 
     def __init__(self, driver: Driver, view: View, *, at_once: bool = False) -> None:
@@ -39,7 +40,7 @@ class RunSignals:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def stop_early(self, reason: str) -> None:
-        """End the run as `Driver.stop_early`, or at once."""
+        """End the run as `Driver.stop_early` does, or at once."""
         if self._at_once:
             self._view.warning(reason.partition(";")[0])
             self._stop_at_once()
@@ -55,7 +56,7 @@ class RunSignals:
     def _stop_at_once(self) -> None:
         assert self._task is not None
         if not self._task.cancelling():
-            again = "; the same command goes on with the answers that are there" if self._at_once else ""
+            again = "; the same command continues with the existing answers" if self._at_once else ""
             self._view.progress("driver", f"stopping at once{again}")
             self._task.cancel()
 

@@ -1,9 +1,9 @@
-"""An evaluation that trains nothing and ended early: the same command goes on in its directory.
+"""An evaluation that trains nothing and ended early: the same command continues it in its directory.
 
 Invariants
-- `unfinished.json` is in the directory of such a run from its beginning to its end. It says what the answers depend
-  on, and only a run for which that is the same takes them over.
-- The answers are those of `rollouts/`. Everything else that the earlier run has written begins anew: the ledger's
+- `unfinished.json` is in the directory of such a run from its start to its end. It says what the answers depend on, and
+  a run takes the answers over only if all of that is the same.
+- The answers are those in `rollouts/`. Everything else that the earlier run has written is started again: the ledger's
   evaluations are booked from the answers.
 """
 
@@ -28,9 +28,9 @@ from flowrl.runtime.samples.rollout_files import rollout_files
 from flowrl.user_path import user_path
 
 ELSEWHERE = ("generator.", "time_share")
-"""How options begin that say where the model answers, and not how."""
+"""Prefixes of the options that say where the model answers, and not how."""
 BETWEEN = re.compile(r"[:,\s]+|(?<![\w.])[\d.]+\*")
-"""What stands between the names of files in an option."""
+"""Matches the text between the names of files in an option."""
 BEGIN_ANEW = (
     "ledger.sqlite",
     "ledger.sqlite-wal",
@@ -47,13 +47,13 @@ class UnfinishedEvaluation:
 
     graph: Graph
     options: Mapping[str, Any]
-    """Option of the graph -> its value, of those that matter to an answer."""
+    """Option of the graph -> its value, for the options that matter to an answer."""
     files: Mapping[str, str]
     """File or directory named in an option -> sizes and times of change."""
 
     @classmethod
     def of(cls, graph: Graph, config: Mapping[str, Any]) -> UnfinishedEvaluation | None:
-        """None of a graph that trains, has tickets, or evaluates nothing that can be taken over."""
+        """None for a graph that trains, has tickets, or evaluates nothing that can be taken over."""
         asking = [node for node in graph.nodes.values() if hasattr(node, "evaluate")]
         if not asking or graph.admission is not None or trainers(graph):
             return None
@@ -65,13 +65,12 @@ class UnfinishedEvaluation:
 
     @staticmethod
     def is_in(run_dir: Path | None) -> bool:
-        """Whether the directory has such a run that has not ended."""
+        """Whether the directory contains such an evaluation that has not ended."""
         return run_dir is not None and (run_dir / UNFINISHED).is_file()
 
     def directory(self, named: Path | None) -> RunDir:
-        """The claimed directory of the run. It is that of an unfinished one with the same answers, where there is one:
-        the directory `named`, or else the newest in `runs/`. Raises ConfigError if the answers in `named` are others.
-        """
+        """The claimed directory of the run: that of an unfinished evaluation with the same answers, if there is one
+        (`named`, or else the newest in `runs/`). Raises ConfigError if the answers in `named` differ."""
         if named is None:
             return self._found() or RunDir.claimed(RunDir.fresh(self.graph.name))
         if self.is_in(named):
@@ -90,7 +89,7 @@ class UnfinishedEvaluation:
         for path in sorted((path.parent for path in begun), reverse=True):
             try:
                 directory = RunDir.claimed(path, goes_on=True)
-            except ConfigError:  # in use, or not to be written
+            except ConfigError:  # in use, or not writable
                 continue
             if rollout_files(path) and not self._differing(directory):
                 return directory
@@ -99,7 +98,7 @@ class UnfinishedEvaluation:
         return None
 
     def _differing(self, directory: RunDir) -> list[str]:
-        """What the answers in a directory depend on and is not the same now."""
+        """The differences between what the answers in a directory depend on and what is so now."""
         try:
             before = json.loads((directory.path / UNFINISHED).read_text(encoding="utf-8"))
             found = _different(before["options"], self.options) + _different(before["files"], self.files, "has changed")
@@ -111,7 +110,7 @@ class UnfinishedEvaluation:
             return [f"{UNFINISHED} there cannot be read"]
 
     def _rows(self) -> dict[str, str]:
-        """Set -> digest of the rows that are asked."""
+        """Set -> digest of the rows that are asked of the model."""
         found: dict[str, str] = {}
         for name, node in self.graph.nodes.items():
             if hasattr(node, "asked_rows"):
@@ -119,7 +118,7 @@ class UnfinishedEvaluation:
         return found
 
     def begin(self, directory: RunDir) -> None:
-        """Write what the answers depend on; remove what an earlier run has written besides them."""
+        """Write what the answers depend on; remove ledger, metrics, trace and checkpoints of an earlier run."""
         for name in BEGIN_ANEW:
             (directory.path / name).unlink(missing_ok=True)
         for _, made in steps_of(directory.checkpoints):
@@ -142,7 +141,7 @@ def _different(before: Mapping[str, Any], now: Mapping[str, Any], how: str = "")
 
 
 def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every file and directory here that an option names, as a model, a reward or a template."""
+    """Every file and directory on this machine that an option names, such as a model, a reward or a template."""
     texts = [text for value in options.values() for text in (value if isinstance(value, list) else [value])]
     for name in dict.fromkeys(part for text in texts if isinstance(text, str) for part in BETWEEN.split(text) if part):
         path = user_path(name)

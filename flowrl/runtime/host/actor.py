@@ -1,8 +1,8 @@
 """The Ray actor of a host: Ray places, starts and ends it; messages never pass through Ray.
 
-The engine has its own event loop and thread, so the actor answers Ray's calls even while a node blocks the loop.
-The thread survives exceptions that end other loops (SystemExit in a task); they fail the run. CPUs are pinned before
-anything imports torch.
+The engine has its own event loop and thread, so the actor answers Ray's calls even while a node blocks the loop. The
+thread survives exceptions that end other loops (SystemExit in a task); they fail the run. The process is pinned to its
+cores before anything imports torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 R = TypeVar("R")
 BLOCKED_S = 1.0
 NOBODYS_BLOCK_S = 10.0
-"""From here on a block is told that no node's code has caused: while modules are imported there are shorter ones."""
+"""Length from which a block is reported that no node's code has caused: imports of modules cause shorter ones."""
 IMPORTING = 50_000
 """New objects between two garbage collections during module imports, which create mostly permanent objects. With
 Python's default of 700 the import of vLLM takes a sixth longer."""
@@ -51,10 +51,10 @@ def pin(cores: tuple[int, ...]) -> None:
 
 
 def enter_directory(spec: HostSpec) -> None:
-    """Make the driver's working directory that of this process, where it has the driver's files.
+    """Change to the driver's working directory, if this machine has the driver's files.
 
     Ray starts processes of a joined cluster in its copy of the graph's directory. On a machine that does not have the
-    graph's file at the driver's path, this copy is all that there is.
+    graph's file at the driver's path, only this copy exists.
     """
     if spec.directory and os.path.isfile(spec.graph_file) and os.path.isdir(spec.directory):
         os.chdir(spec.directory)
@@ -116,7 +116,7 @@ class HostActor:
         devices: Mapping[str, tuple[str, ...]] | None = None,
     ) -> dict[str, Any] | None:
         """Connect the nodes. `devices`: host -> the GPUs that it sees; None: every GPU of the machine."""
-        if devices is not None:  # before a node is built, which may ask CUDA for its devices
+        if devices is not None:  # before any node is built: nodes may ask CUDA for its devices
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[self._spec.host])
         return await self._on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
 
@@ -154,7 +154,7 @@ class HostActor:
         }
 
     async def stop(self) -> list[dict[str, Any]]:
-        """Close nodes and sockets, in any state of the run. Returns how nodes failed to close."""
+        """Close nodes and sockets, in any state of the run. Returns the nodes' failures to close."""
         self._done.set()
         return await self._on_loop(self._engine.stop())
 

@@ -46,20 +46,20 @@ class ReplicaPlace:
     max_staleness: int | None = None
     window: int | None = None
     longest_asked: int | None = None
-    """Tokens of the longest prompt or context that the node is sent."""
+    """Length, in tokens, of the longest prompt or context that is sent to the node."""
     own_clock: bool = False
     in_pieces: bool = False
     lease: str = ""
     """The lock that a host with shared devices must hold while it works."""
     stand_ins: tuple[str, ...] = ()
-    """The nodes that go on if they lose a replica."""
+    """The nodes that continue if they lose a replica."""
     weight_routes: tuple[WeightRoute, ...] = ()
     keep_episodes: bool = True
     """Whether the run keeps episodes."""
     keep_samples: SampleShare = field(default_factory=SampleShare)
     """Which samples the run keeps."""
     keep_token_ids: bool = False
-    """Whether it keeps their token ids too."""
+    """Whether the run also keeps the token ids of these samples."""
 
     @property
     def replica_id(self) -> str:
@@ -67,7 +67,7 @@ class ReplicaPlace:
 
 
 class NodeContext:
-    """Implements `flowrl.graph.node.Context`. `blocking` has one thread per node replica: calls queue up."""
+    """Implements `flowrl.graph.node.Context`. `blocking` uses one thread per node replica, so its calls queue up."""
 
     def __init__(
         self, place: ReplicaPlace, endpoint: Endpoint, activity: Activity, trace: TraceBuffer, lease: Lease
@@ -102,7 +102,8 @@ class NodeContext:
     async def blocking(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `fn` in this node's thread. Cancelling the caller does not stop a call that has begun.
 
-        Raises what `fn` raises; StopIteration, and what is not an Exception, become a RuntimeError that names it.
+        Raises what `fn` raises; StopIteration, and anything that is not an Exception, becomes a RuntimeError that names
+        it.
         """
         loop = asyncio.get_running_loop()
         outside = in_invocation.get() is None
@@ -170,7 +171,7 @@ class NodeContext:
 
     @asynccontextmanager
     async def on_devices(self) -> AsyncIterator[None]:
-        """Inside, this node may use the devices that it has in turns: for work outside of invocations."""
+        """Inside, this node may use its time-shared devices, for work outside of invocations."""
         with self.activity.waiting("lock", self._lease.name, inside=in_invocation.get()):
             await self._lease.begin()
         try:
@@ -179,7 +180,7 @@ class NodeContext:
             await self._lease.end()
 
     async def step_done(self, version: int) -> None:
-        """Report a batch's end; returns at once, or after the checkpoint that is due here."""
+        """Report a batch's end. Returns at once, or after the work that is due here, such as a checkpoint."""
         with self.activity.waiting("barrier", "the end of a checkpoint", inside=in_invocation.get()):
             await self.endpoint.request(DRIVER, "step_done", {"replica_id": self.place.replica_id, "version": version})
 
@@ -214,7 +215,7 @@ class Meters:
 
     def observe(self, name: str, value: float) -> None:
         number, total, largest = self.observed.get(name, (0, 0.0, -math.inf))
-        value = float(value)  # a sum of small numbers of numpy would overflow
+        value = float(value)  # a sum in a narrow numpy type would overflow
         self.observed[name] = number + 1, total + value, max(largest, value)
 
     def enter(self) -> None:

@@ -56,13 +56,13 @@ class HostSpec:
     cores: tuple[int, ...]
     transport: EndpointTransport
     commits: Mapping[str, str] = field(default_factory=dict)
-    """What names of the Hub stand for in this run (`flowrl.hub.pins`)."""
+    """Name on the Hub -> commit to which it is resolved in this run (`flowrl.hub.pins`)."""
     directory: str = ""
-    """The driver's working directory, to which relative paths of the user refer; "": this process has it already."""
+    """The driver's working directory, to which relative paths of the user refer; "" if this process is in it."""
 
 
 class HostEngine:
-    """The engine of one host process; used on its own loop only."""
+    """The engine of one host process; used only on its own loop."""
 
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
@@ -141,7 +141,7 @@ class HostEngine:
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     def build_graph(self) -> Graph:
-        """A graph with nodes of its own. `flowrl.testing` overrides this and `make_replica`."""
+        """A new graph with its own nodes. `flowrl.testing` overrides this and `make_replica`."""
         return rebuild(self._graph_file(), self.spec.config)[0]
 
     def make_replica(self, node: Node, place: ReplicaPlace, lease: Lease) -> Replica:
@@ -170,7 +170,7 @@ class HostEngine:
         self._send_report()
 
     async def _unless_broken(self, body: Coroutine[Any, Any, None]) -> None:
-        """Run `body` until it has ended, or until something that nobody awaits has failed."""
+        """Run `body` until it has ended, or until a task or callback that nobody awaits has failed."""
         self._running = asyncio.create_task(body)
         await asyncio.wait((self._running, self._broken), return_when=asyncio.FIRST_COMPLETED)
         if not self._running.done():
@@ -218,7 +218,7 @@ class HostEngine:
         return report_of(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
 
     async def stop(self) -> list[dict[str, Any]]:
-        """End the bodies that still run, then close nodes and sockets. Returns how nodes failed to close."""
+        """End the bodies that still run, then close nodes and sockets. Returns the nodes' failures to close."""
         for replica in self.replicas.values():
             replica.activity.died = _ignored
         for task in (self._reporting, self._running):
@@ -252,7 +252,7 @@ class HostEngine:
         self._pausing.resume()
 
     async def _gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
-        """Open or close a node's gate; begun invocations continue. Returns how many items each port has taken."""
+        """Open or close a node's gate; running invocations continue. Returns how many items each port has taken."""
         replica = self.replicas[body["replica_id"]]
         replica.gate(body["by"], open_=body["open"])
         return {name: port.num_taken for name, port in replica.inbound.items()}
@@ -263,9 +263,9 @@ class HostEngine:
             replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
 
     def _peer_lost(self, host: str, body: dict[str, Any]) -> None:
-        """Handle the driver's report that the run goes on without another host, whose process has died."""
-        # Not now: this note may be one of several frames that arrived together, and those behind it come before any
-        # that the loss of a peer takes from the sockets. Requests that came with it begin after it.
+        """Handle the driver's report that the run continues without another host, whose process has died."""
+        # Not now: this note may be one of several frames that arrived together. The frames behind it must come before
+        # any frame that `peer_left` takes from the sockets. Requests among those frames begin after `_lose`.
         asyncio.get_running_loop().call_soon(self._lose, body)
 
     def _lose(self, body: dict[str, Any]) -> None:
@@ -292,10 +292,10 @@ class HostEngine:
         await self.endpoint.arrived(body["peers"])
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
-        """This host's part of a snapshot, without messages and records, which "kept" returns when the run goes on.
+        """This host's part of a snapshot, without messages and records, which "kept" returns after the graph resumes.
 
-        The host is paused, but waits for something outside the graph may end at any time, and their invocations go on.
-        So everything is read at one moment, and later reports to the ledger are held back.
+        The host is paused, but waits for something outside the graph may end at any time, and their invocations
+        continue. So everything is read at one moment, and later reports to the ledger are held back.
         """
         replicas = self.replicas.values()
         for replica in replicas:
@@ -361,7 +361,7 @@ class HostEngine:
             self._send_report()
 
     async def _report_now(self, host: str, body: Any) -> None:
-        """Send a report now. It is sent before the answer, so it arrives before it."""
+        """Send a report now. The report is sent before the answer, so it also arrives before the answer."""
         self._send_report()
 
     def _set_trace_level(self, host: str, level: int) -> None:
@@ -372,7 +372,7 @@ class HostEngine:
             self.endpoint.notify(DRIVER, "statistics", report)
 
     def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
-        """Warn that the loop was blocked; called for the watch thread afterwards."""
+        """Warn that the loop was blocked; the watch thread schedules this call when the block has ended."""
         node, where = culprit
         advice = "; use `await self.blocking(...)` there" if node else ""
         text = f"the event loop was blocked for {for_s:.1f} s at {where}{advice}"

@@ -1,6 +1,6 @@
 """Pauses the nodes of a host for a checkpoint.
 
-Waits: `pause` for invocations to end, or to wait; nodes whose invocations take long are named.
+Waits: `pause` waits for invocations to end, or to wait, and warns of nodes whose invocations take long.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from flowrl.runtime.host.context import DRIVER
 from flowrl.runtime.host.replica import Replica
 
 TOLD_EVERY_S = 60.0
-"""Interval between warnings that name the invocations a checkpoint waits for."""
+"""Interval between warnings that name the nodes whose invocations a checkpoint waits for."""
 
 
 class Pausing:
-    """`replicas` are those of the host, by their ids."""
+    """`replicas` are the replicas of the host, by id."""
 
     def __init__(self, replicas: Mapping[str, Replica], endpoint: Endpoint) -> None:
         self._replicas = replicas
         self._endpoint = endpoint
 
     async def pause(self) -> None:
-        """Stop taking items; when every invocation has ended or waits, stop sending too."""
+        """Stop taking items; when every invocation has ended or waits, also stop sending."""
         for replica in self._replicas.values():
             replica.gate("checkpoint", open_=False)
         while True:

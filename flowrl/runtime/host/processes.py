@@ -1,4 +1,4 @@
-"""Processes on this machine whose end the kernel reports to the driver at once: Ray need not be alive.
+"""Processes on this machine whose end the kernel reports to the driver at once: Ray need not be alive for that.
 
 Waits: `end` waits for the processes to end, and kills them after a time.
 """
@@ -22,7 +22,7 @@ KILLED_AFTER_S = 0.05
 """Time for the kernel to end killed processes before they are looked for again."""
 MOST_GENERATIONS = 20
 ENDED = "ZX"
-"""States of processes that have ended and that nobody has waited for."""
+"""States of processes that have ended and that their parents have not waited for."""
 
 
 class Processes:
@@ -35,7 +35,7 @@ class Processes:
         self._none_left = asyncio.Event()
 
     def follow(self, name: str, pid: int, on_end: Callable[[str], None]) -> None:
-        """Call `on_end(name)` when process `pid` ends; never if it has ended already."""
+        """Call `on_end(name)` when process `pid` ends; never if there is no such process any more."""
         try:
             handle = os.pidfd_open(pid)
         except OSError:
@@ -65,7 +65,7 @@ class Processes:
         self._report.clear()
 
     async def end(self, *, within_s: float) -> None:
-        """Wait until all have ended: by themselves, or after `within_s` by SIGKILL."""
+        """Wait until all processes have ended. Those that still run after `within_s` are killed."""
         for patience_s in (within_s, KILLED_WITHIN_S):
             self._none_left.clear()
             if self._handles:
@@ -88,13 +88,13 @@ def pid_space() -> str:
 
 
 def children(*names: str, but: Collection[int] = ()) -> dict[str, int]:
-    """Name -> pid of this process's children with these names, as the kernel reports them. `but` are left out."""
+    """Name -> pid of this process's children with these names, as the kernel reports them, without those in `but`."""
     mine = {pid: stat.name for pid, stat in _stats().items() if stat.parent == os.getpid() and pid not in but}
     return {name: pid for pid, name in mine.items() if name in names}
 
 
 def end_descendants(*, but: Collection[int] = ()) -> None:
-    """Kill all processes that this one has started, directly or through others, and adopted ones. `but` are spared."""
+    """Kill all processes that this one has started, directly or through others, or adopted, except those in `but`."""
     for _ in range(MOST_GENERATIONS):  # a process may start another one before it is killed
         running = [pid for pid in descendants() if pid not in but]
         if not running:
@@ -118,7 +118,7 @@ def descendants() -> list[int]:
 
 
 class _Stat(NamedTuple):
-    """What the kernel says of a process."""
+    """What the kernel reports about a process."""
 
     name: str
     state: str

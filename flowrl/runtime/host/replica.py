@@ -50,7 +50,7 @@ class Replica:
         self._restored: list[tuple[Outbound, Kept]] = []
         self.ended = False
         self._closed_by: set[str] = set()
-        """Who currently stops in ports from taking, or out ports from sending."""
+        """The reasons for which in ports currently take nothing, or out ports send nothing."""
         node.context = self.context
 
     async def run(self) -> None:
@@ -90,8 +90,8 @@ class Replica:
     def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
         """Report `marker` to the ledger; see `inbound.Losses`. The items stay open, and nothing is forwarded.
 
-        It is lost for each trainer that this node leads to (of `behind`, if given), except those behind an out port
-        on which something made from `items` was sent already.
+        The loss is booked for each trainer that this node leads to (only those in `behind`, if given), except trainers
+        behind an out port on which something made from `items` was sent already.
         """
         reached = self.trainers if behind is None else self.trainers.intersection(behind)
         lost_at = reached.difference(*(out.trainers for out in self._sent(items)))
@@ -115,13 +115,13 @@ class Replica:
         self.context.endpoint.notify(DRIVER, "give up", body)
 
     def _ended(self, item: Item) -> None:
-        """Note samples that a trainer is done with: the trainer has to book them."""
+        """If this node is a trainer, report the samples of `item` as finished: the trainer has to book them."""
         if self.place.node in self.trainers and item.lost is None:
             self._note_samples([item])
             self.context.ledger.finished(self.place.node, [sample.sample_id for sample in samples_of(item.body)])
 
     def _note_samples(self, items: Sequence[Item], *, failed: bool = False) -> None:
-        """Keep the samples in `items`, whose fate is decided here; of a sample in several items the last is taken."""
+        """Offer the samples in `items`, whose fate is decided here, for keeping; the last item with a sample counts."""
         samples = {sample.sample_id: sample for item in items for sample in samples_of(item.body)}
         if samples:
             self.context.samples.decided(samples.values(), failed=failed)
@@ -176,7 +176,7 @@ class Replica:
                 self.open_items.end(item)
 
     def _report_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
-        """On ports that count samples, send tombstones for samples sent on other ports only; None if there are none."""
+        """On ports that count samples, send tombstones for samples sent only on other ports; None if there are none."""
         outs = [out for out in self._unheard(items) if out.counted]
         if not outs or not any(item.sent_on for item in items) or any(item.lost for item in items):
             return None
@@ -236,14 +236,14 @@ class Replica:
             port.pause(paused)
 
     def _note_closed(self, by: str, closed: bool) -> None:
-        """Note for `report` that ports are closed for `by`, or no longer."""
+        """Note for `report` that ports are closed for `by`, or no longer are."""
         if closed:
             self._closed_by.add(by)
         else:
             self._closed_by.discard(by)
 
     def report(self) -> dict[str, Any]:
-        """The report for the stall watch; `alive` lists the reasons why the node will move by itself, if any."""
+        """The report for the stall watch; `alive` lists the reasons, if any, why the node moves without other nodes."""
         now = time.monotonic()
         waits = [(wait.kind, wait.what, now - wait.since_s) for wait in self.activity.waits.values()]
         if self._closed_by and not self.ended:

@@ -12,7 +12,8 @@ from flowrl.runtime.telemetry.trace import TraceBuffer
 
 
 def reports(replicas: Mapping[str, Replica], endpoint: Endpoint, trace: TraceBuffer) -> Iterator[dict[str, Any]]:
-    """The totals of all replicas and lanes, with what was traced since the last report; more of that follows alone."""
+    """The totals of all replicas and lanes, with the events traced since the last report; if they are too many, further
+    reports contain only the rest of them."""
     first, *more = [*chunked(trace.drain())] or [[]]
     yield {
         "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in replicas.items()},

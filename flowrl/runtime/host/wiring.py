@@ -26,7 +26,10 @@ from flowrl.runtime.ports.requests import LiveCall, LiveServe
 
 
 def join(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
-    """Give every port of `replica` its live side. An ignored port gets one without lanes, an unused Call port none."""
+    """Give every port of `replica` its live side.
+
+    An ignored port gets one without lanes; an unused Call or Serve port gets none.
+    """
     node = graph.nodes[replica.place.node]
     port_plans = by_name(plan.ports)
     admitted = [port_plans[plan.admission["out"]]] if plan.admission is not None else plan.ports

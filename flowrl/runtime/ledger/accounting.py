@@ -8,8 +8,8 @@ Invariants
   nothing here.
 - A trainer's use of a token older than the bound is not booked: it ends the run.
 - After a resume, repeated work on a sample changes its row only if the result of the earlier work is gone.
-- Other events are committed with the next admission or step, and at the latest COMMIT_WITHIN_S after they
-  arrive. Events are booked in order; of a large step in pieces (`bookings`).
+- Other events are committed with the next admission or step, and at the latest COMMIT_WITHIN_S after they arrive.
+  Events are booked in order; a large step is booked in pieces (`bookings`).
 
 Waits: `admit` waits for the events before it, then for a returned ticket, the end of a pause, or the end of
 admission; `until_held` for consumers to load or to die; `booked` for the events that have arrived.
@@ -38,7 +38,7 @@ from flowrl.runtime.ledger.terms import Terms
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 
 USES_AT_ONCE = 250
-"""Uses that are booked in one piece; some 10 ms."""
+"""Number of uses that are booked in one piece, which takes some 10 ms."""
 
 
 class Handlers(Protocol):
@@ -48,7 +48,7 @@ class Handlers(Protocol):
 
 
 class Accounting:
-    """Tickets, ledger and the admission queue. Not thread-safe: use it on the driver's event loop only.
+    """Tickets, ledger and the admission queue. Not thread-safe: use it only on the driver's event loop.
 
     `tickets` names the trainers, the main one first: its steps are the run's steps, and its next record contains the
     other trainers' records under their names. `on_step` gets that record. `on_closed` gets each sample's final state:
@@ -127,14 +127,14 @@ class Accounting:
     ) -> int | None:
         """A committed ticket for the group, or None when admission has ended.
 
-        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: those that the group can reach, all
-        by default. A group that a resume found in flight, because its source was sending it when the checkpoint was
-        written, gets its old ticket, once. Raises FlowrlError if it was admitted before, or is being admitted.
+        `rows`: (sample_id, prompt_id, epoch, member, prompt_tokens); `trainers`: the trainers that the group can reach,
+        all by default. A group that a resume found in flight, because its source was sending it when the checkpoint was
+        written, gets its old ticket, once. Raises FlowrlError if the group was admitted before, or is being admitted.
         """
         if (old := self._ids.take_again(node, group_id, rows)) is not None:
             return old
         with self._ids.reserved(node, group_id, rows):
-            await self._bookings.done()  # what was reported before the request counts
+            await self._bookings.done()  # events reported before this request count
             while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
                     return None
@@ -185,15 +185,18 @@ class Accounting:
         self.tickets.returned(replica, loads)
 
     async def until_held(self, version: int, by: Collection[str] | None = None) -> None:
-        """Returns when every live consumer (`by`: of these) holds `version`, or a newer one, of the first policy."""
+        """Returns when every live consumer holds `version`, or a newer one, of the first policy.
+
+        `by`: wait only for these consumers.
+        """
         while self.tickets.floor(self._main, by) < version:
             await self._change()
 
     def kept(self, generated: Set[str], scored: Set[str], requests: Set[str] = frozenset()) -> None:
-        """Note the samples that a checkpoint holds as generated, and as scored, and `requests` whose replies it holds.
+        """Note the samples that the checkpoint has as generated and as scored, and the `requests` whose replies it has.
 
-        An invocation that the snapshot found in its last send makes samples again, and the copy is not sent. All
-        other requests of unfinished samples are abandoned.
+        An invocation that was in its last send at the snapshot makes its samples again, and these copies are not sent.
+        All other requests of unfinished samples are abandoned.
         """
         self._generated_before |= generated
         self._requests.kept(generated, requests)
@@ -278,7 +281,7 @@ class Accounting:
         group = self._fates.group_of(sample_id)
         if group is None and self.ledger.group_of(sample_id) is not None:
             raise used_after_all(trainer, step, sample_id)
-        # The generator reports the sample later; until then, and if that report never comes, this count stands.
+        # The generator reports the sample later; until then, and if that report never comes, this count applies.
         self.ledger.add("partial", tokens + stale + masked, sample_id)
         if trainer in self._own_clock:
             oldest = None if group is None else group.held.get(trainer)

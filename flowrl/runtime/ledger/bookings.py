@@ -1,12 +1,12 @@
-"""Bookings: the work of the accounting, in order, and in pieces that the driver's loop has time for.
+"""Bookings: the work of the accounting, in order, and in pieces that are short enough for the driver's loop.
 
 A step of ten thousand samples takes seconds to book and to commit. Meanwhile hosts report, ask and wait.
 
 Invariants
-- Jobs are done one after the other, as they were given: an event waits for the step before it. So a transaction never
-  holds a part of a step.
-- A job yields where the loop may do other things. If nothing is before it, its first piece is done at once; a job that
-  does not yield is over then.
+- Jobs are done one after the other, in the order given: an event waits for the step before it. So a transaction never
+  contains only a part of a step.
+- A job yields where the loop may do other things. If no other job is pending, its first piece is done at once; a job
+  that does not yield is then over.
 - An admission that waits for `this_tick` is answered when the transaction with its rows is committed.
 
 Waits: `done` waits for jobs, which wait for nothing but the loop.
@@ -25,9 +25,10 @@ COMMIT_WITHIN_S = 0.5
 
 
 class Bookings:
-    """Does the jobs of one ledger on the driver's event loop; what a job raises goes to whoever runs its piece.
+    """Does the jobs of one ledger on the driver's event loop. A job's exception is raised where its piece runs.
 
-    That is the caller of `do`, `finish` or `commit`, or the loop's exception handler: the driver ends the run then.
+    That is in the caller of `do`, `finish` or `commit`, or in the loop, which calls its exception handler. In both
+    cases the driver ends the run.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -35,7 +36,7 @@ class Bookings:
         self._jobs: deque[Iterator[None]] = deque()
         self._next_piece: asyncio.Handle | None = None
         self._admissions: asyncio.Future[None] | None = None
-        """What admissions wait for whose rows are not in a transaction yet."""
+        """The future for which admissions wait whose rows are not in a transaction yet."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -44,13 +45,13 @@ class Bookings:
         return bool(self._jobs)
 
     def do(self, job: Iterator[None]) -> None:
-        """Do this job when those before it are over."""
+        """Do this job when all earlier jobs are over."""
         self._jobs.append(job)
         if len(self._jobs) == 1:
             self._piece()
 
     def finish(self) -> None:
-        """Do everything now. Raises what a job raises; those after it are not done then."""
+        """Do all jobs now. Raises what a job raises; the jobs after it are then not done."""
         try:
             while self._jobs:
                 self._advance()
@@ -59,7 +60,7 @@ class Bookings:
                 self._next_piece.cancel()
 
     async def done(self) -> None:
-        """Returns when the jobs that are there now are over."""
+        """Returns when the jobs that are pending now are over."""
         if self._jobs:
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.do(_resolve(over))
@@ -93,9 +94,9 @@ class Bookings:
             pass
 
     def committing(self) -> Iterator[None]:
-        """A job, or the end of one: commit all rows that are buffered when it begins.
+        """A job, or the last part of one: commit all rows that are buffered when it starts.
 
-        Raises FlowrlError if the ledger cannot be written; so do the waiting admissions.
+        Raises FlowrlError if the ledger cannot be written; the waiting admissions raise it too.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -113,11 +114,14 @@ class Bookings:
                 waiting.set_result(None)
 
     def commit_soon(self) -> None:
-        """Commit as the last of the jobs."""
+        """Commit after the jobs that are pending now."""
         self.do(self.committing())
 
     def this_tick(self) -> asyncio.Future[None]:
-        """One shared commit for all admissions of this tick of the loop, or of the time until a job is over."""
+        """The next commit, which all admissions share until it starts.
+
+        It starts after this tick of the loop, or when the jobs that are pending then are over.
+        """
         if self._admissions is None:
             loop = asyncio.get_running_loop()
             self._admissions = loop.create_future()
@@ -125,7 +129,7 @@ class Bookings:
         return asyncio.shield(self._admissions)
 
     def later(self) -> None:
-        """Commit what is buffered, COMMIT_WITHIN_S from now at the latest."""
+        """Commit what is buffered at the latest COMMIT_WITHIN_S from now."""
         if self._timer is None and self._ledger.dirty:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit_soon)
 

@@ -1,15 +1,15 @@
 """The hash chain of a ledger: one link per commit, which binds every row of every table as that commit left it.
 
-Rows change in place, so a link binds contents, not writes. For each table the chain has the number of its rows and
-the sum of their hashes modulo 2^256. A commit subtracts the hash of a changed row's old content and adds that of its
-new content; a reader recomputes the sums in one pass, in any order. Triggers of the writing connection report all
-changes, whatever statement makes them. A commit's digest is the hash of all numbers and sums; its head hashes the
-head before it, its own number, time and digest. A commit that changes nothing makes no link.
+Rows change in place, so a link binds contents, not writes. For each table the chain stores the number of its rows and
+the sum of their hashes modulo 2^256. A commit subtracts the hash of a changed row's old content and adds the hash of
+its new content; a reader recomputes the sums in one pass, in any order. Triggers of the writing connection report all
+changes, whatever statement makes them. A commit's digest is the hash of all numbers and sums; its head hashes the head
+before it, its own number, time and digest. A commit that changes nothing makes no link.
 
-`contents` and `commits` are written in the commit's own transaction: a crash leaves them as they were before it, and
-a ledger rewound to a checkpoint has that checkpoint's chain. There is no key: the chain reveals changes by anything
-but flowrl, unless whoever made them then recomputed the chain. Against that, keep a head elsewhere: every metrics
-line contains one.
+`contents` and `commits` are written in the commit's own transaction: a crash leaves them as they were before it, and a
+ledger rewound to a checkpoint has that checkpoint's chain. There is no key: the chain reveals changes by anything but
+flowrl, unless the chain was recomputed after them. To detect that, keep a head elsewhere: every metrics line contains
+one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TABLES = ("contents", "commits")
 MODULUS = 1 << 256
 HEAD_BYTES = 16
 ROWS_AT_ONCE = 1000
-"""Rows that are written, or hashed, in one piece; some 20 ms."""
+"""Number of rows that are written, or hashed, in one piece, which takes some 20 ms."""
 
 ChainRow = tuple[Any, ...]
 
@@ -188,7 +188,7 @@ class Chain:
 
 
 def _report_changes(db: sqlite3.Connection, table: str) -> None:
-    """Create triggers, for this connection only, that report everything it writes to the table to its chain."""
+    """Create triggers, for this connection only, that report everything that it writes to the table to its chain."""
     columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
     was, now = (
         f"SELECT {function}('{table}', {row}.rowid, {', '.join(f'{row}.{name}' for name in columns)});"

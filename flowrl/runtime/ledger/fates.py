@@ -28,7 +28,7 @@ class GroupFates:
     group_id: str
     ticket: int
     held: Mapping[str, int]
-    """Trainer that it can reach -> the version of its weights that all consumers held at admission."""
+    """Trainer that the group can reach -> the version of its weights that all consumers held at admission."""
     members: Mapping[int, str]
     """Member -> sample."""
     open: dict[str, set[str]]
@@ -88,7 +88,8 @@ class Fates:
     def samples(self, group_id: str, member: int, sample_ids: Sequence[str]) -> list[str]:
         """The samples with an open fate to which a loss applies.
 
-        These are `member` of the group; without a member the samples named; the whole group if none is named.
+        These are `member` of the group; if `member` is below 0, those of `sample_ids`; if none are given, the whole
+        group.
         """
         group = self.groups.get(group_id)
         if group is None:
@@ -100,7 +101,7 @@ class Fates:
         return [sample for sample in chosen if sample in group.open]
 
     def settle(self, sample_id: str, trainer: str, fate: Fate) -> GroupFates | None:
-        """Note a fate; returns its group. If the fate was known before, nothing changes, and it returns None.
+        """Note a fate. Returns its group; if the fate was known before, changes nothing and returns None.
 
         Raises FlowrlError if `trainer` uses a sample whose fate there is known already.
         """
@@ -156,7 +157,7 @@ class Fates:
         return [trainer for trainer in self.trainers if trainer in group.held]
 
     def still_open(self) -> Iterator[tuple[str, str]]:
-        """(sample, trainer) of every open fate, from a copy, so that fates may be settled meanwhile."""
+        """(sample, trainer) of every open fate, from a copy, so that fates may be settled during the iteration."""
         groups = list(self.groups.values())
         yield from [(s, t) for group in groups for s, trainers in group.open.items() for t in sorted(trainers)]
 
@@ -177,7 +178,7 @@ def require_next(trainer: str, step: int, versions: Mapping[str, int]) -> None:
 
 
 def require_fresh(trainer: str, version: int, oldest: int | None, of: str, bound: int | None) -> None:
-    """Raise FlowrlError for an update of `version` with tokens whose age counts from a version beyond the bound.
+    """Raise FlowrlError if `version` is updated with tokens whose age, counted from version `oldest`, exceeds `bound`.
 
     This is the last check: the tickets and the window already prevent such an update.
     """

@@ -137,7 +137,7 @@ class Ledger:
             pass
 
     def writing(self) -> Iterator[None]:
-        """`commit` in pieces, of the rows that are buffered when it begins. One at a time, and each to its end."""
+        """`commit` in pieces, for the rows that are buffered when it starts. Run one at a time, and each to its end."""
         rows, self._rows = self._rows, {name: [] for name in STATEMENTS}
         linked = None
         try:
@@ -208,8 +208,10 @@ class Ledger:
         return found + [(group, sample, t, Fate(state=state, reason=why)) for group, sample, t, state, why in lost]
 
     def live_requests(self) -> list[tuple[Any, ...]]:
-        """Sample in flight, whether it is generated, and number, id, attempt, turn and tokens of each request of it
-        that is not abandoned."""
+        """The requests of samples in flight that are not abandoned, in order of their numbers.
+
+        Each row: sample, whether it is generated, and the request's number, id, attempt, turn and tokens.
+        """
         return self._db.execute(
             "SELECT sample_id, generated_s IS NOT NULL, number, request_id, attempt, turn, tokens"
             " FROM requests JOIN samples USING (sample_id)"
@@ -217,7 +219,7 @@ class Ledger:
         ).fetchall()
 
     def has_request(self, request_id: str, sample_id: str, digest: str) -> bool:
-        """Whether this incarnation has booked this answer to a request, committed or not. Not during a commit."""
+        """Whether this incarnation has booked this answer to a request, committed or not. Do not call in a commit."""
         buffered = any((row[1], row[5]) == (request_id, digest) for row in self._rows["request"])
         query = (
             f"SELECT 1 FROM requests WHERE (sample_id, request_id, digest) = (?, ?, ?) AND incarnation = {INCARNATION}"
@@ -238,7 +240,7 @@ class Ledger:
         return LedgerSnapshot(self.path)
 
     def close(self) -> None:
-        """Commit, fold the WAL into the file, and close it. With a reader elsewhere the WAL stays, as a file beside."""
+        """Commit, fold the WAL into the file, and close the file. If another process reads it, the WAL file stays."""
         self.commit()
         self._db.execute(f"PRAGMA busy_timeout = {FOLDED_WITHIN_MS}")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -248,8 +250,8 @@ class Ledger:
 class LedgerSnapshot:
     """A ledger as committed now, unaffected by later writes; a context manager. Call `copy` once, in any thread.
 
-    It is a read transaction on its own connection: in WAL mode it sees nothing newer, and nobody waits for it but who
-    folds the WAL into the file. So a checkpoint that fails has to close it.
+    It is a read transaction on its own connection. In WAL mode it sees nothing newer, and only the folding of the WAL
+    into the file waits for it. So a checkpoint that fails has to close it.
     """
 
     def __init__(self, path: Path) -> None:

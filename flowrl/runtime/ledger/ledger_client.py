@@ -25,10 +25,10 @@ from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request
 
 SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0
-"""A server that answers now has sent its reports of what it answered so long ago: its loop runs, and so do timers."""
+"""A server that answers now has sent its reports of answers this long ago: its loop runs, and so do its timers."""
 DRIVER = "driver"
 AGAIN = "request again"
-"""The report of a request by whoever asked."""
+"""Kind of the report of a request that its caller makes."""
 
 
 class LedgerLink(Protocol):
@@ -53,7 +53,7 @@ class Use:
     masked_tokens: int = 0
     """Policy tokens that a node's `loss_mask` kept out of the loss."""
     spans: tuple[PolicySpan, ...] = ()
-    """All policy spans of the sequences that the batch had, also those outside of the loss."""
+    """All policy spans of the sequences in the batch, including those outside of the loss."""
 
     def row(self) -> tuple[Any, ...]:
         """The use as a step reports it: plain values, in the order of the fields, without the group."""
@@ -62,10 +62,10 @@ class Use:
 
     @classmethod
     def of(cls, sample: Sample, loss_mask: Bool | None = None) -> Use:
-        """The use of `sample` with the tokens of `loss_mask` (default: all tokens that its own mask allows).
+        """The use of `sample` with the tokens of `loss_mask` (default: all tokens that the sample's own mask allows).
 
-        Masks cover all sequences of the sample, one after the other. Tokens that its own mask allows and `loss_mask`
-        excludes are too old: they count as stale.
+        Masks cover all sequences of the sample, one after the other. Tokens that the sample's own mask allows and
+        `loss_mask` excludes are too old: they count as stale.
         """
         own: Bool | None = getattr(sample, "loss_mask", None)
         allowed = sample.whole_mask if own is None else own & sample.whole_mask
@@ -102,7 +102,7 @@ class LedgerClient:
         self._link = link
         self._stand_ins = frozenset(stand_ins)
         self._answered: defaultdict[str, deque[tuple[float, tuple[Any, ...]]]] = defaultdict(deque)
-        """Server -> (time.monotonic, its report) of each request that it has answered lately."""
+        """Server -> (time.monotonic(), report) of each request that it has answered recently."""
         self._lost: set[str] = set()
         """Servers that have died."""
         self._events: list[tuple[Any, ...]] = []
@@ -112,8 +112,8 @@ class LedgerClient:
     async def admit(self, node: str, samples: Sequence[Prompt], *, trainers: Sequence[str] | None = None) -> int | None:
         """A ticket for one group, committed in the ledger; None when no further group is wanted.
 
-        `samples` are the members of one group, `trainers` are those that they can reach (all by default). Waits for
-        the ticket.
+        `samples` are the members of one group; `trainers` are the trainers that they can reach (all by default). Waits
+        for the ticket.
         """
         rows = [(s.sample_id, s.prompt_id, s.epoch, s.member, len(s.token_ids)) for s in samples]
         body = {"node": node, "group_id": samples[0].group_id, "rows": rows, "trainers": trainers}
@@ -136,21 +136,22 @@ class LedgerClient:
     # Episodes
 
     def request(self, turn: Turn, reply: Reply) -> None:
-        """Report that the request of a turn has ended; the generator does, before it answers.
+        """Report that the request of a turn has ended. The generator calls this before it answers.
 
         Held-out turns are not booked, and neither are those of opponents.
         """
         self._request("request", turn, reply)
 
     def answered(self, server: str, turn: Turn, reply: Reply) -> None:
-        """Note that a replica has answered a turn here. It may die before it sends its report of the request.
+        """Note that a replica has answered a turn here.
 
-        The report is then made here (`server_lost`), of what has come with the answer.
+        If the replica dies before it sends its report of the request, the report is made here (`server_lost`), from the
+        content of the answer.
         """
         if server.partition("/")[0] not in self._stand_ins or not _is_booked(turn):
             return
         row = _request_row(turn, reply)
-        if server in self._lost:  # the answer was on the way
+        if server in self._lost:  # the answer was in transit
             self._add(AGAIN, *row)
             return
         lately, now = self._answered[server], time.monotonic()
@@ -159,7 +160,7 @@ class LedgerClient:
         lately.append((now, row))
 
     def server_lost(self, replica_ids: Collection[str]) -> None:
-        """The processes of these replicas have died: report the requests that they have answered here lately."""
+        """The processes of these replicas have died: report the requests that they have answered here recently."""
         self._lost.update(replica_ids)
         for server in replica_ids:
             for _, row in self._answered.pop(server, ()):
@@ -167,9 +168,9 @@ class LedgerClient:
         self.flush()
 
     def request_lost(self, turn: Turn, reply: Reply, reason: str) -> None:
-        """Report, instead of `request`, that it has ended with these tokens, which are abandoned.
+        """Report, instead of `request`, that a request has ended with these tokens, which are abandoned.
 
-        It is asked again under the same id, so the two reports may arrive in any order.
+        The request is asked again under the same id, so the two reports may arrive in any order.
         """
         self._request("request lost", turn, reply, reason)
 
@@ -178,7 +179,7 @@ class LedgerClient:
             self._add(kind, *_request_row(turn, reply), *more)
 
     def abandoned(self, request_id: str, reason: str) -> None:
-        """Report that nobody used the reply of a request that had ended, as of a call that was cancelled."""
+        """Report that the reply of a request that has ended is not used, for example because the call was cancelled."""
         self._add("abandoned", request_id, reason)
 
     def attempt_void(self, sample_id: str, attempt: int, cause: str) -> None:
@@ -186,7 +187,7 @@ class LedgerClient:
         self._add("void", sample_id, attempt, cause)
 
     def episode(self, episode: Episode, *, truncated: str | None, seconds: float) -> None:
-        """Report a finished episode, instead of `generated`. `truncated`: what cut it off, None if it ended itself."""
+        """Report a finished episode, instead of `generated`. `truncated`: what cut it off; None if nothing did."""
         spans = policy_spans(episode)
         prompt_tokens = spans[0].start if spans else len(episode.token_ids)
         row = (episode.environment, episode.attempts, episode.turns, truncated, seconds, time.time())
@@ -195,7 +196,7 @@ class LedgerClient:
     def episode_failed(
         self, sample_id: str, environment: str, attempts: int, turns: int, cause: str, seconds: float
     ) -> None:
-        """Report an episode whose last attempt failed too, with the `turns` of that attempt; it makes this one void."""
+        """Report an episode whose last attempt also failed, with the `turns` of that attempt, which becomes void."""
         self._add("episode failed", sample_id, (environment, attempts, turns, cause, seconds, time.time()))
 
     def scored(self, sample: Scored) -> None:
@@ -211,15 +212,15 @@ class LedgerClient:
     async def assert_bound(self, trainer: str, version: int, group_ids: Sequence[str]) -> None:
         """Call before `trainer` updates `version` with these groups. Raises FlowrlError if one of them is too old.
 
-        For trainers whose versions are not those of the tokens; other trainers know the age of every token.
+        Only for trainers whose versions are not those of the tokens; other trainers know the age of every token.
         """
         await self._link.request(DRIVER, "ages", {"trainer": trainer, "version": version, "group_ids": group_ids})
 
     def step(self, record: Mapping[str, Any], uses: Sequence[Use], *, policy: str) -> None:
         """Report a finished batch: its metrics line, and how it used each of its samples.
 
-        `record["step"]` is the version that the batch made. Call it once per batch, with the uses of
-        all ranks. `policy` is the name under which the weights are published: the trainer node's.
+        `record["step"]` is the version that the batch made. Call it once per batch, with the uses of all ranks.
+        `policy` is the name under which the weights are published: the name of the trainer node.
         """
         line = {name: _plain(value) for name, value in record.items()}  # first: this may raise
         self._add("step", policy, line, self._last_of([use.row() for use in uses]), self.replica)
@@ -244,7 +245,7 @@ class LedgerClient:
     def pause(self, paused: bool) -> None:
         """Send all collected events, and hold back later ones until `pause(False)`.
 
-        A checkpoint's ledger then has what happened until the checkpoint's messages were read, and nothing later.
+        A checkpoint's ledger then contains what happened until the checkpoint's messages were read, and nothing later.
         """
         self._paused = False
         self.flush()
@@ -263,7 +264,7 @@ class LedgerClient:
                 self._link.notify(DRIVER, "ledger", {"events": part})
 
     def _last_of(self, rows: Sequence[Any]) -> Sequence[Any]:
-        """The last part of `rows`, after events that hold the others: one event is not split."""
+        """The last part of `rows`. Events with the other parts are added first, because a single event is not split."""
         *parts, last = [*chunked(rows)] or [[]]
         for part in parts:
             self._add(EARLY, self.replica, part)
@@ -280,7 +281,7 @@ def _is_booked(turn: Turn) -> bool:
 
 
 def _request_row(turn: Turn, reply: Reply) -> tuple[Any, ...]:
-    """The report of a request that has ended now; generator and asker make the same one, but for the time."""
+    """The report of a request that has ended now; generator and caller make the same one, except for the time."""
     arrays = (reply.token_ids, reply.behavior_logprobs, reply.versions)
     digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)
     place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
@@ -289,14 +290,14 @@ def _request_row(turn: Turn, reply: Reply) -> tuple[Any, ...]:
 
 
 def _rollout(sample: Sample) -> tuple[Any, ...]:
-    """Sample, generator, policy tokens, oldest and newest version of those, and when they were complete."""
+    """Sample, generator, number of policy tokens, their oldest and newest version, and when they were complete."""
     versions = sample.whole_versions[sample.whole_mask]
     made_s = sample.generated_s or time.time()
     return (sample.sample_id, sample.generator, len(versions), *_ages(versions), made_s)
 
 
 def _ages(versions: Int32) -> tuple[int | None, int | None]:
-    """The oldest and the newest version; None for those of a dataset, and without tokens."""
+    """The oldest and the newest version; None for tokens of a dataset, and without tokens."""
     return (_known(int(versions.min())), _known(int(versions.max()))) if len(versions) else (None, None)
 
 

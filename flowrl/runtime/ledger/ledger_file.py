@@ -4,7 +4,7 @@ WAL mode with synchronous=NORMAL: committed data survives the death of any proce
 the sqlite3 shell) never blocks the run.
 
 A file with this name is complete at any time. A new or rewound ledger is written to another file next to it, with its
-first commit, which begins an incarnation; then it replaces the old file in one step.
+first commit, which starts an incarnation. Then that file replaces the old one in one step.
 
 All `*_s` columns are seconds since the Unix epoch.
 """
@@ -174,7 +174,7 @@ BEGIN_INCARNATION = (
 
 
 def restore(backup: Path, path: Path, terms: Terms | None = None) -> None:
-    """Rewind the ledger at `path` to `backup` and begin another incarnation there; no process may be writing it.
+    """Rewind the ledger at `path` to `backup` and start another incarnation there; no process may be writing it.
 
     The replacement is one step: until then the old ledger is unchanged. Raises ConfigError if `backup` is no ledger.
     """
@@ -190,7 +190,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     db = _connect(path)
     try:
         _require_format(db, path)
-    except BaseException:  # nobody else would close the connection, whatever was raised
+    except BaseException:  # no other code would close the connection
         db.close()
         raise
     return db
@@ -202,7 +202,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA query_only = ON")  # mode=ro would leave a WAL file behind
         _require_format(db, path)
-    except BaseException:  # nobody else would close the connection, whatever was raised
+    except BaseException:  # no other code would close the connection
         db.close()
         raise
     return db
@@ -289,7 +289,7 @@ def _replace(path: Path, fresh: Path) -> None:
     """Replace `path` by `fresh`: at any time one of the two is at `path`.
 
     SQLite overwrites an old ledger in one transaction: otherwise the WAL that a killed run has left would be taken for
-    the WAL of the new file. The WAL of a file that is no database does not count.
+    the WAL of the new file. If the old file is not a readable database, its WAL is removed.
     """
     if path.exists():
         try:

@@ -1,4 +1,4 @@
-"""Tables that are too long for one event: a replica sends all rows but the last ones ahead of the event."""
+"""Tables that are too long for one event: a replica sends all rows but the last ones before the event."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 EARLY = "rows"
-"""Kind of an event of rows that come ahead: (EARLY, replica, rows)."""
+"""Kind of an event with rows that come before the event of their table: (EARLY, replica, rows)."""
 WITH_TABLES = frozenset(("step", "evaluation"))
 """Kinds whose last two fields are the last rows of their table, and the replica."""
 
@@ -19,7 +19,7 @@ class LongTables:
         self._early: dict[str, list[Any]] = defaultdict(list)
 
     def whole(self, events: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-        """The events in order, with whole tables and without what else splitting them took."""
+        """The events in order, with whole tables, and without the events and fields that were needed to split them."""
         for kind, *fields in events:
             if kind == EARLY:
                 replica, rows = fields

@@ -1,14 +1,14 @@
-"""The request ledger: what becomes of every request to the policy.
+"""The request ledger: the outcome of every request to the policy.
 
 Invariants
 - A request is booked when it has ended, and abandoned at most once. The tokens of an abandoned request are redone
   tokens of its sample.
-- Reports of generators and reports about episodes come from different hosts, so they arrive in any order, also after
-  the sample has its fate. The result is the same. Only the reports on one request have one order: a turn that was
-  asked twice is answered by the newer one.
-- No process of a run starts again by itself, so attempts and turns count up within an incarnation. After a resume
-  they count on where the checkpoint has a record of the episode, and what was open is asked again under its number;
-  otherwise the episode begins again with attempt 0.
+- Reports of generators and reports about episodes come from different hosts, so they arrive in any order, even after
+  the sample has its fate. The result is the same. Only reports on one turn have a fixed order: if the turn was asked
+  twice, the newer request answers it.
+- No process of a run is restarted, so attempts and turns count up within an incarnation. If a checkpoint has a record
+  of an episode, they continue from it after a resume, and an open request is asked again under its number. Otherwise
+  the episode starts again with attempt 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEPT_CLOSED = 4096
 ASKED_AGAIN = "asked again"
 GENERATED_AGAIN = "generated again"
 REDONE = "redone"
-"""The sample is held by a checkpoint as generated, so this copy is not sent."""
+"""The checkpoint has the sample as generated, so this copy is not sent."""
 RESUMED = "resumed"
 
 
@@ -57,10 +57,10 @@ class RequestLedger:
         self._next = ledger.next_request()
         """Number of the next request."""
         self._taken_up: list[tuple[str, bool, Request]] = []
-        """(sample, whether it is generated, request) for each found by a resume. `kept` decides what becomes of it."""
+        """(sample, whether it is generated, request) of each request found by a resume. `kept` decides about these."""
         self._before: set[int] = set()
-        """Numbers of requests of samples that were generated before a resume. If such a sample is lost, and made
-        again, they are abandoned all together."""
+        """Numbers of requests of samples that were generated before a resume. If such a sample is lost and made again,
+        all these requests of it are abandoned."""
         self._samples: dict[str, SampleRequests] = {}
         self._closed: deque[str] = deque()
         """Samples with a known fate, the oldest first."""
@@ -78,10 +78,10 @@ class RequestLedger:
             self._taken_up.append((sample_id, bool(is_generated), request))
 
     def kept(self, generated: Collection[str], requests: Collection[str]) -> None:
-        """Settle what `take_up` has loaded, by what the checkpoint holds: samples that are generated, and `requests`.
+        """Decide about what `take_up` has loaded: the checkpoint has the `generated` samples and the `requests`.
 
-        Whatever is asked for these samples again is redone work, and these requests count on. All other requests of
-        unfinished samples are abandoned.
+        Everything that is asked again for these samples is redone work, and these requests still count. All other
+        requests of unfinished samples are abandoned.
         """
         self._kept |= set(generated)
         for sample_id, is_generated, request in self._taken_up:
@@ -94,7 +94,7 @@ class RequestLedger:
         self._taken_up = []
 
     def close(self, sample_id: str) -> None:
-        """The sample has its fate: forget its requests, if no report about it can come any more."""
+        """The sample has its fate: keep its requests for late reports until KEPT_CLOSED more samples are closed."""
         if sample_id in self._samples:
             self._closed.append(sample_id)
             if len(self._closed) > KEPT_CLOSED:
@@ -126,14 +126,15 @@ class RequestLedger:
             self._abandon(sample_id, request, reason)
 
     def again(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> None:
-        """Book a request by the report of whoever asked, unless its generator has booked it before it died."""
+        """Book a request that its caller reports, unless its generator reported it before it died."""
         if not self._ledger.has_request(request_id, sample_id, digest):
             self.request(request_id, sample_id, attempt, turn, digest, *rest)
 
     def lost(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
-        """Book a request that its generator could not finish; `rest` is that of `request`, and the reason.
+        """Book a request that its generator could not finish; `rest` is as for `request`, followed by the reason.
 
-        Another generator is asked under the same id, and its report may have come already: this one touches no other.
+        Another generator is asked under the same id, and its report may have arrived already, so other requests stay as
+        they are.
         """
         *of_request, reason = rest
         request = self._row(request_id, sample_id, attempt, turn, *of_request)
@@ -150,7 +151,7 @@ class RequestLedger:
         self._abandon(sample_id, mine[-1], reason)
 
     def void(self, sample_id: str, attempt: int, cause: str) -> None:
-        """Abandon all requests of the attempt, also those whose reports come later. A repeated call changes nothing."""
+        """Abandon all requests of the attempt, including those reported later. A repeated call changes nothing."""
         state = self._of(sample_id)
         if attempt in state.void or sample_id in self._kept:
             return
@@ -160,7 +161,7 @@ class RequestLedger:
             self._abandon(sample_id, request, cause)
 
     def episode(self, sample_id: str, row: Sequence[Any]) -> None:
-        """Book a finished episode. If a resume has lost it, and it was played again, its first requests are redone."""
+        """Book a finished episode. If a resume lost it, and it was played again, the earlier requests are abandoned."""
         state = self._of(sample_id)
         for earlier in [r for r in state.live if r.number in self._before]:
             self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)

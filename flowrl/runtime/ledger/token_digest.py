@@ -2,7 +2,7 @@
 
 A policy span is a run of tokens that the policy sampled one after another. Its digest covers the ids of the whole
 context before it, its own ids, their behavior logprobs and their versions. The generator books the digest of each
-request, the trainer books those of the rows that it feeds, and the audit compares the two.
+request, the trainer books the digests of the rows that it is fed, and the audit compares the two.
 
 Arrays are hashed as int32 and float32; integers beyond 32 bits are refused, floats are rounded.
 """

@@ -2,7 +2,7 @@
 
 Invariants
 - Work of `each` on a member is cancelled; its sample ends with the same reason, and a tombstone replaces it.
-- A member that arrives later does not reach user code; such a tombstone replaces it too.
+- A member that arrives later does not reach user code; such a tombstone also replaces this member.
 - A member that user code holds, or works on in a plain loop, continues to the next node, and ends there.
 
 Every member still produces a message or a tombstone, so groups and joins downstream become complete.
@@ -14,7 +14,7 @@ import asyncio
 from collections import OrderedDict
 
 REMEMBER = 1 << 14
-"""Number of groups. The members in transit at one time belong to fewer groups than that."""
+"""Number of groups to remember. The members in transit at any one time belong to fewer groups than this."""
 
 
 class GivenUp:
@@ -38,7 +38,7 @@ class GivenUp:
         return self._why.get(group_id) if self._why else None
 
     def begin(self, group_id: str) -> None:
-        """The current task works on a member, and may be cancelled until `end`."""
+        """The current task starts work on a member of `group_id`, and may be cancelled until `end`."""
         task = asyncio.current_task()
         if group_id and task is not None:
             self._tasks.setdefault(group_id, set()).add(task)

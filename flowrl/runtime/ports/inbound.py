@@ -1,8 +1,8 @@
 """The live side of an In port: it makes invocations, holds and groups, and forwards tombstones unseen by user code.
 
 Waits: taking an item ends with a message, with end of stream, or with LaneFailed when a producer's process has died.
-Whoever closed a gate (a checkpoint, an evaluation) opens it again. A take may be cancelled: a delivery that has
-already arrived stays for the next take.
+The checkpoint or evaluation that closed a gate opens it again. A take may be cancelled: a delivery that has already
+arrived stays for the next take.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Losses(Protocol):
 
 @dataclass
 class _Each:
-    """One call of `each`: its body, its invocation slots, and whether it is being left while invocations still run."""
+    """One call of `each`: its body, its invocation slots, and whether its loop failed while invocations still run."""
 
     body: Callable[[Any], Awaitable[None]]
     slots: asyncio.Semaphore
@@ -68,7 +68,7 @@ class Inbound:
     """LiveIn of one In port of one node replica.
 
     `arrivals` is the number of messages and tombstones that arrive for each sample at a node that counts them. A node
-    that does not count (`counts`) forwards each of them separately.
+    that does not count them (`counts`) forwards each one separately.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Inbound:
     async def _delivery(self) -> Delivery | None:
         with self._activity.waiting("item", self.port, inside=None):
             while True:
-                if not self._ahead:  # a take that is cancelled at the gate leaves its delivery there
+                if not self._ahead:  # a take that was cancelled at the gate has left its delivery there
                     try:
                         self._ahead.append(await self._inbox.take())
                     except EndOfStream:
@@ -214,12 +214,12 @@ class Inbound:
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
-                    await each.slots.acquire()  # first: an item without a slot stays in the inbox, which snapshots save
+                    await each.slots.acquire()  # slot first: items without one stay in the inbox, which snapshots save
                     item = await self._next()
                     if item is None:
                         return
                     tasks.create_task(self._work(each, item))
-            except BaseException:  # the tasks that still run have to know that the loop has ended
+            except BaseException:  # the tasks that still run must know that the loop has ended
                 each.left = True
                 raise
 
@@ -257,7 +257,7 @@ class Inbound:
         return self.joined((self, *others))
 
     def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
-        """The groups formed from the items of `take`; one of its parts represents a joined sample."""
+        """The groups formed from the items of `take`; a joined sample is represented by one of its parts."""
 
         async def pull() -> Invocation | None:
             while (item := await take()) is not None:
@@ -275,7 +275,7 @@ class Inbound:
         return Invocations(pull, close)
 
     def _join(self, item: Item, size: int) -> OpenGroup:
-        """Add a member to its group, and hold it until the group ends."""
+        """Add a member to its group, and hold the member until the group ends."""
         envelope = item.envelope
         if not envelope.group_id or envelope.member < 0:
             raise FlowrlError(

@@ -29,9 +29,9 @@ class Trace(Protocol):
 class Invocation:
     """One piece of work: user code gets `value`, which is made from `items`.
 
-    With `whole` the engine ends it: messages that the task of the body sends from then on are made from that item and
-    the others of its sample, and the engine calls `end` when the body is done. Without `whole` the items are held. The
-    methods are called in the order below; those that wait may be called again after a cancellation.
+    With `whole`, the engine ends the invocation: messages that the body's task sends after `enter` are made from
+    `whole` and the other items of its sample, and the engine calls `end` when the body is done. Without `whole`, the
+    items are held. The methods are called in the order below; those that wait may be called again after a cancellation.
     """
 
     def __init__(

@@ -3,9 +3,11 @@
 Invariants
 - Every delivery that the node takes becomes one `Item`, and every item is acked exactly once: when its invocation has
   ended and the next processes have taken everything made from it (`Custody` counts that).
-- The engine ends an invocation (user code asks for the next item, or the body returns), or a send that names the item
-  does, or a drop. If an item ends its invocation without a send, hold or drop, that is an error of the node.
-- The parts of a joined sample (`Item.whole`) are made from, held, dropped and ended together.
+- An invocation is ended by the engine (when user code asks for the next item, or the body returns), by a send that
+  names the item, or by a drop. It is an error of the node if an invocation ends without a send, hold or drop of its
+  item.
+- The parts of a joined sample (`Item.whole`) share one fate: messages are made from all of them, and they are held,
+  dropped and ended together.
 - Tombstones are items too, but user code never sees them.
 """
 
@@ -42,15 +44,15 @@ class Item:
     ordinals: dict[str, int] = field(default_factory=dict)
     """Out port -> number of messages made from it so far."""
     accounted: bool = False
-    """Whether a send, hold or drop has named it."""
+    """Whether a send, hold or drop has named this item."""
     held: bool = False
-    """Whether it stays open after its invocation, until a send that names it, a drop or `finish` ends it."""
+    """Whether the item stays open after its invocation, until a send that names it, a drop or `finish` ends it."""
     lost: Tombstone | None = None
-    """Set when its loss is booked: the marker that replaces it from then on, also in a checkpoint."""
+    """Set when the item's loss is booked: the marker that replaces the item from then on, also in a checkpoint."""
     record: Callable[[], Record] | None = None
-    """Returns what a checkpoint stores with it (`In.keep`)."""
+    """Returns what a checkpoint stores with the item (`In.keep`)."""
     group: OpenGroup | None = None
-    """The group that `port.groups` put it in."""
+    """The group to which `port.groups` added the item."""
     children: list[bytes] = field(default_factory=list)
     """Ids of the messages made from it."""
     sent_on: set[str] = field(default_factory=set)
@@ -58,7 +60,7 @@ class Item:
     parts: tuple[Item, ...] = ()
     """For a joined sample: the item from each port, this one included."""
     others: tuple[Item, ...] = ()
-    """For a tombstone that represents several: the other ones."""
+    """For a tombstone that represents several tombstones: the other ones."""
 
     @property
     def whole(self) -> tuple[Item, ...]:
@@ -101,7 +103,7 @@ class OpenGroup:
     dropped: list[Item] = field(default_factory=list)
     """Those of `items` that this node has dropped."""
     sent: bool = False
-    """Whether a send has named the group: it took `lost` and `dropped` with it, and a later drop ends its item."""
+    """Whether a send has named the group. It also finished `lost` and `dropped`; members dropped later end at once."""
 
     @property
     def present(self) -> list[Item]:
@@ -114,7 +116,7 @@ class OpenGroup:
 
 
 current: ContextVar[tuple[Item, ...]] = ContextVar("flowrl_current_items", default=())
-"""What the current invocation works on: nothing, an item, or all parts of a joined sample."""
+"""The items that the current invocation works on: none, one, or all parts of a joined sample."""
 at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
 """The ticket of the current invocation, -1 outside of invocations."""
 
@@ -132,7 +134,7 @@ class OpenItems:
         self._by_place: dict[Hashable, Item] = {}
         self.given_up = GivenUp()
         self.failed_ticket: int | None = None
-        """The ticket that the node worked on when it raised its first exception; None if there was none."""
+        """The ticket that the node worked on when it raised its first exception; None if it raised none."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -172,7 +174,7 @@ class OpenItems:
         self._custody.child([item.place for item in parents], child_id, num_lanes)
 
     def arrived(self, child_ids: Iterable[bytes]) -> None:
-        """The next process has taken these messages, each id once for each lane: ack the items that are finished."""
+        """Consumers have taken these messages (each id appears once for each lane): ack the items that are finished."""
         for child_id in child_ids:
             self._ack(self._custody.arrived(child_id))
 
@@ -183,7 +185,7 @@ class OpenItems:
             self._ack(self._custody.end(item.place))
 
     def waiting_for_children(self) -> list[ItemKey]:
-        """Items whose invocation has ended, but which are not acked: a checkpoint stores their children instead."""
+        """Items whose invocation has ended, but that are not acked yet: a checkpoint stores their children instead."""
         return [item.place for item in self._by_place.values() if id(item.body) not in self._open]
 
     def lost(self) -> list[tuple[ItemKey, Tombstone]]:
@@ -215,7 +217,7 @@ class OpenItems:
             self._by_place.pop(place).delivery.ack()
 
     def end_invocation(self, item: Item, *, sink: bool) -> None:
-        """The body is done with the item: end it, unless it is held. A `sink` need not send, hold or drop it."""
+        """The body is done with the item: end it, unless it is held. A `sink` node need not send, hold or drop it."""
         if item.held:
             return
         if not item.accounted and not sink:

@@ -67,8 +67,8 @@ class Joined:
     def _lost_here(self, parts: tuple[Item, ...]) -> Item | None:
         """The part that tells why the sample is lost, or None if it is not.
 
-        Messages of other branches are lost here with it. If there are none, the sample was lost before this node, or
-        went elsewhere.
+        The messages that other branches delivered are lost here with it. If no branch delivered a message, the sample
+        was lost before this node, or was routed elsewhere.
         """
         lost = [part for part in parts if isinstance(part.body, Tombstone)]
         if not lost:
@@ -137,6 +137,6 @@ class Joined:
 
 
 def _heard(take: asyncio.Task[Item | None]) -> None:
-    """Mark the exception of a take as retrieved: the first lane failure ends the join, later ones are consequences."""
+    """Mark the exception of a take as retrieved: the first lane failure ends the join; later ones are consequences."""
     if not take.cancelled():
         take.exception()

@@ -5,7 +5,7 @@ lost.
 
 Invariants
 - A message passes at once. A tombstone waits for the arrivals of all branches: it ends here if one of them was a
-  message; otherwise all tombstones of the sample pass as one.
+  message; otherwise one tombstone of the sample passes and represents all of them.
 - Waiting tombstones are unfinished, so a crash or a checkpoint repeats them. If the message of their sample was
   finished before that, they wait until the end of the stream.
 
@@ -69,14 +69,14 @@ class Merge:
         return _together(sample.tombstones), ()
 
     def rest(self) -> list[Item]:
-        """At the end of the stream: the tombstones that still wait, to be ended."""
+        """The tombstones that still wait at the end of the stream; the caller ends them."""
         waiting = [item for sample in self._samples.values() for item in sample.tombstones]
         self._samples.clear()
         return waiting
 
 
 def _together(tombstones: list[Item]) -> Item:
-    """One tombstone that represents all; a real loss is preferred to a branch that the sample did not take."""
+    """One tombstone that represents all: one for a real loss, if there is any, rather than for a branch not taken."""
     first = next((item for item in tombstones if getattr(item.body, "reason", "") != NOT_ROUTED), tombstones[0])
     first.others = tuple(item for item in tombstones if item is not first)
     return first

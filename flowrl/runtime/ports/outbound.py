@@ -25,7 +25,7 @@ class OutboundOwner(Protocol):
     activity: Activity
 
     async def admit(self, samples: Sequence[Prompt], trainers: Sequence[str]) -> int | None:
-        """A committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
+        """Wait for a committed ticket for one group that can reach `trainers`; None when no further group is wanted."""
 
     def book(self, items: Sequence[Item], marker: Tombstone, *, behind: Collection[str] | None = None) -> None:
         """Book `marker` for the trainers (of `behind`, if given) that get nothing made from `items`."""
@@ -50,11 +50,11 @@ class WaitingSend:
 
     envelope: Envelope
     first: int
-    """Index of the first edge on which it is not sent yet."""
+    """Index of the first edge on which the message is not sent yet."""
     again: bool
-    """Whether a resumed run makes it again (`_makes_again`); otherwise the checkpoint stores it."""
+    """Whether a resumed run makes the message again (`_makes_again`); otherwise the checkpoint stores it."""
     outside: bool
-    """Whether it was made outside of invocations."""
+    """Whether the message was made outside of invocations."""
 
 
 class Outbound:
@@ -72,15 +72,15 @@ class Outbound:
         self.port = port
         self.edges = tuple(edges)
         self.trainers = frozenset(trainers)
-        """The trainers that its messages can reach."""
+        """The trainers that messages from this port can reach."""
         self.counted = counted
-        """Whether a node downstream counts samples: it needs a message or a tombstone for each of them."""
+        """Whether a node downstream counts samples: such a node needs a message or a tombstone for each sample."""
         self._owner = owner
         self._open_items = owner.open_items
         self._activity = owner.activity
         self._cursor = 0
         self._outside = 0
-        """Number of sends outside of invocations that wait now. A resumed run repeats them with the same ids."""
+        """Number of sends outside of invocations that wait now. A resumed run repeats these sends with the same ids."""
         self._admitted: dict[int, list[bytes]] = {}
         """Ticket -> ids of the members already sent, for groups whose other members still wait for credit."""
         self._restoring: list[Kept] = []
@@ -90,17 +90,20 @@ class Outbound:
         """Number of tombstones and restored messages still being sent; the stream ends after them."""
         self._ending = False
         self.sent_before: set[bytes] = set()
-        """Ids of messages that invocations sent before a checkpoint cut them off; repeated invocations skip them."""
+        """Ids of messages sent by invocations that a checkpoint interrupted; repeated invocations skip these."""
         self.left_out: set[bytes] = set()
-        """The ids of `sent_before` that were skipped."""
+        """Ids moved here from `sent_before` when their message was skipped."""
 
     @property
     def carries_tombstones(self) -> bool:
-        """Whether tombstones go out here, on one edge at least."""
+        """Whether tombstones are sent here, on at least one edge."""
         return any(edge.rule.carries_tombstones for edge in self.edges)
 
     async def send(self, item: Message, made_from: Sequence[Message] | None) -> None:
-        """Send on all edges. `made_from` None: made from the invocation's item, outside of invocations from nothing."""
+        """Send on all edges.
+
+        With `made_from` None, `item` is made from the invocation's item, or, outside of invocations, from nothing.
+        """
         if self._ending:
             raise FlowrlError(f"a {type(item).__name__} was sent on {self.port} after {self.port} was closed")
         parents = self._parents(made_from)
@@ -132,7 +135,7 @@ class Outbound:
         return True
 
     def was_sent(self) -> bool:
-        """Whether the next message of the invocation was sent before a checkpoint; if so, it counts as sent now."""
+        """Whether the invocation's next message was sent before the checkpoint; if so, count it as sent now."""
         parents = self._parents(None)
         if not parents or not self._left_out(self._next_id(parents), parents):
             return False
@@ -141,12 +144,15 @@ class Outbound:
 
     @property
     def num_untaken(self) -> int:
-        """Messages that wait for credit, or were sent and not taken, at the consumer that has most of these."""
+        """Number of messages that wait for credit, or were sent and not taken yet.
+
+        Of the sent messages, only those to the consumer with the most of them count.
+        """
         return self._num_waiting + max((edge.num_untaken for edge in self.edges), default=0)
 
     @property
     def num_unfinished(self) -> int:
-        """As `num_untaken`, with those taken and not finished."""
+        """As `num_untaken`, but messages that were taken and are not finished also count."""
         return self._num_waiting + max((edge.num_unfinished for edge in self.edges), default=0)
 
     @property
@@ -164,13 +170,13 @@ class Outbound:
             await self._send(envelope, items, uses_up=False)
 
     def leaving(self, change: int) -> None:
-        """Count a message that the engine sends itself: its send begins (+1), or has ended (-1)."""
+        """Count a message that the engine itself sends: its send begins (+1), or has ended (-1)."""
         self._num_leaving += change
         if self._ending and not self._num_leaving:
             self._close_edges()
 
     async def restore(self, kept: Kept) -> None:
-        """Send a message from a checkpoint again, on the edge on which it was in transit."""
+        """Send a message from a checkpoint again, on the edge where it was in transit."""
         self._restoring.append(kept)
         name, consumer, envelope = kept
         for edge in self.edges:
@@ -220,7 +226,7 @@ class Outbound:
         return [key for keys in self._admitted.values() for key in keys]
 
     def close(self) -> None:
-        """End the stream, after the messages counted by `leaving`."""
+        """End the stream after the messages counted by `leaving` are sent."""
         if not self._ending:
             self._ending = True
             self.leaving(0)
@@ -244,8 +250,8 @@ class Outbound:
     def _parents(self, made_from: Sequence[Message] | None) -> list[Item]:
         """The items that the next message is made from, without repetition; with None, those of the invocation.
 
-        The first send that names a member of a group also takes the group's tombstones and its dropped members: they
-        are finished with this message, as nothing else will be made from them.
+        The first send that names a member of a group also takes the group's tombstones and its dropped members. They
+        are finished with this message, because nothing else will be made from them.
         """
         if made_from is None:
             return list(current.get())
@@ -280,7 +286,7 @@ class Outbound:
         return message_id([item.envelope.id for item in parents], self.port, parents[0].ordinals.get(self.port, 0))
 
     def _count(self, parents: Sequence[Item]) -> None:
-        """Advance the ordinal: the id of `_next_id` is used now."""
+        """Advance the ordinal, because the id from `_next_id` is used now."""
         parents[0].ordinals[self.port] = parents[0].ordinals.get(self.port, 0) + 1
 
     def _left_out(self, key: bytes, parents: Sequence[Item]) -> bool:
@@ -312,7 +318,7 @@ class Outbound:
             self._mark(parents, envelope.id)
         try:
             for number, edge in enumerate(self.edges):
-                again = not number and _makes_again(parents)  # later edges need the message that the first one has
+                again = not number and _makes_again(parents)  # later edges need the same message as the first one
                 self._waiting[envelope.id] = WaitingSend(envelope, number, again, not parents)
                 await self._send_on(edge, envelope, parents)
         finally:
@@ -346,7 +352,7 @@ def _own_lineage(body: Message) -> tuple[str, int]:
 def _makes_again(parents: Sequence[Item]) -> bool:
     """Whether a resumed run lets the node make this message again, so that the checkpoint does not store it.
 
-    That holds for messages without parents or from held items: the node's state tells what it still has to send. A
+    This is so for messages without parents or made from held items: the node's state tells what it still has to send. A
     message that an invocation made from its one item is stored, because making it may have been expensive.
     """
     return not parents or any(item.held for item in parents)

@@ -4,12 +4,13 @@ The caller's item stays unfinished until the reply, because its invocation waits
 request, the server cancels its body; when the server dies, the request fails.
 
 A body that raises OutOfService takes its replica out of service: the request, and all later ones, go to the other
-replicas. So does the death of its process, if the run goes on without it (`Endpoint.peer_left`). A body that ends in
-any other way than by returning, or by raising that or SampleFailed, fails the server.
+replicas. The death of the replica's process has the same effect if the run continues without that process
+(`Endpoint.peer_left`). A body that ends in any way other than by returning, or by raising OutOfService or SampleFailed,
+fails the server.
 
-Requests wait by priority, the smallest first, then in order of arrival: at the caller for a place on the edge, at the
-server for one of its `concurrency` places. Every reply tells the caller how many requests the other callers have open
-at the server, waiting or running; `sessions` chooses the server of a request by this.
+Requests wait in order of priority, the smallest number first, then in order of arrival: at the caller for a place on
+the edge, and at the server for one of its `concurrency` places. Every reply tells the caller how many requests the
+other callers have open at the server, waiting or running; `sessions` uses this to choose the server of a request.
 Waits: a call waits for a place on the edge and for its reply; a server waits until every caller has closed.
 """
 
@@ -35,10 +36,10 @@ Meter = Callable[[str, float], None]
 
 
 class LiveCall:
-    """One Call port of one replica; `calls`, at least one, lead to the replicas that serve it.
+    """One Call port of one replica; `calls` (at least one) lead to the replicas that serve it.
 
     `count` adds to the counter `requests_moved`: requests whose session was on another replica before.
-    `answered(server, request, reply)` is told of each reply.
+    `answered(server, request, reply)` is called for each reply.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class LiveCall:
         return reply["reply"]
 
     async def _ask_one(self, request: Message, session: str, group: str, priority: int) -> Any:
-        """What the replica that the router chooses answers."""
+        """Ask the replica that the router chooses. Returns its answer."""
         choice = self._router.begin(session, group)
         others = None
         try:
@@ -107,7 +108,7 @@ class LiveCall:
 class LiveServe:
     """One Serve port of one replica; `calls` come from the replicas that may call it.
 
-    `gauge` gets the number of open requests, by the name "open_" and the port's, with each that arrives.
+    Whenever a request arrives, `gauge` gets the number of open requests, under the name "open_" plus the port's name.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class LiveServe:
     ) -> None:
         self._body: Body | None = None
         self._slots = PrioritySlots(0)
-        """Requests that come before `serve` wait for its first slots."""
+        """Requests that arrive before `serve` is called wait for the slots that it adds."""
         self._open: Counter[str] = Counter()
-        """Name of a call -> its requests that wait or run."""
+        """Name of a call -> number of its requests that wait or run."""
         self.num_open = 0
-        """Those of all calls together."""
+        """Number of requests that wait or run, of all calls together."""
         self._callers = {call.caller for call in calls}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._port = port

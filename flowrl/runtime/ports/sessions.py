@@ -1,22 +1,23 @@
-"""Which replica of a server gets a request: the one that has served its session, unless that has much more to do.
+"""Chooses the server replica for a request: the one that has served its session, unless that replica is much busier.
 
-The load of a replica is what this caller has open there, plus what the other callers had open there when the replica
-last replied to this one. A replica that has not replied yet counts as the one where the others have least: if it
-counted as idle, all callers would go to the slowest one, which replies last.
+The load of a replica is the number of requests that this caller has open there, plus the number that the other callers
+had open there when the replica last replied to this caller. A replica that has not replied yet is given the smallest
+number that any replica has reported for the other callers: if it counted as idle, all callers would go to the slowest
+replica, which replies last.
 
 Invariants
-- A request goes to a replica whose load exceeds the smallest load by the margin at most; without a margin, to one
-  with the smallest load.
+- A request goes to a replica whose load exceeds the smallest load by at most the margin; without a margin, to one with
+  the smallest load.
 - A session stays on its replica for as long as that rule allows. A new session goes where the first session of its
   group went, for as long as the rule allows; otherwise, and without a group, to a replica with the smallest load.
-- Among equals the choice goes round. It begins at another replica for each replica of the calling node, so that
-  callers which have heard nothing yet do not all choose the same one.
-- A replica where this caller has nothing open sends no reply, so its last report would stay for ever. With each reply
-  of another replica, that report counts one request less.
-- A replica that is out of service is chosen no more; its sessions and groups move to the others. Once all are, the
-  choice is as if all were in service: the caller asks no further.
-- A group is known while one of its sessions is. At most `most_sessions` sessions are known: a new one takes the place
-  of the one that was used least recently, which begins anew if it asks again.
+- Among replicas of equal load the choice is round-robin. Each replica of the calling node starts at a different server
+  replica, so that callers without any reply yet do not all choose the same one.
+- A replica where this caller has nothing open sends it no reply, so the replica's last report would never change. Each
+  reply of another replica therefore lowers that report by one request.
+- A replica that is out of service is not chosen again; its sessions and groups move to the other replicas. Once all
+  replicas are out of service, the choice is as if all were in service: the caller gives up then.
+- A group is known while at least one of its sessions is known. At most `most_sessions` sessions are known: a new
+  session replaces the least recently used one, which counts as new if it asks again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MOST_SESSIONS = 1 << 16
-"""Sessions that one Call port of a replica remembers; each takes about 300 bytes, its names included."""
+"""Number of sessions that one Call port of a replica remembers; each takes about 300 bytes, including its names."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class RoutedTo:
 
     replica: int
     moved: bool
-    """Whether its session was on another replica before."""
+    """Whether the request's session was on another replica before."""
 
 
 @dataclass(slots=True)
@@ -48,16 +49,17 @@ class GroupHome:
 
 @dataclass(slots=True)
 class SessionHome:
-    """Where a session is, and its group; "" for none."""
+    """Where a session is, and its group ("" for none)."""
 
     replica: int
     group: str
 
 
 class SessionRouter:
-    """See the module. `caller` is the replica that asks, as "environment/0".
+    """See the module. `caller` is the replica that asks, for example "environment/0".
 
-    Without a `margin` sessions and groups are not kept, and each request goes to a replica with the smallest load.
+    Without a `margin`, sessions and groups are not remembered, and each request goes to a replica with the smallest
+    load.
     """
 
     def __init__(
@@ -70,12 +72,12 @@ class SessionRouter:
         self._others: list[int | None] = [None] * num_replicas
         """Open requests of all other callers, by replica, as last reported; None before the first report."""
         self._sessions: OrderedDict[str, SessionHome] = OrderedDict()
-        """The least recently used first."""
+        """In order of last use, the least recently used session first."""
         self._groups: dict[str, GroupHome] = {}
         self._in_service = [True] * num_replicas
         node, _, index = caller.partition("/")
         self._next = (zlib.crc32(node.encode()) + int(index or 0)) % num_replicas
-        """The first of equals."""
+        """The replica that is preferred first among replicas of equal load."""
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -103,7 +105,10 @@ class SessionRouter:
         return choice
 
     def end(self, replica: int, others: int | None = None) -> None:
-        """A request has ended; its reply, if there was one, reported what `others` have open at `replica`."""
+        """A request has ended.
+
+        `others` is how many requests the other callers have open at `replica`, by the reply; None without a reply.
+        """
         self._own[replica] -= 1
         if others is None:
             return
@@ -117,7 +122,7 @@ class SessionRouter:
         self._in_service[replica] = False
 
     def forget(self, session: str) -> None:
-        """The session has ended. Does nothing for one that is not known."""
+        """The session has ended. Does nothing for an unknown session."""
         home = self._sessions.pop(session, None)
         if home is not None and home.group:
             group = self._groups[home.group]
@@ -162,6 +167,6 @@ class SessionRouter:
         return chosen
 
     def _candidates(self) -> list[int]:
-        """The replicas in service; all, once none is."""
+        """The replicas in service; all replicas, once none is in service."""
         every = range(len(self._in_service))
         return [replica for replica in every if self._in_service[replica]] or list(every)

@@ -8,14 +8,14 @@ from flowrl.runtime.samples.rollout_files import columns_of, rollout_files
 from flowrl.runtime.samples.sample_record import SampleRecord
 
 UNFINISHED = "unfinished.json"
-"""The file of a run directory whose answers are to be taken over: of an evaluation alone that has not ended."""
+"""The file that marks a run directory whose answers are taken over: that of a pure evaluation that has not ended."""
 COLUMNS = ("task", "prompt_id", "member", "phase", "step", "reward", "correct", "response_tokens", "spans", "parts")
 AnswerKey = tuple[str, str, int]
 """task, prompt_id, member"""
 
 
 def kept_answers(run_dir: Path, *, phase: str, step: int) -> dict[AnswerKey, SampleRecord]:
-    """The answers of that evaluation; {} unless the run is an evaluation that goes on.
+    """The answers of that evaluation; {} unless the run continues an evaluation.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -32,5 +32,5 @@ def kept_answers(run_dir: Path, *, phase: str, step: int) -> dict[AnswerKey, Sam
 
 
 def versions_in(record: SampleRecord) -> list[int]:
-    """The versions that sampled an answer, in the order of its tokens; [] of an answer without a token."""
+    """The versions that sampled an answer, in the order of its tokens; [] for an answer without tokens."""
     return [span["version"] for span in record["spans"] or () if span["version"] >= 0]

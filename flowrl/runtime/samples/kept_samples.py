@@ -1,12 +1,12 @@
 """The driver's side of `rollouts/`: joins records with the states that the ledger books, and writes them in a thread.
 
 Invariants
-- A sample is kept once: when its state is known and its record is here. A second record of it, as from a second
-  trainer, is dropped.
-- What waits in memory is bounded: states, records, and MOST_WAITING_BYTES of rows. A record that comes while as many
-  samples as can be in flight twice are closed finds its state.
-- A sample that is not kept although its record came is counted, and told.
-- A failure to write is told once; nothing more is kept then, and the run goes on.
+- A sample is kept once: when its state is known and its record has arrived. A second record of it, for example from a
+  second trainer, is dropped.
+- What waits in memory is bounded: states, records, and MOST_WAITING_BYTES of rows. A record finds the state of its
+  sample if, since that sample was closed, at most twice as many samples as can be in flight were closed.
+- A sample that is not kept although its record arrived is counted and reported.
+- A failure to write is reported once; after it, nothing more is kept, and the run continues.
 
 Waits: `flush` waits for the thread that writes.
 """
@@ -28,11 +28,11 @@ LATE = 16384
 MOST_OPEN = 65536
 """The least number of records that may wait for the states of their samples."""
 FULL_BYTES = 8 << 20
-"""So many bytes of rows are written without waiting for longer."""
+"""Rows of this many bytes are written without further waiting."""
 MOST_WAITING_BYTES = 128 << 20
-"""Rows beyond this are dropped, while a slow disk is written."""
+"""Rows beyond this are dropped while earlier ones are written to a slow disk."""
 PART_OF_RUN, LEAST_S, MOST_S = 0.05, 2.0, 60.0
-"""Rows wait for a part of the time that the run has lasted, within these bounds, so that files are not too many."""
+"""Rows wait for this part of the run's time so far, within these bounds, so that there are not too many files."""
 
 V = TypeVar("V")
 SampleState = tuple[str, str | None, int, float]
@@ -40,17 +40,17 @@ SampleState = tuple[str, str | None, int, float]
 
 
 class Admitted(Protocol):
-    """What is asked of the accounting."""
+    """The part of the accounting that is used here."""
 
     def is_open(self, sample_id: str) -> bool:
         """Whether the sample is in flight."""
 
     def was_admitted(self, sample_id: str) -> bool:
-        """Whether it has ever been; samples of evaluations have not."""
+        """Whether the sample was ever admitted; samples of evaluations never are."""
 
 
 class KeptSamples:
-    """Use on the driver's event loop only.
+    """Use only on the driver's event loop.
 
     `shown` gets every row that is kept. `in_flight` is the number of samples that can be in flight.
     """
@@ -69,7 +69,7 @@ class KeptSamples:
         self._open: OrderedDict[str, SampleRecord] = OrderedDict()
         """Records of samples whose state is not known yet."""
         self._closed: OrderedDict[str, SampleState | None] = OrderedDict()
-        """States of the samples that were closed last; None once their record has come."""
+        """States of the samples that were closed last; None once their record has arrived."""
         self._most_open, self._most_closed = max(MOST_OPEN, in_flight), max(LATE, 2 * in_flight)
         self._num_lost = 0
         self._rows: list[SampleRecord] = []
@@ -108,13 +108,13 @@ class KeptSamples:
         self._keep(record | {"state": state, "reason": reason, "step": step, "closed_s": closed_s})
 
     def _lose(self, why: str) -> None:
-        """Count a sample that is not kept; the first one is told at once."""
+        """Count a sample that is not kept; the first one is reported at once."""
         self._num_lost += 1
         if self._num_lost == 1:
             self._warn(f"not all samples are kept in {self._run_dir / FOLDER}: {why}")
 
     async def flush(self) -> None:
-        """Everything kept so far is in the files, or keeping has stopped."""
+        """Returns when everything kept so far is in the files, or keeping has stopped."""
         while self._writing is not None or self._rows:
             if self._writing is None:
                 self._begin_write()
@@ -122,7 +122,7 @@ class KeptSamples:
             await asyncio.shield(self._writing)
 
     def close(self) -> None:
-        """Write what is left, and tell how many samples could not be kept."""
+        """Write what is left, and report how many samples could not be kept."""
         if self._num_lost and not self._stopped:
             self._warn(f"{self._num_lost} samples are not in {self._run_dir / FOLDER}")
         if self._rows and not self._stopped:
@@ -133,7 +133,7 @@ class KeptSamples:
             return
         self._shown(row)
         if self._bytes > MOST_WAITING_BYTES:
-            self._lose("they come faster than they are written")
+            self._lose("they arrive faster than they can be written")
             return
         self._rows.append(row)
         self._bytes += text_bytes(row)
@@ -160,12 +160,12 @@ class KeptSamples:
             self._writing = None
 
     def _wrote(self, result: bool | str) -> None:
-        """Whether old files were removed, or why nothing could be written."""
+        """Handle the `result` of a write: whether old files were removed, or why nothing could be written."""
         if isinstance(result, str):
             self._stopped = True
             self._rows, self._bytes = [], 0
             self._warn(
-                f"{self._run_dir / FOLDER} cannot be written ({result}); the run goes on and keeps no more samples"
+                f"{self._run_dir / FOLDER} cannot be written ({result}); the run continues without keeping samples"
             )
         elif result and not self._told_bound:
             self._told_bound = True
@@ -177,12 +177,12 @@ def _attempt(run_dir: Path, rows: list[SampleRecord], number: int) -> bool | str
     try:
         write_rollouts(run_dir, rows, number)
         return bound_rollouts(run_dir)
-    except (OSError, ValueError, TypeError, ImportError, MemoryError) as problem:  # what pyarrow raises, too
+    except (OSError, ValueError, TypeError, ImportError, MemoryError) as problem:  # including what pyarrow raises
         return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else 'no reason given'}"
 
 
 def _bounded(entries: OrderedDict[str, V], key: str, value: V, most: int) -> bool:
-    """Add an entry; whether the oldest one has made room."""
+    """Add an entry. Returns whether the oldest one was removed to make room."""
     entries[key] = value
     full = len(entries) > most
     if full:

@@ -1,12 +1,12 @@
-"""`rollouts/`: the samples that a run keeps, as Parquet files whose names say which steps they have.
+"""`rollouts/`: the samples that a run keeps, as Parquet files whose names say which steps they contain.
 
-`train_FIRST-LAST_NUMBER.parquet` has samples that were admitted, `held_out_FIRST-LAST_NUMBER.parquet` answers of
-evaluations; FIRST and LAST are steps, and NUMBER grows with every file. Columns are those of SCHEMA.
+`train_FIRST-LAST_NUMBER.parquet` contains samples that were admitted, `held_out_FIRST-LAST_NUMBER.parquet` answers of
+evaluations; FIRST and LAST are steps, and NUMBER grows with every file. `schema` defines the columns.
 
 Invariants
-- A file under its name is whole: it is written under another name, which begins with a dot.
-- The files of training are bounded by MOST_BYTES in all: the oldest are removed. Those of evaluations stay.
-- After a resume no row tells of what the resume has undone.
+- A file under its final name is complete: it is written under another name, which begins with a dot.
+- The files of training samples have at most MOST_BYTES together: the oldest are removed. Files of evaluations stay.
+- After a resume, no row describes work that the resume has undone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def schema() -> Any:
 
 @dataclass(frozen=True, order=True)
 class RolloutFile:
-    """One file by its name. Files are ordered by their numbers, so by the time at which they were written."""
+    """One file, described by its name. Files are ordered by number, and so by the time at which they were written."""
 
     number: int
     path: Path
@@ -105,7 +105,7 @@ def write_rollouts(run_dir: Path, rows: Sequence[SampleRecord], number: int) -> 
 
 
 def bound_rollouts(run_dir: Path, most_bytes: int = MOST_BYTES) -> bool:
-    """Remove the oldest files of training until all of them fit; whether one was removed."""
+    """Remove the oldest files of training samples until the rest fits. Returns whether one was removed."""
     files = [file for file in rollout_files(run_dir) if not file.held_out]
     sizes = [file.path.stat().st_size for file in files]
     excess = sum(sizes) - most_bytes
@@ -118,9 +118,9 @@ def bound_rollouts(run_dir: Path, most_bytes: int = MOST_BYTES) -> bool:
 
 
 def rewind_rollouts(run_dir: Path, until_s: float) -> None:
-    """Remove the rows of samples whose state became known after `until_s`: a resumed run decides it again.
+    """Remove the rows of samples whose state became known after `until_s`: a resumed run decides their state again.
 
-    A file that cannot be read is put aside.
+    A file that cannot be read is renamed.
     """
     import pyarrow.compute as pc
 
@@ -147,12 +147,12 @@ def columns_of(path: Path, names: Sequence[str] | None = None) -> Any:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What pyarrow raises inside, as for a damaged file, becomes a ConfigError that names the file."""
+    """Errors of pyarrow inside, for example for a damaged file, become a ConfigError that names the file."""
     try:
         yield
     except (OSError, ValueError, KeyError) as problem:
         first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise ConfigError(f"{path} cannot be read ({first}); remove it, and the others are shown") from None
+        raise ConfigError(f"{path} cannot be read ({first}); remove it to see the others") from None
 
 
 def _table(rows: Sequence[SampleRecord]) -> Any:

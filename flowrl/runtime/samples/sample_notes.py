@@ -1,7 +1,8 @@
 """Sends the records of samples whose fate a replica decides to the driver, which keeps them.
 
-A trainer sends those of the samples that it is done with; a node that loses a sample sends that; an evaluation sends
-every answer. A sample that failed is sent whatever the share, unless nothing of the training is kept.
+A trainer sends the records of the samples that it has finished, a node that loses a sample sends the record of that
+sample, and an evaluation sends every answer. A sample that failed is sent whatever the share is, unless no samples of
+the training are kept.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class SampleNotes:
         self._choice_of_failed = SampleChoice(1.0 if keep.share else keep.share)
 
     def decided(self, samples: Iterable[Prompt | Sample], *, failed: bool = False) -> None:
-        """Samples that a trainer is done with, or that are lost."""
+        """Send the records of samples that a trainer has finished, or that are lost, if they are kept."""
         self._note(samples, self._choice_of_failed if failed else self._choice)
 
     def held_out(self, sample: Sample, **place_and_verdict: Unpack[HeldOutVerdict]) -> None:
-        """An answer of an evaluation."""
+        """Send the record of an answer of an evaluation, if these are kept."""
         if self._keep.held_out:
             self._send([held_out_record(sample, token_ids=self._token_ids, **place_and_verdict)])
 
     def _note(self, samples: Iterable[Prompt | Sample], choice: SampleChoice) -> None:
-        """Groups are kept whole, in an order that has nothing to do with that of the batch."""
+        """Send the groups that are kept, each of them whole, in an order that does not depend on that of the batch."""
         if not choice.may():
             return
         with choice.spending():

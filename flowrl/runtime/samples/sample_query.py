@@ -1,6 +1,6 @@
-"""Reads `rollouts/` without reading all of it: names of files say their steps, and Parquet's statistics the rewards.
+"""Reads `rollouts/` without reading all of it: file names give the steps, and Parquet's statistics bound the rewards.
 
-Only the columns that choose rows are read of a file; whole rows are read of those chosen.
+Of most rows only the columns by which rows are chosen are read; the chosen rows are read whole.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SampleRow = Mapping[str, Any]
 Order = Literal["last", "best", "worst", "failed"]
 CHOOSING = ["sample_id", "step", "state", "reward"]
 PAIRING = ("task", "prompt_id", "member")
-"""What two answers to one question have in common."""
+"""The columns that two answers to one question have in common."""
 
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Which rows. `held_out`: answers of evaluations in place of samples of the training."""
+    """Which rows to find. `held_out`: answers of evaluations instead of samples of the training."""
 
     step: int | None = None
     order: Order = "last"
@@ -35,7 +35,7 @@ class SampleQuery:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """One row by its place."""
+    """The place of one row."""
 
     file: RolloutFile
     index: int
@@ -44,7 +44,7 @@ class RowPlace:
 
 
 def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
-    """The rows asked for. `last` are those of the newest step kept, if no step is given.
+    """The rows that the query asks for. Without a step, the order "last" gives rows of the newest step kept.
 
     Raises ConfigError if nothing is kept.
     """
@@ -72,7 +72,8 @@ def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
 def pairs(run_dir: Path, step: int, other: int, *, limit: int) -> list[tuple[SampleRow, SampleRow]]:
     """Answers to the same questions at steps `other` and `step`, the largest changes of reward first.
 
-    Held-out answers if both steps have some, else samples of the training. Raises ConfigError if nothing is common.
+    Held-out answers if the two steps have some in common, else samples of the training. Raises ConfigError if the steps
+    have nothing in common.
     """
     for held_out in (True, False):
         sides = [_by_question(run_dir, SampleQuery(one, held_out=held_out)) for one in (other, step)]
@@ -107,8 +108,8 @@ def _files(run_dir: Path, query: SampleQuery) -> list[RolloutFile]:
     if not files:
         steps = f"{min(file.first for file in kept)} to {max(file.last for file in kept)}"
         raise ConfigError(
-            f"{run_dir / FOLDER} has no sample of step {query.step}; it has some of steps {steps}, and "
-            "all that there are with --keep-samples all"
+            f"{run_dir / FOLDER} has no sample of step {query.step}; it has samples of steps {steps}; "
+            "--keep-samples all keeps those of every step"
         )
     return files
 
@@ -125,7 +126,7 @@ def _nothing(run_dir: Path, *, held_out: bool) -> str:
 
 
 def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]:
-    """The places of the rows with the highest, or lowest, rewards; newer ones first among equals."""
+    """The places of the rows with the highest, or lowest, rewards; at equal rewards, newer rows come first."""
     sign = 1.0 if query.order == "best" else -1.0
     bounded = sorted(((_highest(file, sign), file.number, file) for file in files), reverse=True)
     best: list[tuple[float, int, int, RowPlace]] = []
@@ -142,8 +143,10 @@ def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]
 
 
 def _highest(file: RolloutFile, sign: float) -> float:
-    """No row of the file has a higher `sign` * reward, where `sign` is 1 or -1: inf if its statistics do not tell, -inf
-    if no row has a reward."""
+    """An upper bound of `sign` * reward over the rows of the file, where `sign` is 1 or -1.
+
+    inf if the file's statistics give no bound, -inf if no row has a reward.
+    """
     import pyarrow.parquet as pq
 
     with readable(file.path):
@@ -162,7 +165,7 @@ def _highest(file: RolloutFile, sign: float) -> float:
 
 
 def _places(file: RolloutFile, query: SampleQuery) -> Iterator[RowPlace]:
-    """The rows of the file that fit the query's step, and failed where those are asked for."""
+    """The rows of the file that match the query's step; only failed ones if the query asks for those."""
     found = columns_of(file.path, CHOOSING).to_pydict()
     for index, (step, state, reward) in enumerate(zip(found["step"], found["state"], found["reward"], strict=True)):
         if query.step in (None, step) and (query.order != "failed" or state == "failed"):

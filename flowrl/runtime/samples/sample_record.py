@@ -11,14 +11,14 @@ from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Trainable
 
 SampleRecord = dict[str, Any]
 MOST_TEXT = 1_000_000
-"""Characters of a prompt or a response that are kept, from its beginning. At four bytes a character, both fit into the
-text that one body may have."""
+"""Largest number of characters of a prompt or a response that are kept, from its start. At four bytes per character,
+both fit into the text that one message body may have."""
 TRAIN = "train"
 """The phase of samples that were admitted; held-out answers have before, during or after."""
 
 
 def record_of(sample: Prompt | Sample, *, token_ids: bool) -> SampleRecord:
-    """The record of a sample as it is now; of a prompt that was lost before it was answered, without a response."""
+    """The record of a sample as it is now; for a prompt that was lost before it was answered, without a response."""
     record: SampleRecord = {
         "sample_id": sample.sample_id,
         "group_id": sample.group_id,
@@ -33,16 +33,16 @@ def record_of(sample: Prompt | Sample, *, token_ids: bool) -> SampleRecord:
 
 
 class HeldOutVerdict(TypedDict):
-    """Where a held-out answer belongs, and what is said of it."""
+    """Where a held-out answer belongs, and how it was judged."""
 
     phase: str
     step: int
     task: str
     score: float
     correct: bool | None
-    """None: nothing tells right answers."""
+    """None if nothing decides which answers are right."""
     parts: NotRequired[Mapping[str, float]]
-    """What the score is made of, by name."""
+    """The parts of the score, by name."""
 
 
 def held_out_record(sample: Sample, *, token_ids: bool, **said: Unpack[HeldOutVerdict]) -> SampleRecord:
@@ -89,7 +89,7 @@ def _mean(advantages: Any, mask: Bool) -> float | None:
 
 
 def version_spans(policy_mask: Bool, versions: Int32) -> list[tuple[int, int]]:
-    """(number of tokens, version) of each run of tokens of one origin; version -1 for what was fed."""
+    """(number of tokens, version) of each run of tokens of one origin; version -1 for tokens that were fed."""
     origin = np.where(policy_mask, versions, -1)
     starts = np.flatnonzero(np.diff(origin, prepend=-2))
     sizes = np.diff(starts, append=origin.size)
@@ -97,5 +97,5 @@ def version_spans(policy_mask: Bool, versions: Int32) -> list[tuple[int, int]]:
 
 
 def text_bytes(record: Mapping[str, Any]) -> int:
-    """About how much memory a record takes."""
+    """Roughly the number of bytes that a record takes in memory."""
     return len(record["prompt"]) + len(record["response"]) + len(record.get("token_ids") or b"") + 500

@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 PART_OF_TIME = 0.004
 """Share of a replica's time that keeping may take under `auto`. The driver's process spends about as much."""
 FIRST_S, MOST_S = 0.002, 1.0
-"""The time that may be spent at the beginning, and the most that is saved up."""
+"""The time that may be spent at the start, and the largest time that can be saved up."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SampleShare:
 
     @staticmethod
     def parse(text: str) -> SampleShare:
-        """Raises ConfigError for a text that is no such option."""
+        """Parse the value of the option. Raises ConfigError for any other text."""
         named = {
             "auto": SampleShare(),
             "all": SampleShare(1.0),
@@ -48,7 +48,7 @@ class SampleShare:
 
 
 class SampleChoice:
-    """Says of each group whether its samples are kept. Under a share, a resumed run chooses the same groups."""
+    """Decides for each group whether its samples are kept. With a share, a resumed run chooses the same groups."""
 
     def __init__(self, share: float | None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._share = share
@@ -69,7 +69,7 @@ class SampleChoice:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """The time inside is spent on keeping."""
+        """Count the time inside as spent on keeping."""
         began_s = self._clock()
         yield
         self._credit_s -= self._clock() - began_s
@@ -82,5 +82,5 @@ class SampleChoice:
 
 
 def hashed(group_id: str) -> float:
-    """A number in [0, 1) that depends on the group alone."""
+    """A number in [0, 1) that depends only on the group."""
     return zlib.crc32(group_id.encode()) / 2**32

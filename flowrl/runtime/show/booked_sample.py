@@ -1,4 +1,4 @@
-"""What the ledger says of one sample, and of the states of many."""
+"""What the ledger says about one sample, and about the states of many."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flowrl.errors import ConfigError
 from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read, unreadable
 
 AT_ONCE = 500
-"""Samples in one query."""
+"""Number of samples in one query."""
 
 
 @dataclass(frozen=True)
 class BookedSample:
-    """Rows of the ledger, by their columns. `episode` is None for a sample that is none, or has not ended."""
+    """Rows of the ledger, by their columns. `episode` is None for a sample that is no episode, or has not ended."""
 
     sample: Mapping[str, Any]
     episode: Mapping[str, Any] | None
@@ -27,12 +27,12 @@ class BookedSample:
 
     @property
     def state(self) -> str:
-        """The state and its reason, as "failed: env_raised"."""
+        """The state and its reason, for example "failed: env_raised"."""
         return state_text(self.sample["state"], self.sample["reason"])
 
 
 def booked_sample(run_dir: Path, sample_id: str) -> BookedSample | None:
-    """What is booked of a sample; None if the run has none of that id. Raises ConfigError without a ledger."""
+    """What is booked for a sample; None if the run has none with that id. Raises ConfigError without a ledger."""
     with _reading(run_dir) as db:
         row = _one(db, "SELECT * FROM samples WHERE sample_id = ?", sample_id)
         if row is None:
@@ -55,7 +55,7 @@ def booked_states(run_dir: Path, sample_ids: Sequence[str]) -> dict[str, str]:
 
 
 def state_text(state: str, reason: str | None) -> str:
-    """The state, and why."""
+    """The state, with its reason if it has one."""
     return state if reason is None else f"{state}: {reason}"
 
 

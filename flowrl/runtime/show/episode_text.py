@@ -1,7 +1,7 @@
 """Kept attempts as text for a terminal: what was fed and what was sampled, in order.
 
-Lines of the policy begin with "> ", lines that were fed to it with "| ". Where the version changes within a reply, it
-is named in angle brackets; each version has a colour besides.
+Lines of the policy begin with "> ", lines that were fed to it with "| ". Where the version changes within a reply, the
+new version is named in angle brackets. Each version also has a colour.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Block:
 
     sampled: bool
     turn: int
-    """Number of the turn in the episode or its seat, from 1, across sequences; fed tokens belong to the next reply."""
+    """Number of the turn, from 1, in the episode or its seat, across sequences; fed tokens belong to the next reply."""
     start: int
     """Index of the first token, counted through all sequences."""
     pieces: list[tuple[str, int]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Block:
 
 
 def blocks_of(sequences: Sequence[Mapping[str, Any]]) -> list[list[Block]]:
-    """The blocks of each of a record's sequences, fed and sampled in turn."""
+    """The blocks of each of a record's sequences, fed and sampled ones alternating."""
     found: list[list[Block]] = []
     turns: dict[int | None, int] = {}
     start = 0
@@ -47,7 +47,7 @@ def blocks_of(sequences: Sequence[Mapping[str, Any]]) -> list[list[Block]]:
 
 
 def _of_sequence(sequence: Mapping[str, Any], turn: int, start: int) -> list[Block]:
-    """`turn` replies of its seat and `start` tokens are in the sequences before."""
+    """The blocks of one sequence. The sequences before it contain `turn` replies of its seat and `start` tokens."""
     blocks: list[Block] = []
     place = 0
     for size, version in sequence["spans"]:
@@ -86,7 +86,7 @@ def _heading(record: Mapping[str, Any]) -> str:
 
 
 def _seat(sequence: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Which seat it is, and what this one got; "" in an environment of one seat."""
+    """The seat of a sequence, and the reward of this seat; "" in an environment of one seat."""
     if (seat := sequence["seat"]) is None:
         return ""
     return f"  seat {seat}  reward {dict(record['seat_rewards'])[seat]:g}"
@@ -98,7 +98,7 @@ def _sequence_lines(
     """A heading and the text of each block, line by line.
 
     `roles`: for each reply of the seat, in all its sequences, the roles of the messages before it; [] if not known.
-    `first`: this is the seat's first sequence; later ones begin with what earlier ones have, too.
+    `first`: this is the seat's first sequence; later ones begin with text that earlier ones also have.
     """
     for number, block in enumerate(blocks):
         facts = _sampled(block, record) if block.sampled else _fed(block, roles, again=not number and not first)
@@ -107,7 +107,7 @@ def _sequence_lines(
 
 
 def _fed(block: Block, roles: Sequence[list[str]], *, again: bool) -> str:
-    """`again`: it begins with what earlier sequences have, too."""
+    """The facts of a fed block. `again`: it begins with text that earlier sequences also have."""
     before = block.turn - 1
     found = roles[before] if before < len(roles) else []
     whose = ["context"] * (again or not found) + found
@@ -123,7 +123,7 @@ def _sampled(block: Block, record: Mapping[str, Any]) -> str:
 
 
 def _lines(block: Block) -> Iterator[Text]:
-    """The block's text; a mark at the beginning of each line says whose it is."""
+    """The block's text; a mark at the start of each line shows whether it was sampled or fed."""
     text = Text()
     for number, (piece, version) in enumerate(block.pieces):
         text.append(f"⟨v{version}⟩" if number else "", style="dim")

@@ -12,7 +12,7 @@ from flowrl.runtime.telemetry.safe_text import shown
 
 
 def rows_text(rows: Sequence[SampleRow]) -> Iterator[Text]:
-    """Each sample: what became of it, its prompt and its response."""
+    """Each sample: its outcome, its prompt and its response."""
     for row in rows:
         yield from sample_text(row)
         yield Text("")

@@ -1,4 +1,4 @@
-"""`flowrl show`: the episodes that a run has kept, and one of them."""
+"""`flowrl show`: the list of the episodes that a run has kept, or one sample."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _hint(run_dir: Path, sample_id: str) -> str:
 def _why_without_text(booked: BookedSample | None) -> str:
     if booked is not None and booked.episode is None and not booked.void:
         return "Its text is not kept: --keep-samples says which samples are."
-    return "Its text is not kept: --keep-episodes says how many of the last ones are."
+    return "Its text is not kept: --keep-episodes sets how many of the last ones are."
 
 
 def _booked(booked: BookedSample) -> Iterator[str]:

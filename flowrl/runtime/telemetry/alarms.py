@@ -1,7 +1,7 @@
 """Alarms: common RL failures, detected early in the metrics lines.
 
-Pure. An alarm checks the mean over the last `window` lines that have its figure. It rings from the line that crosses
-the limit until a line that is within the limit again. It changes nothing in the run.
+Pure. An alarm checks the mean over the last `window` lines that have its figure. It rings from the line at which this
+mean crosses the limit until a line at which it is within the limit again. An alarm changes nothing in the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class AlarmThresholds:
-    """The limits at which alarms begin to ring; 0 disables an alarm."""
+    """The limits at which alarms start to ring; 0 disables an alarm."""
 
     entropy: float = 0.1
     """entropy_collapse: below this fraction of the entropy at the start of the run."""
@@ -27,10 +27,10 @@ class AlarmThresholds:
     mismatch: float = 0.05
     """logprob_mismatch: above this mean difference between the trainer's and the generator's logprobs."""
     truncated: float = 0.5
-    """truncation: above this share of responses cut off at the longest length."""
+    """truncation: above this share of responses cut off at the maximum length."""
     failing: float = 4.0
-    """failing_by_length: above so many standard deviations by which failing depends on an episode's length, so that
-    the episodes that are left are biased."""
+    """failing_by_length: above this dependence of failing on an episode's length, in standard deviations: the episodes
+    that are left are then biased."""
     window: int = 5
     """Number of lines in a mean."""
 
@@ -60,7 +60,7 @@ class Alarms:
         self._limits = limits
         self._recent: dict[str, deque[float]] = {}
         self._first: list[float] = []
-        """The entropies of the run's first lines."""
+        """The entropies of the run's first lines that have one, at most `window`."""
         for record in before:
             self.look(record)
 

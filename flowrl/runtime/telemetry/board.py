@@ -24,11 +24,11 @@ SPARK_WIDTH = 32
 BAR_WIDTH = 20
 LABEL_WIDTH = 11
 SAMPLE_WIDTH = 160
-"""Characters of a prompt and of a response."""
+"""Number of characters shown of a prompt, and of a response."""
 RECENT = 10
-"""Steps of which rates are shown."""
+"""Number of last steps over which rates are computed."""
 LAST_EVALUATIONS = 3
-"""Shown besides the first."""
+"""Number of last evaluations that are shown in addition to the first one."""
 
 Evaluated = tuple[str, int, Mapping[str, float]]
 """(phase, step, figures of one set)"""
@@ -43,23 +43,23 @@ class Board:
     steps: int | None = None
     bound: int | None = None
     capacities: Mapping[str, int] = field(default_factory=dict)
-    """Edge name -> number of messages that one lane holds."""
+    """Edge name -> number of messages that one lane can hold."""
     elapsed_s: float = 0.0
     progress: dict[str, str] = field(default_factory=dict)
     """Node replica -> the last line of its set-up."""
     records: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """The last metrics lines of this run, oldest first."""
     rewards: array[float] = field(default_factory=lambda: array("d"))
-    """The mean reward of every step that has one: all that is shown of older lines."""
+    """The mean reward of every step that has one; nothing else is shown of older lines."""
     evaluations: dict[str, list[Evaluated]] = field(default_factory=dict)
     """Task ("" for the first one) -> its first result and the last ones."""
     judged: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
-    """Loss or accuracy on held-out rows -> its first value and the last ones, each with when it was."""
+    """Loss or accuracy on held-out rows -> its first value and the last ones, each with its time."""
     nodes: Sequence[NodeNow] = ()
     edges: Sequence[EdgeNow] = ()
     generated_per_s: float = 0.0
     admission: str = ""
-    """What the next group waits for, "" if nothing."""
+    """What the next group waits for; "" if it waits for nothing."""
     warning: str = ""
     sample: Mapping[str, Any] | None = None
     """The newest sample that is kept."""
@@ -76,7 +76,7 @@ class Board:
                 del values[1:-LAST_EVALUATIONS]
 
     def evaluated(self, task: str, found: Evaluated) -> None:
-        """Take a result."""
+        """Take the result of an evaluation."""
         rows = self.evaluations.setdefault(task, [])
         rows.append(found)
         del rows[1:-LAST_EVALUATIONS]
@@ -161,7 +161,7 @@ def _reward(board: Board) -> Text:
 
 
 def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
-    """The share of right answers, the first one and the last ones, and the other figures of the last."""
+    """The share of right answers in the first result and the last ones, and the other figures of the last result."""
     shares = [
         f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}" for phase, step, figures in rows
     ]
@@ -186,7 +186,7 @@ def _staleness(board: Board) -> Text:
 
 
 def _sample(row: Mapping[str, Any]) -> Text:
-    """The end of a prompt and the beginning of its response, a line each."""
+    """The end of a prompt and the start of its response, one line each."""
     reward = row.get("reward")
     figures = f"step {row['step']}  {row['state']}" + ("" if reward is None else f"  reward {reward:g}")
     ends = ((" ".join(row["prompt"].split())[-SAMPLE_WIDTH:], "dim"), (" ".join(row["response"].split()), "cyan"))
@@ -257,19 +257,19 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def evaluation_text(phase: str, step: int, figures: Mapping[str, float], task: str) -> str:
     """Formats a result as "0.412 at step 30 (512 answers, sums.jsonl, score 0.532, pass@4 0.611)".
 
-    The first number is the share of right answers, or the mean score where nothing tells right answers.
+    The first number is the share of right answers, or the mean score if nothing decides which answers are right.
     """
     where = f"at step {step}" if phase == "during" else f"{phase or 'without'} training"
     return f"{_first_figure(figures)} {where} ({_other_figures(figures, task)})"
 
 
 def _first_figure(figures: Mapping[str, float]) -> str:
-    """The share of right answers, else the mean score, and that it is one."""
+    """The share of right answers, else the mean score, named as such."""
     return f"{figures['exact_match']:.3f}" if "exact_match" in figures else f"score {figures['score']:.3f}"
 
 
 def _other_figures(figures: Mapping[str, float], task: str) -> str:
-    """What a result says besides the share of right answers: the mean score only where it is another number."""
+    """The figures of a result besides the share of right answers; the mean score only if it is a different number."""
     told = [f"{figures['num_answers']:.0f} answers", *([task] if task else [])]
     right = figures.get("exact_match")
     if right is not None and f"{(score := figures.get('score', right)):.3f}" != f"{right:.3f}":

@@ -1,4 +1,4 @@
-"""What a metrics line says of held-out rows that a trainer judges itself: loss and accuracies, before and after.
+"""The figures in a metrics line for held-out rows that a trainer itself judges: loss and accuracies, before and after.
 
 Objectives without a generator have no answers to be scored: SFT, reward models and preferences.
 """
@@ -12,7 +12,7 @@ BEFORE, AFTER = "held_out_before/", "held_out/"
 
 
 def judged(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    """(when, name -> value) for each time of which the line tells; the other figures stay in metrics.jsonl."""
+    """(when, name -> value) for each time for which the line has such figures; other figures stay in metrics.jsonl."""
     for prefix, when in ((BEFORE, "before training"), (AFTER, f"at step {record['step']}")):
         found = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
         shown = {name: value for name, value in found.items() if _is_shown(name) and value is not None}

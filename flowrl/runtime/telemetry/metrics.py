@@ -3,7 +3,7 @@
 On request the same records go to TensorBoard, W&B or Trackio.
 
 The counters of all nodes since the previous line are added to the trainer's record, which takes precedence. A name in
-NAMES that nobody reported is null.
+NAMES that no node reported is null.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def line_hash(text: str) -> str:
 def whole_lines(path: Path) -> list[str]:
     """The exact lines of a metrics file, without an incomplete last one; [] if there is no file.
 
-    Damaged bytes are kept as surrogates: such a line has another hash than the one written, and `rewind` keeps it.
+    Damaged bytes are kept as surrogates: the hash of such a line differs from the hash as written, and `rewind` keeps
+    the line.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Text of a model as a terminal may show it."""
+"""Makes text of a model safe to show in a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u
 
 
 def shown(text: str) -> str:
-    """`text` without what would move the cursor, change colours or reorder: such characters are written as escapes."""
+    """`text` with escapes instead of the characters that would move the cursor, change colours or reorder the text."""
     return "".join(_escaped(character) if _is_unsafe(character) else character for character in text)
 
 

@@ -26,7 +26,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in `RUN/tensorboard`. Tables are texts, in an event file of their own."""
+    """Event files in `RUN/tensorboard`. Tables are texts, in a separate event file."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._folder = str(run_dir / "tensorboard")
@@ -58,7 +58,7 @@ class TensorBoard:
 
 
 ID_FILE = "tracking_id"
-"""File of a run directory with the id that the run has elsewhere."""
+"""File of a run directory with the id that the run has in W&B and Trackio."""
 
 
 def tracking_id(run_dir: Path) -> str:
@@ -105,12 +105,12 @@ class WandB:
 class Trackio:
     """A run in Trackio's local database, named after the directory unless it is given a name.
 
-    Trackio finds the run to continue by its name, so the id is the name's end.
+    Trackio finds the run to continue by its name, so the name ends with the id.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], tracking: Tracking) -> None:
         self._trackio = _import("trackio", "trackio")
-        self._run = self._trackio.init(  # its module knows the run in the task that has begun it, alone
+        self._run = self._trackio.init(  # its module knows the run only in the task that started it
             project=tracking.named("project", "TRACKIO_PROJECT") or PROJECT,
             name=f"{tracking.named('name') or run_dir.resolve().name}-{tracking_id(run_dir)}",
             group=tracking.named("group"),
@@ -147,7 +147,7 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 def require_logins(names: Sequence[str]) -> None:
-    """Raise ConfigError for a sink that needs a login where nobody is logged in. Asks no server."""
+    """Raise ConfigError for a sink that needs a login if the user is not logged in. Contacts no server."""
     if "wandb" not in names:
         return
     wandb = _import("wandb", "wandb")

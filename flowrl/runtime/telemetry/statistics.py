@@ -42,7 +42,7 @@ class EdgeNow:
 
 @dataclass
 class _Meter:
-    """A total that a host reports: its newest value, its growth since the last metrics line, and its present rate."""
+    """A total that a host reports: its newest value, its growth since the last metrics line, and its current rate."""
 
     total: float = 0.0
     since_line: float = 0.0
@@ -61,7 +61,7 @@ class _Meter:
 
     @property
     def rate(self) -> float:
-        """Growth per second over the window. That of a time can exceed 1: readings are dated when they arrive."""
+        """Growth per second over the window. For a total of seconds it can exceed 1: readings are dated on arrival."""
         if len(self._points) < 2:
             return 0.0
         (start_s, start), (end_s, end) = self._points[0], self._points[-1]
@@ -88,7 +88,7 @@ class Statistics:
         self._depth: dict[str, int] = {}
         """By lane: messages sent but not yet taken, as its producer last reported."""
         self._lost: set[str] = set()
-        """The node replicas that nothing will be heard of any more."""
+        """The node replicas whose processes are lost; they report nothing more."""
 
     def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
         """Add one host's report. Both ends of a lane may report it; the sender's blocking counts."""
@@ -109,7 +109,7 @@ class Statistics:
             self._blocked[end].read(blocked_s, now_s)
 
     def lost(self, replica_id: str, counter: str, now_s: float) -> None:
-        """The process of this replica is lost. That is counted by `counter`, unless the replica has counted it."""
+        """The process of this replica is lost: count that in `counter`, unless the replica itself has counted it."""
         self._lost.add(replica_id)
         for lane in [lane for lane in self._depth if consumer_of(lane) in self._lost]:
             del self._depth[lane]
@@ -131,7 +131,7 @@ class Statistics:
         return line
 
     def _edge_lines(self) -> dict[str, dict[str, float]]:
-        """Depths of all lanes, and blocked seconds of all replicas of the producer, added up as busy seconds are."""
+        """Edge -> sum of the depths of its lanes, and of the blocked seconds of its producer's replicas."""
         lines: dict[str, dict[str, float]] = {}
         for lane, depth in self._depth.items():
             lines.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
@@ -164,7 +164,7 @@ class Statistics:
         return [self._edge(edge, names) for edge, names in lanes.items()]
 
     def _edge(self, edge: str, lanes: Sequence[str]) -> EdgeNow:
-        """Combine the lanes: depths add up, and the producer that is blocked most stands for all."""
+        """Combine the lanes: depths add up, and the most blocked producer represents all producers."""
         producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
         depth = sum(self._depth[lane] for lane in lanes)
         blocked = max(min(self._blocked[end].rate, 1.0) for end in {producer_end(lane) for lane in lanes})

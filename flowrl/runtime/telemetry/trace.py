@@ -5,9 +5,9 @@ different rows of the track (its "threads"), so slices within one row always nes
 sent a message to the slice that received it. Times come from `time.time_ns`.
 
 Lineage decides what is recorded. Every group has a depth, the same in every host: half of the groups have depth 0, a
-quarter 1, an eighth 2. At level n a trace contains the groups of depth n and more, from prompt to gradient and with
-all their arrows, and nothing of the other groups. A batch has the depth of its deepest group. A message outside of
-groups gets its depth from its id, and a span that belongs to no message from its number on its track. The driver
+quarter 1, an eighth 2. At level n a trace contains the groups of depth n and more, from prompt to gradient and with all
+their arrows, and nothing of the other groups. A batch has the depth of its deepest group. A message outside of groups
+gets its depth from its id, and a span that belongs to no message gets it from its number on its track. The driver
 raises the level when the file is full.
 """
 
@@ -106,7 +106,8 @@ class TraceBuffer:
     def sent(self, track: str, envelope: Envelope) -> None:
         """Record a sent message: the arrow to its receiver starts in the current invocation, else in a slice of 1 µs.
 
-        An invocation of smaller depth than the message cannot have it: its slice is removed first when the level rises.
+        The arrow cannot start in an invocation of smaller depth than the message: that slice is removed before the
+        message when the level rises.
         """
         depth = depth_of(envelope)
         if depth < self.level:

@@ -2,8 +2,8 @@
 
 Invariants
 - The file is valid JSON after every write: each write ends with the array's end, and the next write overwrites it.
-- It has every event that is at least as deep as its level (see `trace`), and no other. If a limit is set, the file
-  never exceeds it: before that the level rises, and events of smaller depth are removed from the file.
+- The file has every event that is at least as deep as the file's level (see `trace`), and no other event. If a limit is
+  set, the file never exceeds it: before that, the level rises, and events of smaller depth are removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_trace(mode: TraceMode, path: Path, on_level: Callable[[int], None]) -> 
 
 
 class NoTrace:
-    """The writer of a run without a trace; it discards what hosts recorded before the level reached them."""
+    """The writer of a run without a trace; it discards what hosts recorded before they were told the level."""
 
     level = OFF
 
@@ -151,7 +151,7 @@ class TraceWriter:
         return quoted
 
     def _name_track(self, track: str) -> Iterable[TraceLine]:
-        """The id depends only on the name, so a resumed run continues the same tracks."""
+        """The track's id depends only on its name, so a resumed run continues the same tracks."""
         pid = self._tracks[track] = zlib.crc32(track.encode()) % 1_000_000 + 1
         order = {"sort_index": len(self._tracks)}
         for kind, args in (("process_name", {"name": track}), ("process_sort_index", order)):

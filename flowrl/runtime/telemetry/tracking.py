@@ -1,4 +1,4 @@
-"""What the sinks of metrics are told besides numbers: how the run is called there, and a few of its samples."""
+"""What the sinks of metrics get besides numbers: the names of the run there, and a few of its samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError
 
 COLUMNS = ("step", "task", "prompt", "response", "reward", "advantage", "state")
 MOST_CHARACTERS = 2000
-"""Most characters shown: the last ones of a prompt, the first ones of a response."""
+"""Largest number of characters shown: the last ones of a prompt, the first ones of a response."""
 PROJECT = "flowrl"
 
 
@@ -30,7 +30,7 @@ class Tracking:
     samples: int = 8
     """Samples in each table; 0: no tables."""
     samples_every: int = 25
-    """Steps between tables of samples; every evaluation has one too. 0: evaluations alone."""
+    """Steps between tables of samples; every evaluation also has one. 0: only evaluations."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "samples_every"):
@@ -40,7 +40,7 @@ class Tracking:
                 )
 
     def named(self, field_name: str, *variables: str) -> str | None:
-        """An option, else the first of the environment's variables that is set, else None."""
+        """The option, else the first of these environment variables that is set, else None."""
         found: str = getattr(self, field_name)
         return found or next((value for name in variables if (value := os.environ.get(name))), None)
 
@@ -54,7 +54,7 @@ class SampleTables:
     _held_out: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A sample that is kept. Of training the last ones are shown, of an evaluation the first ones."""
+        """Add a kept sample. The last samples of training are shown, and the first ones of an evaluation."""
         most = self.tracking.samples
         if row["state"] != "held_out":
             self._trained = [*self._trained, row][-most:] if most else []

@@ -38,7 +38,7 @@ class View(Protocol):
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
         """Show the figures of a finished evaluation; `task` is given for all tasks but the first.
 
-        `phase` is before, during or after training, and empty where nothing is trained.
+        `phase` is before, during or after training; it is empty if nothing is trained.
         """
 
     def sample(self, row: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class LiveView:
         self._live.stop()
 
     def _redraw(self) -> None:
-        """Draw the board, unless that was done just now: the next call, or `close`, then shows what is new."""
+        """Draw the board, unless it was drawn just now: then the next call, or `close`, shows what is new."""
         now = time.monotonic()
         if now - self._drawn_s >= 1 / REDRAW_PER_S:
             self._drawn_s = now
@@ -117,7 +117,7 @@ class PlainView:
         self._start_s = time.monotonic()
         self._statistics: Statistics | None = None
         self._ringing: set[str] = set()
-        """Names of the alarms that have begun and not ended."""
+        """Names of the alarms that ring now."""
 
     def progress(self, replica_id: str, text: str) -> None:
         if self._board.progress.get(replica_id) != text:
@@ -135,7 +135,7 @@ class PlainView:
         self._alarms(record.get("alarms") or {})
 
     def _alarms(self, ringing: Mapping[str, str]) -> None:
-        """Print the alarms that begin and those that end."""
+        """Print the alarms that start and those that end."""
         for name in ringing.keys() - self._ringing:
             self._print(f"alarm: {name}: {ringing[name]}")
         for name in self._ringing - ringing.keys():
@@ -146,7 +146,7 @@ class PlainView:
         self._statistics = statistics
 
     def _bottleneck(self) -> str:
-        """Text for a step's line."""
+        """The bottleneck, as text for a step's line."""
         if self._statistics is None:
             return ""
         node, why = bottleneck(self._statistics.nodes(), self._statistics.edges())
@@ -156,7 +156,7 @@ class PlainView:
         self._print(f"held-out {evaluation_text(phase, step, figures, task)}")
 
     def sample(self, row: Mapping[str, Any]) -> None:
-        """Print nothing: `flowrl samples` shows them."""
+        """Print nothing: `flowrl samples` shows samples."""
 
     def warning(self, text: str) -> None:
         self._print(f"warning: {text}")

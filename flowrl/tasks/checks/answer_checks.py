@@ -1,8 +1,8 @@
 """Checks of a response against the reference answer, by name: `FILE:check=gsm8k`.
 
-`exact` compares the whole texts and `math` formulas (flowrl.tasks.checks.maths). Here are those that look for the
-answer in the response and need no package: `gsm8k`, the last number, or the one after `####`; `boxed`, the last
-\\boxed{...}; `choice`, the letter of a multiple choice. `code` runs programs against tests
+`exact` compares whole texts, and `math` compares formulas (flowrl.tasks.checks.maths). This module has the checks that
+look for the answer in the response and need no package: `gsm8k` compares the last number, or the one after `####`;
+`boxed`, the last \\boxed{...}; `choice`, the letter of a multiple choice. `code` runs programs against tests
 (flowrl.tasks.checks.code_tests).
 """
 
@@ -18,11 +18,12 @@ from flowrl.tasks.checks.written_numbers import NUMBER, decimal_of, number_of, r
 
 BOX = "\\boxed{"
 BRACES = re.compile(r"\\boxed\{|[{}]")
-# Possessive: of a run of blanks, which each of them could take, none gives anything back.
+# Possessive quantifiers: several parts of the pattern can match the same run of blanks, and none of them backtracks.
 OPENED = r"""(?:\\(?:text|math)\w*+\{|[*\s(\[$"'])*+"""
 LETTER = rf"[*_\s]*+(?P<sign>(?i:is\b)[*\s]*+[:=]?+|[:=])?+{OPENED}(?i:(?:option|choice)\b)?+{OPENED}"
 LETTER += r"(?!I\b(?(sign)(?!)|\s+(?!is\b)[a-z]))(?P<letter>[A-Z])\b(?!['’])"
-"""With "is", a colon or nothing before it. Without them, the I of "the option I chose" is no letter."""
+"""The letter may follow "is", a colon, an equals sign or nothing. After nothing, the I of "the option I chose" is no
+letter."""
 ANSWERED, OPTED = re.compile(f"(?i:answer){LETTER}"), re.compile(f"(?i:option|choice){LETTER}")
 ALONE = re.compile(r"[\s*]*+[(\[]?+([A-Za-z])(?:[\])]|\**+[.:](?!\w)|[\s*]*+$)")
 AROUND = re.compile(r"\\(?:text|math)\w*+\s*+\{|\\[ ,;!]|[{}$~]")
@@ -30,7 +31,7 @@ AROUND = re.compile(r"\\(?:text|math)\w*+\s*+\{|\\[ ,;!]|[{}$~]")
 
 
 def gsm8k(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
-    """1 if the response's number equals the reference's; commas, signs of currency and trailing zeros do not count."""
+    """1 if the response's number equals the reference's; commas, currency signs and trailing zeros are ignored."""
     return [
         float((right := reference_number(str(one))) is not None and number_of(said) == right)
         for said, one in zip(responses, answer, strict=True)
@@ -38,7 +39,7 @@ def gsm8k(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[
 
 
 def boxed(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
-    """1 if the response's last box holds the reference; blanks and the way to write a number do not count."""
+    """1 if the response's last box holds the reference; blanks and the notation of a number are ignored."""
     return [
         float((found := box_of(said)) is not None and plain_of(found) == plain_of(_boxed_or_all(str(right))))
         for said, right in zip(responses, answer, strict=True)
@@ -56,7 +57,7 @@ def choice(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence
 def box_of(text: str) -> str | None:
     """The content of the last \\boxed{...} whose braces are closed; takes time in proportion to the text."""
     opened: list[int] = []
-    """Where the content of each open brace begins; 0 for one that is no box."""
+    """Where the content of each open brace begins; 0 for a brace that opens no box."""
     last, found = 0, None
     for brace in BRACES.finditer(text):
         if brace[0] != "}":
@@ -72,17 +73,17 @@ def _boxed_or_all(text: str) -> str:
 
 
 def plain_of(text: str) -> Decimal | str:
-    """A number as such; other text without blanks, dollar signs and \\text{...} around it."""
+    """A number as a Decimal; other text without blanks, dollar signs and a \\text{...} around it."""
     text = re.sub(r"\$|\\!|\\(?=%)", "", re.sub(r"\{,\}|,\\!\s*", ",", text))
     text = re.sub(r"^\\(?:text|mathrm|textbf)\{(.*)\}$", r"\1", re.sub(r"\\[,;]", " ", text).strip()).rstrip(".")
-    digits = re.sub(r"(?<!,)\s+", "", text)  # a blank after a comma parts the numbers of a pair
+    digits = re.sub(r"(?<!,)\s+", "", text)  # a blank after a comma separates the numbers of a pair
     number = decimal_of(digits) if NUMBER.fullmatch(digits) else None
     return re.sub(r"\s+", "", text) if number is None else number
 
 
 def letter_of(text: str) -> str | None:
-    """The letter that is in the last box; or that follows the last "answer"; or with which the text begins, as `B` or
-    `B. Paris`; or that follows the last "option" or "choice"."""
+    """The letter in the last box, if there is a box. Otherwise the letter after the last "answer", else the one that
+    the text begins with, as in `B` or `B. Paris`, else the one after the last "option" or "choice"."""
     box = box_of(text)
     if box is not None:
         return _letter_alone(AROUND.sub(" ", box))
@@ -100,7 +101,7 @@ def _letter_alone(text: str) -> str | None:
 
 
 def right_letter(answer: Any) -> str | None:
-    """The letter of a reference: itself, or counted from 0 for A."""
+    """The letter that a reference gives: as a letter, as a number that counts from 0 for A, or within a text."""
     text = _bare(answer).upper()
     if text.isdecimal() and int(text) < 26:
         return chr(ord("A") + int(text))
@@ -121,7 +122,7 @@ CHECKS: dict[str, str] = {
 }
 """Check -> the reward function that does it."""
 OF_MIXTURE, OF_MIXTURE_WITH_CODE = "flowrl.tasks.mixture:score", "flowrl.tasks.mixture:score_with_code"
-"""The functions that ask the verifiers of a mixture's sources; the second one where some have check=code."""
+"""The functions that ask the verifiers of a mixture's sources; the second one if some of them have check=code."""
 NEEDED: dict[str, tuple[str, Callable[[str], object]]] = {
     "gsm8k": ("a number", reference_number),
     "choice": ("a letter, or a number that counts from 0 for A", right_letter),
@@ -131,7 +132,7 @@ STRUCTURED = ("code",)
 
 
 def check_references(check: str, answers: Mapping[str, str]) -> None:
-    """Raise ConfigError if an answer of a task, by its place, cannot be what the check compares with."""
+    """Raise ConfigError if one of `answers` (place -> answer) cannot be what the check compares with."""
     if check not in NEEDED:
         return
     wanted, find = NEEDED[check]
@@ -147,7 +148,7 @@ def check_references(check: str, answers: Mapping[str, str]) -> None:
 
 
 def _refuse_both(answers: Mapping[str, str]) -> None:
-    """Raise ConfigError for letters in some rows and numbers in others: those then mostly count from 1, as in ARC."""
+    """Raise ConfigError if some rows have letters and others numbers: such numbers mostly count from 1, as in ARC."""
     numbers = [place for place, text in answers.items() if _bare(text).isdecimal()]
     letters = [place for place, text in answers.items() if not _bare(text).isdecimal()]
     if numbers and letters:

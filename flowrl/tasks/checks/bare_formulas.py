@@ -1,8 +1,8 @@
 """Texts that are nothing but a formula: an answer of a data file, or a short response.
 
-math-verify reads LaTeX only between delimiters; of other text it takes a number. So such a text is put between them,
-without what Markdown and people write around a formula: `**12**`, `x: 12`, `€12`, `12 m/s`. The rest is read as
-mathematics: `12!` is a factorial, `5 < 12` a relation, and `- 12` is -12.
+math-verify reads LaTeX only between delimiters; from other text it extracts a number. So a bare formula is put between
+delimiters, without what Markdown and people write around it: `**12**`, `x: 12`, `€12`, `12 m/s`. Everything else is
+read as mathematics: `12!` is a factorial, `5 < 12` a relation, and `- 12` is -12.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from flowrl.tasks.checks.written_numbers import in_digits
 MOST_CHARACTERS = 400
 DELIMITED = re.compile(r"\\boxed|(?<!\\)\\[(\[]|(?<!\\)\$.*(?<!\\)\$", re.DOTALL)
 NAMED = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname\*?|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-"""Letters that LaTeX takes for no product of variables: commands, and words inside of them."""
+"""Letters that LaTeX does not read as a product of variables: commands, and words inside their braces."""
 WORD = re.compile(
     r"(?<![A-Za-z\d\\^_)}])(?!(?:and|or)\b)(?:[A-Za-z]{3,}(?![A-Za-z\d^_({])|[A-Za-z]{2}(?=\s+\d))|\d\s+(?!or\b)[A-Za-z]{2}\b"
 )
-"""A word of prose: letters that stand alone, unlike those of `3xyz` and `sin(x)`."""
+"""A word of prose: letters attached to nothing else, unlike those of `3xyz` and `sin(x)`."""
 SPACED = re.compile(r"(?<=\d)(?:\\[,!]|,\\!\s*|\{,\})(?=\d{3}(?!\d))")
-"""Between the thousands of a number in LaTeX."""
+"""Separators between the thousands of a number in LaTeX."""
 CHARACTERS = re.compile(r"[\sA-Za-z\dΑ-Ωα-ωϑϕ+\-−–*/^=<>≤≥≠≈≡±∓×÷√∅∪∩∈∉⊂⊆∑∏∫∂°′″%!?.,:;()\[\]{}|\\&'\"_$~→⇒]*")
-"""Those of formulas. Others are of prose: letters of another script, the # of a number."""
+"""The characters of formulas. Any other character means prose: a letter of another script, or # before a number."""
 NUMBERS = re.compile(r"\d\s+\d")
-"""Two that nothing joins."""
+"""Two numbers with only blanks between them."""
 MARKUP = re.compile(r"\*\*|~~")
 
 EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`{1,3})(?=\S)((?:(?!\1).)+)(?<=\S)\1[.,:;!?]?")
 LABEL = re.compile(r"\A(?:[~≈]\s*(?=\.?\d)|[A-Za-z][\w()]*:\s+(?=-?[\d.$\\])|\(?[A-Za-z][).]\s+(?=-?[\d.$]))")
-"""Before an answer: `x: 12`, `(a) 12`, `~12`."""
+"""What may be written before an answer: `x: 12`, `(a) 12`, `~12`."""
 POWER = re.compile(r"(?<=[\w)])(?<!\*\w)(?:\*\*| \*\* )(-?\d++(?:\.\d++)?|[A-Za-z]|\([^()*]*\))(?![\w*])")
-"""As programs write it. Not Markdown's emphasis, nor the first one of `2**3**2`, which math-verify reads."""
+"""A power as programs write it. Not Markdown's emphasis, nor the first `**` of `2**3**2`, which math-verify reads."""
 THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?: \d{3})+(?![\d.,]*\d)")
 MIXED = re.compile(r"(?<![\d.,/])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\.?\d)")
 MIXED_LATEX = re.compile(r"(?<!\d)-?\d++\\frac\{\d+\}\{\d+\}")
@@ -46,7 +46,7 @@ SIGNS = str.maketrans(
 MONEY = rf"(?:\\?\$|[{CURRENCIES}])"
 NUMBER = r"(?:\d[\d.,]*(?:/\d+)?|\.\d+)"
 STUCK = r"(?:[kc]?m/[sh]|[kcdm]m)(?:\^?\{?-?[23]\}?|[²³])?"
-"""What has no other meaning where it follows a number without a blank, unlike the units in `3V/h`."""
+"""Units that can mean nothing else directly after a number, without a blank, unlike those in `3V/h`."""
 UNIT = r"(?:[kcdmµμ]?[mgsLlNJWVAK]|hr?|C|F|Hz|Pa|mi|ft|in|lb|oz)(?:\^?\{?-?\d\}?|[²³])?"
 PER = rf"(?:\s*[/·]\s*{UNIT})*"
 QUANTITY = re.compile(
@@ -57,27 +57,29 @@ IN_PROSE = re.compile(
     rf"(?:^|[\s=])(?:\*\*)?{MONEY}?-?\(?-?\.?\d|\\frac{{-?[\d.,]+}}{{-?\d|\\boxed{{\s*[^\s{{}}]|\$\s*[^$\s][^$\n]*\$"
     r"|\\[(\[]\s*(?!\\[)\]])\S"
 )
-"""What math-verify takes out of a text with words: a number that begins there, or LaTeX between delimiters."""
+"""What math-verify extracts from a text with words: the beginning of a number, or LaTeX between delimiters."""
 
 
 def plain(text: str) -> str:
-    """The text with what math-verify does not read written in another way: numbers, powers, Unicode, money."""
+    """The text with notation that math-verify does not read rewritten into notation that it reads: numbers, powers,
+    Unicode, money."""
     text = THOUSANDS.sub(lambda found: found[0].replace(" ", ""), SPACED.sub("", in_digits(text.strip())))
     text = MIXED.sub(r"\1\\frac{\2}{\3}", ROOT.sub(r"\\sqrt{\1}", POWER.sub(r"^\1", text)))
     return text.translate(SIGNS)
 
 
 def prose(text: str) -> str:
-    """A text with words as math-verify reads it."""
+    """A text with words, in a form that math-verify reads."""
     text = plain(text).replace("\\$", "")
     return text if DELIMITED.search(text) else MIXED_LATEX.sub(r"$\g<0>$", text)
 
 
 def bare_formulas(text: str) -> tuple[str, ...]:
-    """What a text that is a formula may mean: the formula without what is written around it, and as it stands, where
-    `3 V` may be three times V. () for prose, and for LaTeX that is not closed.
+    """The readings of a text that is a formula: without what is written around the formula, and unchanged, since `3 V`
+    may mean three times V. () for prose, and for LaTeX that is not closed.
 
-    None is parsed, which takes math-verify milliseconds, and seconds for some. So it may be asked of every row.
+    No formula is parsed here: math-verify takes milliseconds for one, and for some seconds. So this function may be
+    called for every row.
     """
     if len(text) > MOST_CHARACTERS or "\n" in text.strip():
         return ()
@@ -93,7 +95,7 @@ def has_formula(text: str) -> bool:
 
 
 def delimited(formula: str) -> str:
-    """The formula as math-verify reads it; of a calculation (`2 * 9 = 18`) what it comes to."""
+    """The formula between the delimiters that math-verify needs; of a calculation (`2 * 9 = 18`) only the result."""
     if DELIMITED.search(formula):
         return formula
     calculation, _, result = formula.rpartition("=")

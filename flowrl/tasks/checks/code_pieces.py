@@ -1,8 +1,8 @@
 """Code that tests a program, completed so that running it calls the program.
 
-HumanEval's `test` only defines a function `check`, which is called here with the row's entry point; a `check` that the
-code calls by itself is left alone. BigCodeBench's only defines a `unittest.TestCase`, whose tests are run here. Code
-that defines and calls nothing would pass every program.
+HumanEval's `test` only defines a function `check`, so a call with the row's entry point is added here, unless the code
+itself calls `check`. BigCodeBench's `test` only defines a `unittest.TestCase`, so code that runs its tests is added
+here. Code that only defines something and calls nothing would pass every program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ assert _outcome.testsRun and _outcome.wasSuccessful()
 
 
 class NoTests(Exception):
-    """An answer has nothing that can tell a right program. Says what is needed, and the change that mends it."""
+    """An answer has nothing that can tell a right program from a wrong one. Says what is needed, and which change fixes
+    it."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class NoTests(Exception):
 
 
 def completed(pieces: Sequence[str], entry_point: str | None) -> tuple[str, ...]:
-    """The pieces with the calls that they lack. Raises NoTests."""
+    """The pieces with the missing calls added. Raises NoTests."""
     done = [_with_cases_run(piece, _parsed(piece)) for piece in pieces]
     bodies = [ast.parse(piece).body for piece in done]
     everything = [node for body in bodies for node in body]
@@ -60,7 +61,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _with_cases_run(text: str, tree: ast.Module) -> str:
-    """The piece, whose test cases are run at its end, and not by a runner of its own."""
+    """The piece with its test cases run at its end, and without a runner of its own."""
     cases = _case_names(tree.body)
     if not cases:
         return text
@@ -70,7 +71,7 @@ def _with_cases_run(text: str, tree: ast.Module) -> str:
 
 
 def _case_names(body: Iterable[ast.stmt]) -> list[str]:
-    """The classes that are a unittest.TestCase, also by way of each other."""
+    """The classes that inherit from unittest.TestCase, directly or through one another."""
     found: list[str] = []
     for node in body:
         if isinstance(node, ast.ClassDef):
@@ -92,7 +93,7 @@ def _is_call(node: ast.stmt, name: str) -> bool:
 
 
 def _reached(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that this code uses when it runs, also within the functions and classes that it uses."""
+    """The names that this code uses when it runs, including those inside the functions and classes that it uses."""
     defined = [node for node in body if isinstance(node, SCOPES)]
     left: list[ast.stmt] = [node for node in body if not isinstance(node, SCOPES)]
     found: set[str] = set()

@@ -6,9 +6,9 @@ An answer is one of
   `entry_point` names, unless the code calls it; or BigCodeBench's `test`, a `unittest.TestCase`, which is then run;
 - a mapping of `inputs` and `outputs`, lists of the same length: what the program reads, and what it has to print.
 
-Lists and mappings may be written as JSON text. They are run by `flowrl.environments.tools.code_answers`: each piece,
-and the program with each input, for at most `case_s`, and all of them for at most `total_s`. Both are options of the
-task, `FILE:check=code,case_s=10,total_s=120`, or columns of a row.
+Lists and mappings may be written as JSON text. The tests are run by `flowrl.environments.tools.code_answers`: each
+piece, and the program with each input, for at most `case_s` seconds, and all of them for at most `total_s` seconds.
+Both limits are options of the task, `FILE:check=code,case_s=10,total_s=120`, or columns of a row.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from flowrl.tasks.checks.code_pieces import NoTests, completed
 
 FENCE = re.compile(r"^[ \t]*+(```+)([^`\n]*+)(?:\n|\Z)", re.MULTILINE)
 PYTHON = re.compile(r"\s*(?:\{?\.?(?:python[23]?|py[23]?)\b.*)?", re.IGNORECASE)
-"""What is said behind the opening fence of a program: Python, or nothing."""
+"""What follows the opening fence of a program: a name of Python, or nothing."""
 CASE_S = 6.0
-"""For one test, with the start of an interpreter."""
+"""Seconds for one test, including the start of an interpreter."""
 TOTAL_S = 60.0
-"""For all tests of one response."""
+"""Seconds for all tests of one response."""
 ENDING_S = 5.0
-"""For what a call does besides: its process ends the last interpreter, and answers."""
+"""Seconds for the rest of a call: its process ends the last interpreter and sends the answer."""
 
 
 def limits(case_s: Any = None, total_s: Any = None) -> tuple[float, float]:
-    """The limits of a row with these columns; what is no time is the default."""
+    """The limits of a row with these columns; a value that is no time is replaced by the default."""
     case, total = (one if is_time(one) else usual for one, usual in ((case_s, CASE_S), (total_s, TOTAL_S)))
     return float(case), float(total)
 
 
 def call_s(columns: Sequence[Mapping[str, Any]]) -> float:
-    """The longest that a call takes whose samples have these columns, as many at a time as there are cores."""
+    """The longest time, in seconds, of a call for samples with these columns; as many run at a time as there are
+    cores."""
     longest = max((limits(total_s=row.get("total_s"))[1] for row in columns), default=0.0)
     return math.ceil(len(columns) / (os.cpu_count() or 1)) * longest + ENDING_S
 
@@ -61,8 +62,8 @@ class CodeTests:
 
 
 def program_of(response: str) -> str:
-    """The last fenced block that names Python, without one the last that names no language. One that is not closed
-    counts if there is no other of its kind. Without a block of either kind it is the whole response."""
+    """The last fenced block that names Python, else the last block that names no language, else the whole response. A
+    block that is not closed counts only if there is no closed one of its kind."""
     ordered = sorted(_blocks(response), key=lambda block: block[:2])
     return ordered[-1][2] if ordered else response
 
@@ -82,7 +83,7 @@ def _blocks(response: str) -> Iterator[tuple[bool, bool, str]]:
 
 
 def _names_python(fence: re.Match[str]) -> bool:
-    """Whether a program begins here, also where a block of another kind was not closed, or contains it."""
+    """Whether this fence names Python. If so, a program begins here, even if a block of another kind is still open."""
     return bool(fence[2].strip() and PYTHON.fullmatch(fence[2]))
 
 
@@ -104,7 +105,7 @@ def check(answers: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 def missing_tests(answer: Any, entry_point: Any) -> str:
-    """What an answer lacks as tests of a program, "" if nothing."""
+    """What an answer lacks to serve as tests of a program; "" if nothing."""
     found = _read(answer, entry_point)
     return found.needed if isinstance(found, NoTests) else ""
 

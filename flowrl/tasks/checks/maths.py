@@ -20,7 +20,7 @@ from flowrl.tasks.checks.written_numbers import MARK, MARKED
 
 SECONDS = 5
 ITEM = re.compile(r"\A-\s+(?=[$€£¥₹]?\.?\d)")
-"""The mark of an item in a list of Markdown. A reference answer is no list: there `- 12` is -12."""
+"""The mark of an item in a Markdown list. It is removed only from responses: in a reference answer, `- 12` is -12."""
 LATEX = re.compile(r"[\\{|]")
 
 
@@ -30,7 +30,7 @@ def score(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[
 
 
 def prepare() -> None:
-    """Import math-verify, and let it build its parser; nothing where it is missing, which `check` tells."""
+    """Import math-verify and let it build its parser. Does nothing if math-verify is missing; `check` reports that."""
     with suppress(ImportError):
         equal("1", "1")
 
@@ -51,14 +51,15 @@ def _right(answer: str) -> list[Any]:
 
 
 def _reference(answer: str) -> str:
-    """What stands for the answer in a reference: what follows its last mark, or all of it."""
+    """The answer within a reference: what follows its last mark, or the whole reference."""
     return _marked(answer) or answer.rpartition(MARK)[2].strip()
 
 
 def _marked(text: str) -> str | None:
-    """The line after the last GSM8K mark that is an answer, or what follows it where that has a box.
+    """The rest of the line after the last GSM8K mark that an answer follows; if a box comes later, the text after that
+    line. None if no mark is followed by an answer.
 
-    A heading of Markdown with words is no answer, and where a box follows, a heading without is none either.
+    A Markdown heading with words is no answer. A heading without words is none either if a box comes later.
     """
     end = len(text)
     while (mark := text.rfind(MARK, 0, end)) >= 0:
@@ -71,7 +72,8 @@ def _marked(text: str) -> str | None:
 
 
 def _read(text: str) -> list[Any]:
-    """What math-verify finds: values, and the texts that they are of; where it cannot parse LaTeX the text alone."""
+    """What math-verify finds: values, and the texts that they were parsed from; only the text where it cannot parse
+    LaTeX."""
     found = [one for formula in bare_formulas(text) for one in _parsed(delimited(formula))] or _parsed(prose(text))
     if found and all(isinstance(one, str) for one in found) and not LATEX.search(found[0]):
         found += _parsed(prose(found[0]))  # it is no LaTeX, so it may be a number with a word
@@ -85,7 +87,7 @@ def _parsed(text: str) -> list[Any]:
 
 
 def check(answers: Mapping[str, str]) -> None:
-    """Raise ConfigError if math-verify is missing, or finds nothing in one of `answers`, which are by place."""
+    """Raise ConfigError if math-verify is missing, or finds nothing in one of `answers` (place -> answer)."""
     try:
         import math_verify  # noqa: F401
     except ImportError:
@@ -102,6 +104,6 @@ def check(answers: Mapping[str, str]) -> None:
 
 
 def is_readable(answer: str) -> bool:
-    """Whether math-verify finds something. It is not asked, which takes it some milliseconds for each answer, and is
-    refused outside of the main thread, where nodes load their rows."""
+    """Whether math-verify finds something in the answer. math-verify itself is not called: it takes some milliseconds
+    for each answer, and it refuses to run outside the main thread, but nodes load their rows in other threads."""
     return has_formula(_reference(answer))

@@ -1,4 +1,4 @@
-"""Numbers as texts write them: with commas, signs of currency, exponents, and GSM8K's mark in front of the last one."""
+"""Numbers as texts write them: with commas, currency signs, exponents, and GSM8K's mark in front of the last one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SIGN = r"(?:(?<!\d)[-−](?:\\?\$)?)?"
 NUMBER = re.compile(f"{SIGN}{UNSIGNED}")
 FRACTION = rf"(?:[ \t]+\d+)?(?:[ \t]*/[ \t]*{UNSIGNED})+"
 TOKEN = re.compile(f"({SIGN}{UNSIGNED})({FRACTION})?")
-"""A number, and what makes a fraction of it, which is no number here: `1/2`, `2 1/2`."""
+"""A number, and what makes it part of a fraction. A fraction is no number here: `1/2`, `2 1/2`."""
 BEFORE = r"(?:[\s*$(]|\\[$(]|\\boxed\{)*+"
 MARKED = re.compile(f"{MARK}{BEFORE}((?>{SIGN}{UNSIGNED}))((?>{FRACTION}))?+(?![.):][ \\t]+\\S)")
-"""The mark with a number directly behind it, which is not that of a numbered heading (`#### 3. Total`)."""
+"""The mark with a number directly after it that is not the number of a heading (`#### 3. Total`)."""
 EXPONENT = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}")
 
 
@@ -25,12 +25,12 @@ def number_of(text: str) -> Decimal | None:
 
 
 def reference_number(text: str) -> Decimal | None:
-    """That of a reference: if it has a mark, a number has to come after it."""
+    """The number of a reference; None if it has a mark and no number after the last one."""
     return number_of(text) if TOKEN.search(text.rpartition(MARK)[2]) else None
 
 
 def decimal_of(number: str) -> Decimal | None:
-    """The value of what NUMBER matches."""
+    """The value of a text that NUMBER matches."""
     try:
         return Decimal(re.sub(r"[,$\\]", "", number).replace("−", "-"))
     except InvalidOperation:
@@ -38,5 +38,5 @@ def decimal_of(number: str) -> Decimal | None:
 
 
 def in_digits(text: str) -> str:
-    """A number with an exponent, as data files give small and large ones, without it; other text as it is."""
+    """A number with an exponent, as data files write small and large ones, in plain digits; other text unchanged."""
     return format(Decimal(text), "f") if EXPONENT.fullmatch(text) else text

@@ -1,1 +1,1 @@
-"""Records of data files of any format, in memory or read where they stand."""
+"""Records of data files of any format, kept in memory or read from the files."""

@@ -1,7 +1,7 @@
 """The elements of a JSON array of any length, found one after another without holding the array in memory.
 
-The bytes are scanned as Latin-1, in which each is one character: what JSON is made of is ASCII, and no byte of a longer
-character of UTF-8 is. So positions are offsets.
+The bytes are scanned as Latin-1, so that each byte is one character and positions are offsets. This is safe: the syntax
+of JSON is ASCII, and no byte of a longer UTF-8 character is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BLANK = re.compile(r"[ \t\n\r]*")
 MARK = "\xef\xbb\xbf"
 """The byte order mark of UTF-8."""
 EXPONENT = len("e+1")
-"""What has to follow a number for it to be known that it does not go on."""
+"""Number of characters that have to follow a number before it is certain that the number ends there."""
 NEAR = 32
-"""An error nearer than this to the end of what has been read may be that of an element that goes on."""
+"""An error within this many characters of the end of what has been read may only mean that the element continues."""
 
 
 def elements(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -42,17 +42,17 @@ def elements(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 class ArrayScan:
-    """What has been read of the file and not yet passed."""
+    """The text that has been read from the file and not yet passed."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
         self._text, self._at = "", 0
         self._offset, self._line = 0, 1
-        """Where `_text` begins in the file: character and line."""
+        """Where `_text` begins in the file: offset and line."""
         self._decoder = json.JSONDecoder()
 
     def pass_over(self, wanted: str) -> bool:
-        """Pass over `wanted` if it is what follows the blanks; whether it is."""
+        """Skip blanks, and `wanted` if it follows them; returns whether it did."""
         self._skip_blanks()
         found = self._text.startswith(wanted, self._at)
         self._at += len(wanted) if found else 0
@@ -72,12 +72,12 @@ class ArrayScan:
     def element(self) -> tuple[int, bytes]:
         """(offset, bytes) of the next element."""
         self._skip_blanks()
-        end = self._end()  # first: it may read on, and so move the scan
+        end = self._end()  # called first, because it may read more of the file, which moves the scan
         begin, self._at = self._at, end
         return self._offset + begin, self._text[begin:end].encode("latin-1")
 
     def wrong(self, what: str, position: int | None = None) -> ConfigError:
-        """An error at this position of what has been read, or where the scan is."""
+        """An error at this position of the text that has been read; None: where the scan is."""
         line = self._line + self._text.count("\n", 0, self._at if position is None else position)
         return ConfigError(f"{self._path}:{line}: invalid JSON ({what}); write the array again")
 
@@ -90,7 +90,7 @@ class ArrayScan:
                 return
 
     def _end(self) -> int:
-        """Where the element that begins here ends; reads on until it does."""
+        """Where the element that begins here ends; reads more of the file until the end is found."""
         while True:
             try:
                 _, end = self._decoder.raw_decode(self._text, self._at)
@@ -99,15 +99,15 @@ class ArrayScan:
                 if not (goes_on and self._more()):
                     raise self.wrong(problem.msg, problem.pos) from None
             except (ValueError, RecursionError) as problem:
-                raise ConfigError(f"{self._path}: {str(problem).partition(';')[0]}; write it as text") from None
+                raise ConfigError(f"{self._path}: {str(problem).partition(';')[0]}; write it as a string") from None
             else:
-                if end + EXPONENT <= len(self._text) or not self._more():  # a number may go on
+                if end + EXPONENT <= len(self._text) or not self._more():  # a number may continue
                     return int(end)
 
     def _more(self) -> bool:
-        """Read on, and forget what has been passed; False at the end.
+        """Read more of the file, and drop what has been passed; False at the end of the file.
 
-        As much again as is left, so that a long element is tried a few times only.
+        At least as much is read as is left of the text, so that a long element is parsed only a few times.
         """
         found = self._file.read(max(CHUNK_BYTES, len(self._text) - self._at))
         if found:

@@ -1,4 +1,4 @@
-"""Opens text files that may be compressed: gzip, bzip2, xz and zstandard; says what is wrong with those it cannot."""
+"""Opens text files that may be compressed (gzip, bzip2, xz, zstandard), and says why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ SUFFIXES: dict[str, Callable[[Path], IO[bytes]]] = {
 
 @contextmanager
 def damage_of(path: Path) -> Iterator[None]:
-    """Raise ConfigError that names `path` for what is raised within because it is damaged, or cannot be opened."""
+    """Turn an error raised within because the file is damaged or cannot be opened into a ConfigError that names
+    `path`."""
     try:
         yield
     except DAMAGED as problem:

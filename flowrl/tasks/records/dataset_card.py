@@ -1,7 +1,8 @@
 """Which files of a dataset's repository are those of a configuration and split.
 
-The repository's README says it in its head, as the Hub shows it (`configs:` with `data_files:`). Without that the names
-of files and folders do: a folder is a configuration, and `train`, `validation` or `test` in a name is a split.
+The head of the repository's README declares this, in the form that the Hub reads (`configs:` with `data_files:`).
+Without such a head, the names of files and folders decide: a folder is a configuration, and `train`, `validation` or
+`test` in a name is a split.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def chosen_files(what: str, names: Iterable[str], card: str, *, config: str, spl
 
 
 def whole(files: Iterable[str]) -> bool:
-    """Whether no part of numbered files (-00000-of-00002) is missing, and there is a file at all."""
+    """Whether there is at least one file, and no part of numbered files (-00000-of-00002) is missing."""
     files = list(files)
     parts: dict[str, set[int]] = {}
     for name in files:
@@ -123,7 +124,7 @@ def _require_split(what: str, split: str, splits: Mapping[str, Any]) -> None:
 
 
 def _describes(name: str) -> bool:
-    """Whether a file tells of the data, and holds none."""
+    """Whether a file only describes the data and holds none."""
     return name.rpartition("/")[2] in ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")
 
 

@@ -1,8 +1,8 @@
-"""Where the records of a file stand, and the record that one extent of it holds: files read from their middle.
+"""Where each record of a file is, so that one record can be read without those before it.
 
-An extent is the number by which places name a record, the offset of its first byte, and its bytes. `extents_of` says
-how the extents of a file are found: lines, the elements of a JSON array, the rows of a table, or rows that were
-pickled.
+An extent consists of the record's number, as its place names it, the offset of its first byte, and its bytes.
+`extents_of` chooses how the extents of a file are found: as lines, elements of a JSON array, rows of a table, pickled
+rows, or one text.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from flowrl.tasks.records.malformed import Malformed
 Extent = tuple[int, int, bytes]
 """(number, offset, bytes) of a record."""
 LENGTH = struct.Struct("<q")
-"""Before a pickled row: its bytes."""
+"""What precedes a pickled row: its number of bytes."""
 
 
 class Extents(Protocol):
     """How the records of one file are found and read."""
 
     def all(self, file: IO[bytes]) -> Iterator[Extent]:
-        """Every extent, in order. Raises ConfigError if the file cannot be cut into extents."""
+        """Every extent, in order. Raises ConfigError if the file cannot be divided into extents."""
         ...
 
     def place(self, number: int) -> str:
@@ -52,12 +52,13 @@ class Extents(Protocol):
         ...
 
     def record(self, number: int, offset: int, content: bytes) -> RawRow:
-        """What an extent holds. Raises Malformed."""
+        """The record that an extent holds. Raises Malformed."""
         ...
 
 
 def extents_of(path: Path, plain: Path) -> Extents:
-    """How the records of `path` are found, whose content is in `plain`, decompressed or pickled. Raises ConfigError."""
+    """How the records of `path` are found. `plain` has its content, decompressed or pickled if necessary. Raises
+    ConfigError."""
     kind = format_of(path)
     if kind in TABLES:
         return TableRows(path, TABLES[kind], plain)
@@ -152,7 +153,7 @@ class TableRows:
         return cells_of(self.place(number), self.header, values)
 
     def _rows(self, file: IO[bytes]) -> Iterator[tuple[int, int, list[str], bytes]]:
-        """(last line, offset, values, bytes) of each row, the header too."""
+        """(last line, offset, values, bytes) of each row, including the header."""
         taken: list[bytes] = []
         lines = csv.reader(_kept(file, taken), delimiter=self.delimiter, strict=True)
         offset = 0
@@ -170,7 +171,8 @@ class TableRows:
 
 @dataclass
 class PickledRows:
-    """The rows of a Parquet file or saved dataset that `pickled` has made anew: one is read without the others."""
+    """The rows of a Parquet file or saved dataset, as `pickled` has written them: each can be read without the
+    others."""
 
     path: Path
 
@@ -193,14 +195,14 @@ class PickledRows:
 
 
 def pickled(rows: Iterable[RawRow | str]) -> Iterator[bytes]:
-    """Rows, or what is wrong with one, as a file has them that `PickledRows` reads."""
+    """The content of a file for `PickledRows`: rows, or in place of a malformed row a text that says what is wrong."""
     for row in rows:
         content = pickle.dumps(row, protocol=5)
         yield LENGTH.pack(len(content)) + content
 
 
 def rows_of_batch(batch: Any) -> Iterator[RawRow | str]:
-    """The rows of an Arrow batch, or what is wrong with one."""
+    """The rows of an Arrow batch, or in place of a malformed row a text that says what is wrong."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -216,10 +218,10 @@ def _text(offset: int, content: bytes) -> str:
 
 
 def _kept(file: IO[bytes], taken: list[bytes]) -> Iterator[str]:
-    """The lines of `file` as text, each put into `taken` when it is asked for."""
+    """The lines of `file` as text. The bytes of each line are appended to `taken` when the line is requested."""
     begun = 0
     for found in file:
-        for content in found.splitlines(keepends=True):  # at a carriage return alone, too
+        for content in found.splitlines(keepends=True):  # also at a lone carriage return
             taken.append(content)
             yield _text(begun, content)
             begun += len(content)

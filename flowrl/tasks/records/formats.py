@@ -1,6 +1,6 @@
 """Records from disk: JSON lines and arrays, CSV, TSV, Parquet, compressed files, directories, patterns, saved datasets.
 
-A .txt file is one record with the column `text`; in directories they are left out where there are files of rows.
+A .txt file is one record with the column `text`; in a directory, .txt files are left out if it has other files of rows.
 Text is UTF-8. A line with other bytes is malformed, and so is a line that its format does not allow.
 """
 
@@ -29,18 +29,18 @@ TEXTS = (*LINES, ".json", *TABLES, PLAIN)
 FORMATS = ".jsonl, .json, .csv, .tsv, .parquet, .txt"
 PATTERN = re.compile(r"[*?\[]")
 OTHER_BYTE = re.compile("[\udc80-\udcff]")
-"""How Python's surrogateescape keeps a byte that is not UTF-8."""
+"""How Python's surrogateescape represents a byte that is not UTF-8."""
 
 PART_BYTES, ROWS_A_BATCH = 1 << 20, 1024
 """How much of a Parquet file is read and decoded at a time: a whole row group may be larger than memory."""
 MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti")
 """Kinds of columns for which `datasets` makes objects that no message can carry."""
 SAVED = ("dataset_dict.json", "state.json")
-"""Files by which a directory that save_to_disk has written is known."""
+"""Files that identify a directory written by save_to_disk."""
 
 
 def format_of(path: Path) -> str:
-    """The suffix that says how a file is read, without that of its compression; "" if none is known."""
+    """The suffix that says how a file is read, without the suffix of its compression; "" if it is unknown."""
     name = path.with_suffix("") if path.suffix in SUFFIXES else path
     known = TEXTS if name is not path else (*TEXTS, PARQUET)
     return name.suffix if name.suffix in known else ""
@@ -52,7 +52,7 @@ def is_file_task(path: Path) -> bool:
 
 
 def require_there(path: Path) -> None:
-    """Raise ConfigError if `path` is named like a file of rows and is not there."""
+    """Raise ConfigError if `path` is named like a file of rows and does not exist."""
     if not format_of(path) or path.exists() or is_pattern(path):
         return
     near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.*")], 1)
@@ -61,7 +61,7 @@ def require_there(path: Path) -> None:
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether `path` stands for the files that match it, as data/part-*.jsonl does."""
+    """Whether `path` is a pattern for the files that match it, such as data/part-*.jsonl."""
     return PATTERN.search(str(path)) is not None
 
 
@@ -131,7 +131,7 @@ def _array(path: Path, content: str, reading: Reading) -> Iterator[tuple[str, Ra
     except json.JSONDecodeError as problem:
         raise ConfigError(f"{path}:{problem.lineno}: invalid JSON ({problem.msg}); write the array again") from None
     except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path}: {str(problem).partition(';')[0]}; write it as text") from None
+        raise ConfigError(f"{path}: {str(problem).partition(';')[0]}; write it as a string") from None
     for number, record in enumerate(found, start=1):
         place = f"{path}, row {number}"
         if (checked := reading.attempt(lambda place=place, record=record: _object(place, record))) is not None:  # type: ignore[misc]
@@ -146,7 +146,7 @@ def parsed_line(place: str, line: str) -> RawRow:
     except json.JSONDecodeError as problem:
         raise Malformed(f"{place}: invalid JSON ({problem.msg}); write one object per line") from None
     except ValueError as problem:  # an integer of more digits than Python converts
-        raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as text") from None
+        raise Malformed(f"{place}: {str(problem).partition(';')[0]}; write it as a string") from None
     except RecursionError:
         raise Malformed(f"{place}: values nested too deep; flatten them, or write them as text") from None
     return _object(place, record)
@@ -245,7 +245,7 @@ def parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, RawRow]]:
-    """The rows of an Arrow batch that follows `before` others. Texts may hold bytes that nobody has looked at."""
+    """The rows of an Arrow batch that comes after `before` other rows. Arrow has not checked that texts are UTF-8."""
     try:
         found = batch.to_pylist()
     except UnicodeDecodeError:
@@ -301,7 +301,8 @@ def saved_records(path: Path, split: str) -> Iterator[RawRow]:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """A dataset whose columns of images, sound and the like hold what is stored, bytes and path, as in Parquet."""
+    """The dataset with its columns of images, sound and other media not decoded: they hold bytes and path, as in
+    Parquet."""
     for name, feature in dataset.features.items():
         if type(feature).__name__ in MEDIA:
             dataset = dataset.cast_column(name, dataclasses.replace(feature, decode=False))
@@ -325,10 +326,11 @@ def _first_pattern(path: Path) -> int:
 
 
 def _files(path: Path, split: str) -> list[Path]:
-    """The files of a downloaded dataset: those whose names begin with the split, or else say it as on the Hub.
+    """The files of a downloaded dataset: those whose names begin with the split, else those that name it as files on
+    the Hub do.
 
-    All of them where no name says a split. A .json or .txt file counts only where there is no other: datasets describe
-    themselves in such files.
+    If no name contains a split, all files belong to `train`. A .json or .txt file counts only if there are no other
+    files: datasets describe themselves in such files.
     """
     known = sorted(file for file in path.rglob("*") if file.is_file() and format_of(file))
     if saved := [file.parent for file in known if file.name in SAVED]:
@@ -345,7 +347,8 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _of_split(path: Path, files: Sequence[Path], split: str) -> list[Path]:
-    """The files whose names, or those of their folders, have a word of the split. Raises ConfigError without any."""
+    """The files with a word for the split in their names or their folders' names. Raises ConfigError if there are
+    none."""
     splits = by_split(file.relative_to(path).as_posix() for file in files)
     if split not in splits:
         names = ", ".join(name for found in splits.values() for name in found[:2])

@@ -1,4 +1,5 @@
-"""Records of a dataset on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION, its files read as files are."""
+"""Records of a dataset on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION. Its files are read like local
+ones."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from flowrl.tasks.records.malformed import Reading
 
 
 def hub_dataset(source: str) -> HubName | None:
-    """The Hub dataset that a task names; None for a file and for what cannot be a name on the Hub."""
+    """The Hub dataset that a task names; None for a file, and for a text that cannot be a name on the Hub."""
     return None if format_of(Path(source)) else HubName.parse(source, "dataset")
 
 
@@ -55,5 +56,8 @@ def _found(name: HubName, config: str, split: str) -> tuple[Path, list[str]]:
     directory = fetched(name, choose, complete, to_stderr)
     files = choose(listed or files_in(directory))
     if not files:
-        raise ConfigError(f"{name} has no file for config={config or 'default'} and split={split}; look at its page")
+        raise ConfigError(
+            f"{name} has no file for config={config or 'default'} and split={split}; its page on the Hub lists the "
+            "files"
+        )
     return directory, files

@@ -24,11 +24,11 @@ def missing_column(place: str, record: Mapping[str, Any], column: str, option: s
 
 
 class NothingInIt(Malformed):
-    """A record holds nothing to use; it is left out and counted, whatever becomes of malformed ones."""
+    """A record holds nothing to use; it is left out and counted, even if malformed records stop the reading."""
 
 
 class LowScore(ConfigError):
-    """A record's score is below that of the rows that are wanted; it is left out and counted."""
+    """A record's score is below `min_score`; the record is left out and counted."""
 
 
 @dataclass
@@ -54,7 +54,8 @@ class Reading:
             return None
 
     def at(self, place: str, make: Callable[[], T]) -> T | None:
-        """`attempt` of a `make` for the record at `place`. Values that no message can carry make it malformed."""
+        """`attempt` with a `make` for the record at `place`. A record with values that no message can carry is
+        malformed."""
 
         def named() -> T:
             try:

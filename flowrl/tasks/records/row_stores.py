@@ -1,7 +1,7 @@
-"""Where single rows are read from: the rows of one file, which stay in it, or rows that are held.
+"""Where single rows are read from: the rows of one file, which stay on disk, or rows in memory.
 
 A row is found again by its address in its store: the record's number, the offset of its first byte, its bytes, and
-which of the record's rows it is. The files have to stay as they are while they are used.
+which of the record's rows it is. The files must not change while they are used.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ RowAddress = tuple[int, int, int, int]
 Make = Callable[[str, RawRow], tuple[Row, ...]]
 """(place, record) -> its rows, () if it is left out. Raises Malformed."""
 MOST_OPEN = 128
-"""Files that stay open between two rows, at most, of all tasks of a process; nor more than a quarter of its limit."""
+"""The most files that all tasks of a process keep open between two reads, and no more than a quarter of its limit."""
 READ_BYTES = 1 << 16
 CHANGED = (ConfigError, ValueError, IndexError, csv.Error, pickle.UnpicklingError, EOFError)
-"""What is raised where there is no row any more."""
+"""What is raised if a row is no longer at its address."""
 
 
 class RowStore(Protocol):
-    """Rows in their order, and single ones. Reads from several threads do not disturb each other."""
+    """All rows in their order, or single rows. Reads from several threads do not disturb each other."""
 
     def rows(self, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
-        """Every row, in order. Raises ConfigError, Malformed by `reading`."""
+        """Every row, in order. Raises ConfigError, and Malformed if `reading` stops at malformed records."""
         ...
 
     def row(self, number: int, offset: int, length: int, member: int) -> Row:
@@ -55,7 +55,7 @@ class RowStore(Protocol):
 class FileRows:
     """The rows of one file, or of one split that save_to_disk has written.
 
-    Raises ConfigError if it cannot be cut into records.
+    Raises ConfigError if the file cannot be divided into records.
     """
 
     def __init__(self, path: Path, split: str, make: Make) -> None:
@@ -108,7 +108,8 @@ class FileRows:
             return os.pread(opened.fileno(), length, offset)
 
     def _kept(self) -> int | None:
-        """The file, from now on there whatever becomes of its name; None if too many others stay open."""
+        """A descriptor of the file, which keeps the file readable even if its name is removed; None if too many others
+        are open."""
         if self._handle is None:
             with _opening:
                 if self._handle is None and len(_kept_open) < _most_open():
@@ -128,7 +129,7 @@ def _most_open() -> int:
 
 
 class _FromStart(io.RawIOBase):
-    """Reads an open file from its start, whatever else is read of it meanwhile. It stays open."""
+    """Reads an open file from its start, independently of other reads of it. The file itself stays open."""
 
     def __init__(self, handle: int) -> None:
         self._handle, self._offset = handle, 0
@@ -148,7 +149,7 @@ def has_changed(place: str) -> ConfigError:
 
 
 class HeldRows:
-    """Rows that are generated, or that the task wants in memory, beside others that stay on disk."""
+    """Rows that are generated, or that the task keeps in memory, next to others that stay on disk."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows

@@ -14,7 +14,7 @@ WORDS = {
 
 
 def split_of(name: str) -> str:
-    """The split whose word stands in the name, nearest to its end; "" without one."""
+    """The split that a word of the name means; the part of the path nearest to its end decides. "" if there is none."""
     for part in reversed(name.split("/")):
         words = re.split(r"[-._ ]|(?<=\D)(?=\d)", part.lower())
         for split, spelled in WORDS.items():
@@ -24,7 +24,7 @@ def split_of(name: str) -> str:
 
 
 def by_split(names: Iterable[str]) -> dict[str, list[str]]:
-    """Split -> the files of it, in order; where no name has a word of a split, all are of `train`."""
+    """Split -> its files, in order. If no name has a word for a split, all files belong to `train`."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(split_of(name), []).append(name)

@@ -1,10 +1,11 @@
 """Files that cannot be read from their middle, written once in a form that can: decompressed, or pickled row by row.
 
-Rows are pickled of Parquet files and of what save_to_disk has written. The libraries that read these start threads,
-which a process that forks episodes may not have, so only the process that makes the copy loads them.
+The rows of Parquet files, and of what save_to_disk has written, are pickled. The libraries that read these formats
+start threads, which a process that forks episodes must not have, so only the process that makes the copy loads them.
 
-Such a copy is in flowrl's cache, for all processes of this machine and for later runs, as long as the file has the same
-size and time of change. If the disk has no room for it, it is removed and the run refused.
+Such a copy is in flowrl's cache, for all processes of this machine and for later runs. It is valid as long as the size
+and modification time of the file are the same. If the disk has no room for the copy, it is removed and the run is
+refused.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from flowrl.tasks.records.formats import PARQUET, format_of, parquet_batches, sa
 
 PART_BYTES = 1 << 20
 UNUSED_DAYS = 30
-"""After so many days without a run that has asked for it, a copy is removed when another one is made."""
+"""A copy that no run has asked for in this many days is removed when another copy is made."""
 NAME = "rows"
 
 
 def plain_file(path: Path, split: str = "") -> Path:
     """The file whose extents are the records of `path`: itself, or its copy, which is made if there is none.
 
-    `split` is the part to read of a directory that save_to_disk has written, if it has several. Raises ConfigError if
+    If a directory that save_to_disk has written has several splits, `split` is the one to read. Raises ConfigError if
     `path` cannot be read, or the disk of the cache is too small.
     """
     if path.is_file() and path.suffix not in SUFFIXES and format_of(path) != PARQUET:

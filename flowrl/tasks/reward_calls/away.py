@@ -1,9 +1,10 @@
 """Servers that cannot be reached: which of several may be asked, when to try again, and when to give up.
 
-A server is away from a failure to reach it (`Outage.failed`) until it answers anything at all (`Outage.answered`).
-While another is there, an away server is asked only when its pause is over. While all are away nothing is asked
-until the first pause is over, and an outage ends with an answer, or `away_s` after the last server went away.
-Pauses double from one failure to the next and are shortened by chance, so that clients do not return together.
+A server is away from the time that it cannot be reached (`Outage.failed`) until it gives any answer
+(`Outage.answered`). While another server can be reached, an away server is asked only after its pause is over. While
+all are away, nothing is asked until the first pause is over. Such an outage ends with an answer, or `away_s` after the
+last server went away. Pauses double from one failure to the next and are shortened at random, so that clients do not
+return at the same moment.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ AWAY_S = 600.0
 BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 TOLD_AFTER_S = 1.0
-"""Shorter outages are not worth a line."""
+"""Shorter outages are not reported."""
 
 
 class ServersAway(FlowrlError):
@@ -31,13 +32,13 @@ class ServersAway(FlowrlError):
 
 
 def pause_s(backoff_s: float, failures: int, asked_s: float = 0.0) -> float:
-    """Seconds to pause after so many failures in a row (from 1); at least `asked_s`, which the server asked for."""
+    """Seconds to pause after `failures` failures in a row (from 1); at least `asked_s`, which the server asked for."""
     longest = min(backoff_s * 2.0 ** min(failures - 1, 16), LONGEST_BACKOFF_S)
     return max(longest * random.uniform(0.5, 1.0), asked_s)
 
 
 def retry_after_s(header: str | None) -> float:
-    """The seconds that a Retry-After header asks for, as a number or a date; 0 without one that can be read."""
+    """The seconds that a Retry-After header asks for, as a number or a date; 0 if there is none that can be read."""
     if not header:
         return 0.0
     if header.strip().isdecimal():
@@ -51,7 +52,7 @@ def retry_after_s(header: str | None) -> float:
 
 
 def _nothing(text: str) -> None:
-    """Nobody is told."""
+    """Reports to nobody."""
 
 
 def _plain(what: str) -> AbstractContextManager[None]:
@@ -60,14 +61,14 @@ def _plain(what: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long servers that cannot be reached are waited for, and who learns of it."""
+    """How long to wait for servers that cannot be reached, and how the wait is reported."""
 
     away_s: float = AWAY_S
-    """0: a request that reaches no server fails after its tries, as any other."""
+    """0: a request that reaches no server fails after its tries, like any other."""
     outside: Callable[[str], AbstractContextManager[None]] = _plain
-    """Held by everybody who waits for an answer while no server can be reached; as `context.outside`."""
+    """Entered by every request that waits for an answer while no server can be reached; like `context.outside`."""
     report: Callable[[str], None] = _nothing
-    """Gets one line when the last server has gone away, and one when one is back."""
+    """Called with one line when the last server has gone away, and with another when a server is back."""
 
 
 PATIENT = Patience()
@@ -87,9 +88,9 @@ class Outage:
     patience: Patience
     backoff_s: float = BACKOFF_S
     answers: int = 0
-    """Answers of any server, so that a request can tell whether only it fails."""
+    """Number of answers of all servers, from which a request can tell whether others get answers while it fails."""
     since: float | None = None
-    """When the last server went away; None while one is there."""
+    """When the last server went away; None while at least one can be reached."""
     why: str = ""
     """The last failure."""
     _servers: dict[str, _Server] = field(init=False)
@@ -123,18 +124,18 @@ class Outage:
         return max(0.0, min(first, left))
 
     def is_over(self) -> bool:
-        """Whether all servers have been away for as long as they are waited for."""
+        """Whether all servers have been away for `away_s`."""
         return self.since is not None and time.monotonic() >= self.since + self.patience.away_s
 
     def error(self) -> ServersAway:
-        """What ends the run."""
+        """The error that ends the run."""
         return ServersAway(
             f"{self.what} could not be reached for {self.patience.away_s:g} s: {self.why}; start it again and go on "
             "with --resume, or set --reward-away-s higher"
         )
 
     def answered(self, url: str) -> None:
-        """`url` has answered, whatever."""
+        """`url` has given an answer of any kind."""
         self.answers += 1
         self._servers[url] = _Server()
         if self.since is None:
@@ -147,7 +148,7 @@ class Outage:
     def failed(self, url: str, why: str, asked_s: float = 0.0) -> None:
         """`url` could not be reached; it asks for a pause of `asked_s`."""
         server, now = self._servers[url], time.monotonic()
-        if server.retry_at <= now:  # of requests that fail together one counts
+        if server.retry_at <= now:  # requests that fail together count as one failure
             server.failures += 1
         server.retry_at = max(server.retry_at, now + pause_s(self.backoff_s, server.failures, asked_s))
         if self.since is None and all(one.failures for one in self._servers.values()):

@@ -1,4 +1,4 @@
-"""What a process and its child say to each other: length-prefixed msgpack messages; and the child's end.
+"""Messages between a process and its child (length-prefixed msgpack), and the child's end when its parent dies.
 
 Used by the workers of rewards and by the processes of environments.
 """

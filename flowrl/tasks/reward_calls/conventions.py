@@ -1,4 +1,4 @@
-"""Calls functions that were written for OpenRLHF, TRL or verl, as those do, and reads what they return.
+"""Calls functions written for OpenRLHF, TRL or verl as those libraries do, and reads what the functions return.
 
 The signatures are those that the three document: OpenRLHF's `reward_func(queries, prompts, labels, **kwargs)`, which
 returns a tensor or a dict of `rewards`, `scores` and `extra_logs`; TRL's `f(prompts, completions, **columns)`, called
@@ -16,23 +16,24 @@ from typing import Any
 from flowrl.tasks.reward_calls.signatures import SECOND, Convention
 
 ROW = "flowrl.row"
-"""The column with what a row is besides its columns: the task's name, its turns, and whether it came as messages."""
+"""The column for what a row has in addition to its columns: the task's name, its turns, and whether it came as
+messages."""
 LABELS = ("label", "labels", "answer", "ground_truth")
 TRUTHS = ("ground_truth", "answer", "label")
 OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL hands over besides columns, and nobody has here."""
+"""What TRL passes in addition to columns, and flowrl does not have."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """How one function is called: with lists of samples, or with one. `function` returns what ours would."""
+    """How one function is called: with lists of samples, or with one. `function` returns what one of flowrl's would."""
 
     function: Callable[..., Any]
     single: bool
     wanted: frozenset[str] | None
     required: frozenset[str]
     any_of: frozenset[str] = frozenset()
-    """Columns of which a row needs one."""
+    """Columns of which a row needs at least one."""
 
 
 def adapted(function: Callable[..., Any], convention: Convention) -> Adapted:
@@ -108,7 +109,7 @@ def _of_verl(function: ForeignCall, keep: frozenset[str], takes_all: bool) -> Fo
 
 
 def by_position(function: ForeignCall, first: Sequence[inspect.Parameter]) -> ForeignCall:
-    """`function`, whose `first` parameters may be for keywords alone, so that it takes them by position."""
+    """`function` in a form that takes its `first` parameters by position, even if they are keyword-only."""
     named = [one.name for one in first if one.kind is one.KEYWORD_ONLY]
 
     def call(*given: Any, **columns: Any) -> Any:
@@ -157,7 +158,7 @@ def _labels(columns: Mapping[str, Sequence[Any]], number: int) -> list[Any]:
 
 
 def _trl_prompt(prompt: str, row: Mapping[str, Any] | None) -> Any:
-    """As the dataset has it: messages, or text without the chat template."""
+    """The prompt as the dataset has it: messages, or text without the chat template."""
     if row is None:
         return prompt
     return [dict(turn) for turn in row["turns"]] if row["messages"] else row["turns"][-1]["content"]
@@ -168,7 +169,7 @@ def _trl_completion(response: str, row: Mapping[str, Any] | None) -> Any:
 
 
 def _truth(columns: Mapping[str, Any]) -> Any:
-    """verl's data have it in the column reward_model."""
+    """The right answer of a row, which verl's data have in the column reward_model."""
     style = columns.get("reward_model")
     if isinstance(style, Mapping) and "ground_truth" in style:
         return style["ground_truth"]
@@ -179,7 +180,7 @@ def _truth(columns: Mapping[str, Any]) -> Any:
 
 
 def openrlhf_answer(answer: Any, number: int) -> Any:
-    """`extra_logs` become our logs; a log of one number holds for all samples. `as_verdicts` refuses wrong ones."""
+    """`extra_logs` become our logs; a log of one number applies to all samples. `as_verdicts` refuses wrong values."""
     if not isinstance(answer, Mapping):
         return _flat(answer)
     found = {
@@ -194,7 +195,7 @@ def openrlhf_answer(answer: Any, number: int) -> Any:
 
 
 def _trl_answer(answer: Any) -> Any:
-    """A completion for which the function returned None counts 0, as in TRL's sum, and is counted in the logs."""
+    """A completion for which the function returned None gets 0, as in TRL's sum, and is counted in the logs."""
     values = _flat(answer)
     if not isinstance(values, list) or None not in values:
         return values
@@ -207,13 +208,13 @@ def _verl_answer(answer: Any) -> Any:
     if not isinstance(answer, Mapping):
         return _flat(answer)
     if "score" not in answer:
-        return answer  # our check of answers names the keys that are there
+        return answer  # our check of answers names the keys that it has
     logs = {str(name): float(value) for name, value in answer.items() if isinstance(value, bool | int | float)}
     return {"reward": _flat(answer["score"]), "logs": {name: value for name, value in logs.items() if name != "score"}}
 
 
 def _flat(values: Any) -> Any:
-    """A tensor or array as a list, whatever its shape; of one that holds one number, that."""
+    """A tensor or array of any shape as a flat list; one without dimensions as its number."""
     if hasattr(values, "reshape") and hasattr(values, "tolist"):
         return values.tolist() if getattr(values, "ndim", 1) == 0 else values.reshape(-1).tolist()
     return values.item() if hasattr(values, "item") else values

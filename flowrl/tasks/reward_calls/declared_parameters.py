@@ -1,7 +1,8 @@
 """Finds the parameters of a function by reading the files that declare it, without importing any of them.
 
-It follows what stands at the top of a file, also within `if` and `try`: `def`, `from module import name as other`, and
-`other = name`. A function that is made in another way (by `functools.partial`, in a loop) is known when it is loaded.
+It follows the statements at the top level of a file, including those within `if` and `try`: `def`, `from module import
+name as other`, and `other = name`. A function that is made in another way (by `functools.partial`, in a loop) is known
+only after it is loaded.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from flowrl.user_path import user_path
 
 Parameters = tuple[str, ...]
 MOST_STEPS = 16
-"""Imports and assignments that are followed from one name."""
+"""The most imports and assignments that are followed from one name."""
 
 
 @dataclass(frozen=True)
 class Declarations:
-    """What a file declares at its top."""
+    """What a file declares at its top level."""
 
     functions: Mapping[str, Parameters] = field(default_factory=dict)
     imported: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Name -> (module, with a dot for each level where it is relative, name there)."""
+    """Name -> (module, with a leading dot for each level if it is relative; name in that module)."""
     assigned: Mapping[str, str] = field(default_factory=dict)
-    """Name -> another name of the file."""
+    """Name -> another name in the same file."""
 
 
 def parameters(place: str) -> Parameters | None:
-    """Those of the function at `file.py:function` or `package.module:function`; None if no file says them."""
+    """The parameters of the function at `file.py:function` or `package.module:function`; None if no file declares
+    them."""
     where, _, name = place.rpartition(":")
     if where.endswith(".py"):
         return _followed(user_path(where), "", name, MOST_STEPS)
@@ -77,7 +79,7 @@ def _package(module: str, file: Path) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """The source of a module; None if there is none."""
+    """The source file of a module; None if there is none."""
     path: list[str] | None = None
     origin: str | None = None
     parts = module.split(".")
@@ -95,7 +97,7 @@ def _file_of(module: str) -> Path | None:
 def _parsed(file: Path, changed_ns: int) -> Declarations:
     try:
         statements = [*_top(ast.parse(file.read_bytes()).body)]
-    except (OSError, SyntaxError, ValueError):  # importing it will tell what is wrong
+    except (OSError, SyntaxError, ValueError):  # importing the file reports what is wrong
         return Declarations()
     functions = {
         one.name: _names(one.args) for one in statements if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -1,8 +1,8 @@
-"""Gives a function that expects many samples those that wait: while it works on some, further ones accumulate.
+"""Passes the waiting samples together to a function that expects many: while it works on some, others accumulate.
 
-Waits: a question waits for the call that has it. If a call with several samples fails, each of them is asked alone,
-so that a problem with one sample does not affect the others. What is no problem with a sample, such as a function that
-no longer loads, is handed to all of them.
+Waits: a question waits for the call that contains it. If a call with several samples fails, each sample is asked
+separately, so that a problem with one sample does not affect the others. A problem that is not due to a sample, such as
+a function that no longer loads, is raised for all of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from flowrl.tasks.reward_calls.question import Question, fail, one_of
 from flowrl.tasks.reward_calls.reward_client import RewardClient
 
 BATCH = 64
-"""Most samples of one call."""
+"""Maximum number of samples in one call."""
 
 
 class Gathered:
-    """Clients of one function, each of which is called once at a time; they share what waits."""
+    """Clients of one function, each with at most one call at a time; they share the waiting questions."""
 
     def __init__(self, clients: Sequence[RewardClient], *, batch: int = BATCH) -> None:
         self._clients = tuple(clients)
@@ -69,7 +69,7 @@ class Gathered:
             self._calls.discard(asyncio.current_task())
 
     def _share(self) -> Sequence[Question]:
-        """What one client gets of that which waits; the others that are not called get as much."""
+        """The waiting questions that one client takes; as many are left for each other client without a call."""
         self._waiting = [question for question in self._waiting if not question.verdict.done()]
         number = min(self._batch, math.ceil(len(self._waiting) / (len(self._clients) - self._num_called)))
         questions, self._waiting = self._waiting[:number], self._waiting[number:]
@@ -89,7 +89,7 @@ class Gathered:
             else:
                 fail(questions, bad)
             return
-        except Exception as problem:  # whatever it is, those who wait have to learn of it
+        except Exception as problem:  # every waiting question has to receive the error
             fail(questions, problem)
             return
         for index, question in enumerate(questions):

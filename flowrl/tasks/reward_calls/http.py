@@ -1,16 +1,16 @@
 """Rewards over HTTP: waiting questions are sent together to the least busy server, and again after a failure.
 
-Request: POST, JSON {"prompts": [...], "responses": [...], "columns": {name: [...]}}; `columns` holds the
-rows' other columns and, under `messages`, the conversation before the response if it is known.
-Answer: the same as from a reward function, a list of numbers or {"rewards": [...], "scores": [...],
-"logs": {name: [...]}}. `heads`, if it is there, maps names of `logs` to weights, and their weighted sum is the reward:
-then --task.reward-weights can weigh them otherwise. `flowrl serve-reward` is such a server.
+Request: POST, JSON {"prompts": [...], "responses": [...], "columns": {name: [...]}}; `columns` holds the rows' other
+columns and, under `messages`, the conversation before the response if it is known.
+Answer: the same as from a reward function, a list of numbers or {"rewards": [...], "scores": [...], "logs": {name:
+[...]}}. `heads`, if present, maps names of `logs` to weights, and the weighted sum of those logs is the reward: then
+--task.reward-weights can change the weights. `flowrl serve-reward` is such a server.
 
 A server of OpenRLHF's kind gets `query` (prompts with responses) and `labels` as well, and may answer `extra_logs`.
 
 Waits: a question waits for its answer, at most until `retries` further tries of `timeout_s` each have failed. A try
-that reaches no server is none of these, unless servers answer others meanwhile: it is repeated until the outage ends,
-with an answer or with ServersAway (`flowrl.tasks.reward_calls.away`).
+that reaches no server does not count, unless servers answer other requests meanwhile: it is repeated until the outage
+ends, with an answer or with ServersAway (`flowrl.tasks.reward_calls.away`).
 While a server works on its requests, further questions accumulate and form the next request.
 """
 
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
 
 RETRIES = 4
 CONNECT_S = 5.0
-"""A server that has not accepted a connection by then, or in half of `timeout_s`, cannot be reached."""
+"""A server that has not accepted a connection in this time, or in half of `timeout_s` if that is less, is
+unreachable."""
 LONGEST_ERROR = 400
 BATCH = 32
 """Maximum number of samples in one request."""
 REQUESTS_PER_URL = 2
 TRANSIENT = frozenset({408, 425, 429, 500})
 AWAY = frozenset({502, 503, 504})
-"""What a proxy answers whose server is not there, or a server that is not ready."""
+"""The answers of a proxy whose server cannot be reached, or of a server that is not ready."""
 
 
 class Transient(Exception):
-    """A failure that may not occur again in another try or on another server; a pause of `asked_s` is asked for."""
+    """A failure that may not occur in another try or on another server. `asked_s` is the pause that the server asks
+    for."""
 
     def __init__(self, bad: BadReward, *, asked_s: float = 0.0) -> None:
         self.bad = bad
@@ -59,7 +61,8 @@ class Unreached(Transient):
 class HttpReward:
     """One endpoint at several addresses. Raises BadReward for a sample that gets no verdict.
 
-    `per_url` requests are made of a server at a time: one that it processes, and one in transit.
+    At most `per_url` requests times the number of servers are under way at a time: by default, for each server, one
+    that it processes and one in transit.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class HttpReward:
         return joined([question.verdict.result() for question in questions])
 
     async def _answered(self, pending: set[asyncio.Future[Verdicts]]) -> None:
-        """Wait for all, on the outside while no server can be reached."""
+        """Wait for all verdicts, within `patience.outside` while no server can be reached."""
         while pending:
             outage = self._outage
             with nullcontext() if outage.since is None else self._patience.outside(outage.what):
@@ -149,7 +152,7 @@ class HttpReward:
                 if not question.verdict.done():
                     question.verdict.set_exception(_same(bad))
             return
-        except Exception as defect:  # whatever it is, those who wait have to learn of it
+        except Exception as defect:  # every waiting question has to receive the error
             fail(questions, defect)
             return
         for index, question in enumerate(questions):
@@ -177,7 +180,7 @@ class HttpReward:
                     await asyncio.sleep(pause_s(self.backoff_s, attempt, asked_s))
 
     async def _server(self, avoided: str) -> str:
-        """The server for the next try, when there is one that may be asked. Raises ServersAway."""
+        """Wait until a server may be asked, and return the one for the next try. Raises ServersAway."""
         while not (urls := self._outage.candidates()):
             if self._outage.is_over():
                 raise self._outage.error()
@@ -212,7 +215,8 @@ class HttpReward:
         return _verdicts(url, status, text, len(questions), asked_s)
 
     def _unreached(self, url: str, bad: BadReward, asked_s: float = 0.0) -> Transient:
-        """`url` was not reached. Raises ServersAway if no server has been for too long."""
+        """The failure of a try that did not reach `url`. Raises ServersAway if all servers have been away for too
+        long."""
         if self._patience.away_s > 0:
             self._outage.failed(url, str(bad), asked_s)
             if self._outage.is_over():
@@ -237,7 +241,7 @@ ALONE = frozenset({"reward_malformed", "reward_not_finite", "reward_wrong_length
 
 
 def body_of_openrlhf(questions: Sequence[Question]) -> bytes:
-    """Our fields, and those of OpenRLHF."""
+    """The body of a request with our fields and those of OpenRLHF."""
     ours = json.loads(_body(questions))
     query = [question.prompt + question.response for question in questions]
     labels = [label_of(question.columns) for question in questions]
@@ -260,7 +264,8 @@ def _same(bad: BadReward | ServersAway) -> BadReward | ServersAway:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether a connection failed for want of somebody at the other end, and not for what the address is."""
+    """Whether a connection failed because no server is running at the other end, and not because the address is
+    wrong."""
     import aiohttp
 
     if isinstance(error, aiohttp.ClientSSLError):

@@ -1,13 +1,13 @@
 """Finds reward functions by name, calls them, and checks their answers.
 
-A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, response, **columns)` for one
-sample; either may be `async`. It returns a list of numbers (one number), or a mapping with `rewards`
-(`reward`) and optionally `scores` (`score`), the values before any shaping, and `logs`, named parts; or a mapping of
-names to lists of numbers (numbers), the heads of the reward, which add up to it.
-Both parameters may be for keywords alone.
-Columns are passed by name: those that its signature names, or all if it takes `**columns`, without one that is called
-as the function's parameter for the prompts or responses. Functions with the
-signatures of OpenRLHF, TRL and verl are called as those call them (`flowrl.tasks.reward_calls.signatures`).
+A function is `f(prompts, responses, **columns)` over lists, or `f(prompt, response, **columns)` for one sample; either
+may be `async`. It returns one of the following (the form for one sample is in parentheses): a list of numbers (one
+number); a mapping with `rewards` (`reward`) and optionally `scores` (`score`), the values before any shaping, and
+`logs`, named parts; or a mapping of names to lists of numbers (numbers), the heads of the reward, which add up to it.
+The first two parameters may be keyword-only. Columns are passed by name: those that the signature names, or all if it
+takes `**columns`, except a column with the name of the function's parameter for the prompts or responses. Functions
+with the signatures of OpenRLHF, TRL and verl are called as those libraries call them
+(`flowrl.tasks.reward_calls.signatures`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ class Verdicts:
     scores: tuple[float, ...]
     logs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     heads: Mapping[str, float] = field(default_factory=dict)
-    """Those of `logs` whose weighted sum is the reward, and their weights; {} if the function has summed by itself."""
+    """Name -> weight of those `logs` whose weighted sum is the reward; {} if the function itself has computed the
+    sum."""
 
     def weighted(self, weights: Mapping[str, float]) -> Verdicts:
-        """With the sum of the heads as reward, those named in `weights` with another weight than they have."""
+        """These verdicts with the weights of the heads replaced by those in `weights`, and with the new sum as
+        reward."""
         if self.heads.keys().isdisjoint(weights):
             return self
         return replace(self, heads={name: weights.get(name, weight) for name, weight in self.heads.items()}).summed()
 
     def summed(self) -> Verdicts:
-        """With the weighted sum of the heads as reward."""
+        """These verdicts with the weighted sum of the heads as reward."""
         parts = [[weight * value for value in self.logs[name]] for name, weight in self.heads.items()]
         summed = tuple(map(sum, zip(*parts, strict=True)))
         return replace(self, rewards=summed, scores=summed)
@@ -72,7 +74,7 @@ class Judge:
     """Columns that it is given; None for all."""
     required: frozenset[str]
     any_of: frozenset[str] = frozenset()
-    """Columns of which a row needs one; () if it needs none of them."""
+    """Columns of which a row needs at least one; empty if it needs none."""
     convention: Convention = "flowrl"
     own: frozenset[str] = frozenset()
     """Names of the parameters that are the prompts and responses: a column of such a name cannot be given to it."""
@@ -84,7 +86,7 @@ class Judge:
     def check_columns(self, columns: Mapping[str, Any], place: str = "") -> None:
         """Raise ConfigError if a row of a task, which was read at `place`, lacks a column that the function needs.
 
-        A function that asks others has an attribute `check_columns`, which does this for them.
+        A function that asks other functions has an attribute `check_columns`, which does this for those.
         """
         if (check_others := getattr(self.function, "check_columns", None)) is not None:
             check_others(columns, place)
@@ -110,7 +112,7 @@ class Judge:
             )
 
     def hidden(self, columns: Mapping[str, Any]) -> frozenset[str]:
-        """Those of `columns` that it takes and cannot be given."""
+        """Those of `columns` that the function would take but cannot be given."""
         return self.own & columns.keys() if self.wanted is None else frozenset()
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
@@ -163,7 +165,7 @@ def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
 
 
 def _logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, Any]:
-    """The logs of an answer; None is none. Raises BadReward if they have no names."""
+    """The logs of an answer; None means no logs. Raises BadReward if they have no names."""
     logs = answer.get("logs")
     if not isinstance(logs, Mapping | None):
         raise BadReward("reward_malformed", f"{place} returned logs = {_short(logs)}; it needs {needed} under names")
@@ -240,12 +242,12 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
 
 
 def _parameters(place: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Raises ConfigError for a function that does not tell them."""
+    """The parameters of a function. Raises ConfigError if Python does not know them."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
         raise ConfigError(
-            f"reward {place} has parameters that Python does not tell, as functions in C often do; call it in a "
+            f"reward {place} has a signature that Python cannot read, as functions in C often have; call it in a "
             "function of your own, def f(prompts, responses), and name that"
         ) from None
 
@@ -286,9 +288,9 @@ def _listed(place: str, answer: Any) -> Any:
 
 
 def joined(parts: Sequence[Verdicts]) -> Verdicts:
-    """Merge verdicts of one sample each into one; a part that a sample lacks counts as 0."""
+    """Merge verdicts of one sample each into one; a log that a sample lacks counts as 0."""
     heads = {name: weight for part in parts for name, weight in part.heads.items()}
-    if heads:  # a sample that was given one number has it under a head of its own, so that the heads add up
+    if heads:  # a sample with one number gets it as a head of its own, so that the heads add up
         parts = [part if part.heads else _as_head(part) for part in parts]
         heads = {name: weight for part in parts for name, weight in part.heads.items()}
     names = dict.fromkeys(name for part in parts for name in part.logs)
@@ -305,7 +307,7 @@ def _as_head(verdict: Verdicts) -> Verdicts:
 
 
 async def _awaited(called: Awaitable[Any]) -> Any:
-    """What an `async` function returns. An end of Python becomes an exception: SystemExit would end the event loop."""
+    """What an `async` function returns. SystemExit becomes a RuntimeError: it would end the event loop."""
     try:
         return await called
     except SystemExit as end:

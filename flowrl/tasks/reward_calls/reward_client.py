@@ -20,7 +20,7 @@ OWN_LIMITS: dict[str, Callable[[Sequence[Mapping[str, Any]]], float]] = {
     f"{CHECKS['code']}_without_namespaces": call_s,
     OF_MIXTURE_WITH_CODE: lambda columns: call_s([row for row in columns if _is_code(row)]),
 }
-"""Functions that bound their calls themselves -> the longest that a call takes."""
+"""Functions that limit the time of their calls themselves -> the longest time of a call, in seconds."""
 
 
 def _is_code(row: Mapping[str, Any]) -> bool:
@@ -39,7 +39,7 @@ class RewardClient(Protocol):
 
 
 def route_of(judge: Judge, timeout_s: float, *, asks: Sequence[str] = ()) -> RewardClient:
-    """The client that fits the function; `asks` are verifiers that the function asks."""
+    """The client that fits the function; `asks` are the verifiers that the function asks."""
     if judge.is_async:
         return _Awaited(judge, timeout_s)
     if judge.place.startswith(TRUSTED):

@@ -6,8 +6,8 @@
     pairwise  (prompts, firsts, seconds, **columns): how likely the first response is the better one
     verl      (data_source, solution_str, ground_truth, extra_info=None) for one sample
 
-`declared` reads the parameters of a function without importing it, so that a graph can be checked at once. Where no
-file says them, `flowrl.tasks.reward_calls.judge` knows them once the function is loaded.
+`declared` reads the parameters of a function without importing it, so that a graph can be checked at once. If no file
+declares them, `flowrl.tasks.reward_calls.judge` finds them once the function is loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flowrl.user_path import user_path
 
 Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
 TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}
-"""How those are called whose functions are called as theirs."""
+"""Convention -> name of the library that it comes from."""
 MARKS: dict[str, Convention] = {
     "queries": "openrlhf",
     "completions": "trl",
     "solution_str": "verl",
     "seconds": "pairwise",
 }
-"""The parameter that no other convention has."""
+"""Parameter that only one convention has -> that convention."""
 BATCHED: frozenset[Convention] = frozenset({"openrlhf", "trl"})
 """Foreign conventions under which a function expects many samples at once."""
 SECOND = "second"
@@ -40,14 +40,14 @@ USUAL = ("reward_func", "reward_fn", "compute_score")
 
 
 def convention_of(names: Sequence[str]) -> Convention | None:
-    """The convention of a function with these parameters, None if it is none of ours."""
+    """The convention of a function with these parameters; None if they fit none of these."""
     if tuple(names[:2]) in (("prompts", "responses"), ("prompt", "response")):
         return "flowrl"
     return next((MARKS[name] for name in names if name in MARKS), None)
 
 
 def declared(place: str) -> Convention | None:
-    """The convention of `file.py:function` or `package.module:function`; None if no file says it."""
+    """The convention of `file.py:function` or `package.module:function`; None if no file declares it."""
     return convention_of(parameters(place) or ())
 
 

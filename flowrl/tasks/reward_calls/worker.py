@@ -25,8 +25,8 @@ LOADED_WITHIN_S = 600.0
 class RewardWorker:
     """One child process for one function. One call at a time.
 
-    A function that bounds its calls itself has `own_s`, the longest that it takes; it gets no less time than that.
-    Verifiers that it `asks` are loaded with it.
+    A function that limits the time of its calls itself has `own_s`, the longest time of a call; its timeout is never
+    less. Verifiers that the function `asks` are loaded with it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RewardWorker:
         except TimeoutError:
             await self.close()
             raise ConfigError(
-                f"{self.place} is not loaded after {LOADED_WITHIN_S:g} s; do what takes longer at its first call"
+                f"{self.place} is not loaded after {LOADED_WITHIN_S:g} s; do slow set-up at its first call"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._died()

@@ -36,7 +36,8 @@ def serve(place: str, *asks: str) -> None:
 
 
 def prepare(place: str) -> None:
-    """Let a verifier of ours import what it needs. Otherwise its first call does, which has a limit of seconds."""
+    """Let one of flowrl's verifiers import what it needs. Otherwise its first call does so, which has a limit of some
+    seconds."""
     module = place.partition(":")[0]
     if module.startswith("flowrl.tasks."):
         getattr(sys.modules[module], "prepare", lambda: None)()

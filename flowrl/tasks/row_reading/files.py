@@ -1,4 +1,4 @@
-"""Rows of records: which column holds what, in the shapes that data come in.
+"""Makes rows from records: which column holds what, in the common shapes of data.
 
 A record has a prompt and an answer, a conversation (`messages`, or ShareGPT's `conversations`), or Alpaca's
 `instruction`, `input` and `output`. Every record has a place, such as `train.jsonl:17`, which errors name.
@@ -42,7 +42,7 @@ MALFORMED, WHERE = ("stop", "skip"), ("auto", "memory", "disk")
 CONVERSATIONS, INSTRUCTION = "conversations", "instruction"
 """Columns of ShareGPT and of Alpaca that hold the question."""
 NO_SCORE = "-"
-"""Value of the option `score` where rows have none, whatever their columns are."""
+"""Value of the option `score` for rows that have none, whatever columns they have."""
 NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -51,16 +51,18 @@ class Keys:
     """Options of a task on disk: which column holds what."""
 
     prompt: str = ""
-    """Text, or a conversation as a list of {role, content}; "" is `prompt`, or another shape where there is none."""
+    """Column of the question: text, or a conversation as a list of {role, content}. "": the column `prompt`, or another
+    shape if there is no such column."""
     messages: str = ""
-    """A conversation, whose last turn is the answer if it is the assistant's and no answer is named; "" is `messages`
-    where there is no prompt."""
+    """Column of a conversation, whose last turn is the answer if it is the assistant's and no answer is named. "": the
+    column `messages` if there is no prompt."""
     answer: str = ""
-    """Text, a number, or a list of one turn of the assistant's; "" is `answer`, or `completion` where there is none."""
+    """Column of the answer: text, a number, or a list of one turn of the assistant's. "": the column `answer`, or
+    `completion` if there is no `answer`."""
     score: str = "score"
     """Column of an answer's score: among several answers to one prompt, the highest is taken. `-`: there is none."""
     min_score: float = -math.inf
-    """Rows of a lower score are left out."""
+    """Rows with a lower score are left out."""
     chosen: str = "chosen"
     """Column of a pair's better completion: a text, or messages that follow the prompt's or include them."""
     rejected: str = "rejected"
@@ -68,7 +70,8 @@ class Keys:
     """Column of a labelled completion; its `label` is true (desirable) or false."""
     label: str = "label"
     tools: str = "tools"
-    """Definitions of the tools that a conversation may call, as a list or as JSON text; none: there are none."""
+    """Column with definitions of the tools that a conversation may call, as a list or as JSON text; none: there are no
+    tools."""
     split: str = "train"
     """Datasets with several splits: the one to read."""
     config: str = ""
@@ -80,7 +83,7 @@ class Keys:
     case_s: float = CASE_S
     """For check=code: seconds for each test of an answer. A row's own column of this name takes precedence."""
     total_s: float = TOTAL_S
-    """For check=code: seconds for all tests of one response. A row's own column takes precedence here, too."""
+    """For check=code: seconds for all tests of one response. A row's own column of this name takes precedence."""
     malformed: str = "stop"
     """Rows that cannot be used: stop before training, or skip and count them."""
     rows: str = "auto"
@@ -97,22 +100,22 @@ class Keys:
 
     @property
     def prompt_column(self) -> str:
-        """The prompt's, named or not."""
+        """The column of the prompt, whether an option names it or not."""
         return self.prompt or "prompt"
 
     @property
     def messages_column(self) -> str:
-        """The conversation's, named or not."""
+        """The column of the conversation, whether an option names it or not."""
         return self.messages or "messages"
 
     @property
     def answer_column(self) -> str:
-        """The answer's, named or not."""
+        """The column of the answer, whether an option names it or not."""
         return self.answer or "answer"
 
     @property
     def code_limits(self) -> dict[str, float]:
-        """The columns that say how long programs of check=code may run, where that is not the default."""
+        """The limits for programs of check=code that differ from the default, by the names of their columns."""
         given = {"case_s": (self.case_s, CASE_S), "total_s": (self.total_s, TOTAL_S)}
         return {name: value for name, (value, usual) in given.items() if value != usual}
 
@@ -150,7 +153,7 @@ def _require_local(source: Path, keys: PartOfSource) -> None:
 
 
 def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
-    """The files whose records these are, in order; a directory that save_to_disk wrote is one of them.
+    """The files whose records are read, in order; a directory that save_to_disk wrote counts as one file.
 
     Raises ConfigError if there are none.
     """
@@ -162,7 +165,7 @@ def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
 
 
 def of_record(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -> tuple[Row, ...]:
-    """The row of one record. Raises Malformed, and LowScore where its score is below `min_score`.
+    """The row of one record. Raises Malformed, and LowScore if the record's score is below `min_score`.
 
     `compared`: the task's own verifier compares responses with its answer.
     """
@@ -190,7 +193,7 @@ def _row(place: str, record: RawRow, keys: Keys) -> Row:
 
 
 def _columns(place: str, record: RawRow, keys: Keys, column: str, reply: ReplyTurns) -> dict[str, Any]:
-    """What rewards get: the answer, and the columns that the record's shape does not use up."""
+    """What rewards receive: the answer, and the columns that the record's shape does not use."""
     used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
     used |= {*ALPACA} if _is_alpacas(column, keys) else set()
     found = {key: plain(value) for key, value in record.items() if key not in used}
@@ -204,7 +207,7 @@ def _columns(place: str, record: RawRow, keys: Keys, column: str, reply: ReplyTu
 
 
 def _times(place: str, record: RawRow, keys: Keys) -> dict[str, Any]:
-    """The columns that bound the programs of a row: its own, else those of the task's options."""
+    """The columns with the time limits for a row's programs: the row's own, else those of the task's options."""
     found: dict[str, Any] = {}
     for name in ("case_s", "total_s"):
         value = _number(record.get(name))
@@ -216,7 +219,7 @@ def _times(place: str, record: RawRow, keys: Keys) -> dict[str, Any]:
 
 
 def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
-    """The definitions of a record's tools. A column that an option names has to be there. Raises Malformed."""
+    """The definitions of a record's tools. A column that an option names must exist. Raises Malformed."""
     if keys.tools == "none":
         return ()
     if keys.tools not in record and keys.tools != "tools":
@@ -226,7 +229,8 @@ def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
 
 @dataclass(frozen=True)
 class Structured:
-    """An answer that is no text but a list or mapping, as the tests of a program are: for rewards, not to be said."""
+    """An answer that is not text but a list or mapping, such as a program's tests: it is for rewards, and is no
+    response."""
 
     value: Any
 
@@ -236,9 +240,9 @@ ReplyTurns = str | Turns | Structured | None
 
 
 def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
-    """The column that holds the question, which tells the record's shape. Raises Malformed without one.
+    """The column that holds the question, which determines the record's shape. Raises Malformed if there is none.
 
-    A column that an option names has to be there: no other is taken in its place.
+    A column that an option names must exist: no other column replaces it.
     """
     named = [name for name in (keys.prompt, keys.messages) if name]
     for column in named or (keys.prompt_column, keys.messages_column, CONVERSATIONS):
@@ -290,7 +294,8 @@ def plain_reply(place: str, turns: Turns, what: str) -> str | Turns:
 
 
 def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> Turns:
-    """The turns of a text or a list of turns, ShareGPT's too. With `may_end` the last may be the assistant's.
+    """The turns of a text or of a list of turns, also in ShareGPT's form. With `may_end` the last may be the
+    assistant's.
 
     Raises Malformed.
     """
@@ -325,13 +330,14 @@ def _text(place: str, text: str, what: str) -> str:
 
 
 def require_score(place: str, score: float, keys: Keys) -> None:
-    """Raises LowScore for a row whose score is below `min_score`."""
+    """Raise LowScore for a row whose score is below `min_score`."""
     if score < keys.min_score:
         raise LowScore(f"{place}: the score is {score:g}, below min_score={keys.min_score:g}")
 
 
 def score_of(place: str, record: RawRow, keys: Keys) -> float:
-    """The score of a record; 0 if it has none. Raises Malformed for one that is named or asked for, and no number."""
+    """The score of a record; 0 if it has none. Raises Malformed if the options name or need the score and it is not a
+    finite number."""
     if keys.score not in record and keys.score not in ("score", NO_SCORE):
         raise missing_column(place, record, keys.score, "score")
     value = _number(record.get(keys.score, 0.0))
@@ -343,7 +349,7 @@ def score_of(place: str, record: RawRow, keys: Keys) -> float:
 
 
 def _number(value: Any) -> Any:
-    """The number that a cell of a CSV file holds as text; any other value as it is."""
+    """The number that a cell of a CSV file holds as text; any other value unchanged."""
     return float(value) if isinstance(value, str) and NUMERAL.fullmatch(value) else value
 
 

@@ -1,7 +1,7 @@
-"""Rows that stay where they are: the place of each is held in memory, and the row is read when it is asked for.
+"""Rows that stay on disk: memory holds the place of each row, and the row is read when it is requested.
 
-`row_index` finds them in a pass over everything, with their digests: 64 bytes a row. Where they are read from is in
-`row_stores`.
+`row_index` finds the places and digests of the rows in one pass over all data; they take 64 bytes a row. The rows are
+read from the stores of `row_stores`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ R = TypeVar("R")
 
 
 class StoredRows:
-    """The rows of several stores, asked as a task's template says.
+    """The rows of several stores, put into the task's template.
 
-    `sources` names the source of each store in a mixture, "" for that of a task with one.
+    `sources` names the source of each store in a mixture; "" for a task with one source.
     """
 
     def __init__(self, stores: Sequence[RowStore], sources: Sequence[str], template: str) -> None:
         self._stores, self.sources, self._template = stores, sources, template
 
     def read(self, store: int, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
-        """Every row of a store, not yet finished. Raises ConfigError, Malformed by `reading`."""
+        """Every row of a store, not yet finished. Raises ConfigError, and Malformed if `reading` stops at malformed
+        records."""
         return self._stores[store].rows(reading)
 
     def finished(self, store: int, row: Row) -> Row:
-        """A row of a store as the task asks it."""
+        """A row of a store with its source's name, put into the task's template."""
         return asked_of_source(row, self.sources[store], self._template)
 
     def row(self, store: int, *address: int) -> Row:
@@ -47,7 +48,7 @@ class StoredRows:
         return self.finished(store, self._stores[store].row(*address))
 
     def has_changed(self, store: int, number: int) -> ConfigError:
-        """The error of a row that is no longer what it was."""
+        """The error for a row that is no longer what it was."""
         return has_changed(self._stores[store].place(number))
 
 
@@ -59,7 +60,7 @@ class KnownById(Protocol):
 
 
 class IndexedRows(Sequence[Row]):
-    """Some of the rows of `stored`: a row of `places` each, of store, number, offset, bytes and member."""
+    """Some of the rows of `stored`. Each line of `places` is one row: store, number, offset, bytes and member."""
 
     def __init__(self, stored: StoredRows, places: Ints, ids: Digests, asked: Digests, occurrences: Ints) -> None:
         self._stored, self._places, self.ids, self.asked, self._occurrences = stored, places, ids, asked, occurrences
@@ -81,7 +82,7 @@ class IndexedRows(Sequence[Row]):
         return row
 
     def found(self, index: int) -> Row:
-        """One row, whose own id is not compared. Raises ConfigError if it asks something else than it did."""
+        """One row. Raises ConfigError if what it asks has changed; its own id is not compared."""
         row = self._stored.row(*map(int, self._places[index]))
         if (occurrence := int(self._occurrences[index])) >= 0:
             values = {field.name: getattr(row, field.name) for field in dataclasses.fields(Row)}
@@ -108,7 +109,7 @@ class IndexedRows(Sequence[Row]):
         return self._places, self.ids, self.asked, self._occurrences
 
     def prompt_ids(self) -> Iterator[str]:
-        """What `row.prompt_id` is of each row, without reading it."""
+        """The `prompt_id` of each row, without reading the row."""
         return hexadecimal(self.ids)
 
     def sources(self) -> Iterator[str]:
@@ -116,7 +117,8 @@ class IndexedRows(Sequence[Row]):
         return (self._stored.sources[store] for store in self._places[:, 0])
 
     def lowest(self, most: int | None, *keys: Digests) -> IndexedRows:
-        """The rows with the lowest digests, in their order; by several `keys` the first counts first."""
+        """The rows with the lowest digests, in the order of the digests; of several `keys` the first is the primary
+        one."""
         return self.taken(np.lexsort((keys or (self.ids,))[::-1])[:most])
 
     @functools.cached_property
@@ -130,7 +132,7 @@ class IndexedRows(Sequence[Row]):
 
 
 class _ById(Mapping[str, Row]):
-    """Prompt id -> row; with `found` the row of this index in place of its own."""
+    """Prompt id -> row; with `found`, the row at the index that `found` has for it."""
 
     def __init__(self, rows: IndexedRows, order: Ints, found: Ints | None = None) -> None:
         self._rows, self._order, self._found = rows, order, found
@@ -151,7 +153,7 @@ class _ById(Mapping[str, Row]):
 
 
 def joined(rows: Sequence[R], others: Sequence[R]) -> Sequence[R]:
-    """`rows` and then `others`, which are parts of the same."""
+    """`rows` and then `others`, which are parts of the same rows."""
     if isinstance(rows, IndexedRows) and isinstance(others, IndexedRows):
         return cast("Sequence[R]", rows.joined(others))
     return (*rows, *others)

@@ -31,13 +31,13 @@ class Preference(Row):
 
     @property
     def all_turns(self) -> Turns:
-        """Every message that the row has, those of its completions too unless they are text."""
+        """Every message of the row, including those of completions that are not text."""
         given = [self.columns[name] for name in (*PAIR, "completion") if isinstance(self.columns.get(name), tuple)]
         return (*self.turns, *itertools.chain.from_iterable(given))
 
     @cached_property
     def prompt_id(self) -> str:
-        """16 hex digits over the conversation and its completions."""
+        """A hash of the conversation and its completions, as 16 hex digits."""
         content = [*self.asked, *(self.columns[name] for name in (*PAIR, *LABELLED) if name in self.columns)]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -55,7 +55,7 @@ def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
 def of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
     """The preferences of one record. A pair makes two labelled completions.
 
-    Raises Malformed, and LowScore where its score is below `min_score`.
+    Raises Malformed, and LowScore if the record's score is below `min_score`.
     """
     found = _of_record(kind, keys, place, record)
     require_score(place, score_of(place, record, keys), keys)
@@ -93,7 +93,7 @@ def _both(pair: Preference) -> tuple[Preference, ...]:
 
 
 def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
-    """The messages before the completion: the prompt's own, or those that whole conversations begin with alike."""
+    """The messages before the completion: those of the prompt, else those with which all whole conversations begin."""
     if keys.prompt_column in record:
         return conversation(place, record[keys.prompt_column], "prompt")
     if keys.prompt:
@@ -113,16 +113,18 @@ def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) ->
 
 
 def _shared(told: Sequence[Turns]) -> int:
-    """Number of messages in the prompt: the longest common beginning after which all go on with the assistant's."""
+    """Number of messages in the prompt: the longest common beginning after which all continue with an assistant's
+    message."""
     most = min(map(len, told)) - 1
     number = next((n for n in range(most) if any(one[n] != told[0][n] for one in told)), most)
     return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)
 
 
 def _completion(place: str, record: RawRow, keys: Keys, name: str, turns: Turns) -> str | Turns:
-    """A completion given as text, or as turns from the assistant's first on, after the prompt's turns or without them.
+    """A completion, given as text or as turns that start with the assistant's, with or without the prompt's turns
+    before.
 
-    Text where it is one turn without tool calls.
+    The result is text if the completion is one turn without tool calls.
     """
     column: str = getattr(keys, name)
     found = record.get(column)
@@ -160,7 +162,7 @@ def _label(place: str, record: RawRow, keys: Keys) -> bool:
 
 
 def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, Any]:
-    """The other columns, which rewards may need. Raises Malformed where an answer is named that is not there."""
+    """The other columns, which rewards may need. Raises Malformed if an option names an answer that is missing."""
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")
     used = (keys.prompt_column, keys.chosen, keys.rejected, keys.completion, keys.label, keys.answer_column, "answer")

@@ -1,7 +1,7 @@
-"""Finds the rows that stay on disk: a pass over all of them, after which each is known by its place and digest.
+"""Finds the rows that stay on disk, in one pass over all of them. Then each is known by its place and digest.
 
-Which rows are taken, in which order and in which part is as for rows in memory (`Rows.split` and `Rows.every`). In a
-mixture the rows of each source are chosen among themselves first, and then among all.
+The rows that are taken, their order and their part are the same as for rows in memory (`Rows.split` and `Rows.every`).
+In a mixture, rows are chosen within each source first, and then among those of all sources.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Scan:
     """Rows as they were read; entry i of each array belongs to row i."""
 
     places: Ints
-    """Store, number, offset, bytes and member."""
+    """Store, number, offset, bytes and member of each row."""
     ids: Digests
     asked: Digests
-    """What `asked_id` is of each row, which decides its part."""
+    """The `asked_id` of each row, which decides its part."""
     scores: Floats
 
     def __len__(self) -> int:
@@ -57,8 +57,8 @@ class _Found:
 
 
 def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: bool, mixed: bool) -> tuple[Scan, int]:
-    """The rows of the stores of one source; in a mixture those that are taken, and how many others repeat their
-    prompts. Raises ConfigError."""
+    """The rows of the stores of one source, and 0; in a mixture only the rows that are taken, and the number of other
+    rows, which repeat their prompts. Raises ConfigError."""
     own, asked, places = _Found(), _Found(), array("q")
     for store in stores:
         for address, row in stored.read(store, reading):
@@ -76,7 +76,7 @@ def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: b
 
 
 def rows_of(stored: StoredRows, scans: Sequence[Scan], *, every: bool) -> Rows:
-    """Both parts of the rows of all sources; with `every` also rows that repeat a prompt, as `Rows.every` has them."""
+    """Both parts of the rows of all sources; with `every` including rows that repeat a prompt, as in `Rows.every`."""
     found = scans[0]
     if len(scans) > 1:
         found = Scan(*(np.concatenate([getattr(scan, name) for scan in scans]) for name in Scan.__annotations__))
@@ -96,13 +96,13 @@ def _held_out(asked: Digests) -> npt.NDArray[np.bool_]:
 
 def _indexed(stored: StoredRows, taken: Scan, occurrences: Ints) -> IndexedRows:
     rows = IndexedRows(stored, taken.places, taken.ids, taken.asked, occurrences)
-    for index in np.flatnonzero(occurrences > 0):  # only these have to be read once more
+    for index in np.flatnonzero(occurrences > 0):  # only these are read again: their ids are not the prompt's
         rows.ids[index] = int(rows.found(int(index)).prompt_id, 16)
     return rows
 
 
 def _chosen(found: Scan, *, every: bool) -> tuple[Ints, Ints]:
-    """(indices of the rows that are taken, in order, and which of its prompt's each is); -1 where there is but one."""
+    """(indices of the rows taken, in order; the number of each among the rows of its prompt, or -1 without `every`)."""
     groups: Any
     groups, firsts, group = np.unique(found.asked if every else found.ids, return_index=True, return_inverse=True)
     best = np.full(len(groups), -np.inf)

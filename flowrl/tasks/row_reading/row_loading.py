@@ -1,7 +1,7 @@
-"""Reads the rows of a task, into memory or so that they stay on disk, which is decided here for all kinds of rows.
+"""Reads the rows of a task into memory, or indexes them on disk. This module decides which, for all kinds of rows.
 
-`auto`: rows stay in their files if the files of all sources of the task are large in sum. What a source generates is
-held, also beside files that are not.
+`auto`: rows stay in their files if the files of all sources of the task together are large. Generated rows are always
+kept in memory, even if the rows of other sources stay on disk.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from flowrl.tasks.task import Task
 
 Options = TypeVar("Options")
 AUTO_BYTES = 256 << 20
-"""Rows of files of more bytes than this in sum stay on disk unless the task says otherwise."""
+"""Rows of files that together have more bytes than this stay on disk, unless the task says otherwise."""
 
 
 @dataclass(frozen=True)
 class RowKind:
-    """What rows a node wants: which options say where they are in a record, and how one is made of it."""
+    """The kind of rows that a node wants: the options that say where they are in a record, and how to make them from
+    it."""
 
     keys: type[Keys] | type[TextKeys]
     of_record: Callable[[Any, str, RawRow], tuple[Row, ...]]
     generated: Callable[[Task], Iterable[Row]]
-    """The rows of a source that has no files. Raises ConfigError for a source that has none either."""
+    """The rows of a source without files. Raises ConfigError if the source cannot generate any."""
     every: bool = False
-    """Whether rows that repeat a prompt are taken, too."""
+    """Whether rows that repeat a prompt are also taken."""
 
 
 def load_rows(task: Task, *, whole: bool = False) -> Rows:
     """Read or generate all rows of `task`, once per process. Raises ConfigError if the task is invalid.
 
-    `whole`: both parts are used alike, so all rows may be in the part that others hold out.
+    `whole`: the caller uses both parts alike, so there may be no training rows.
     """
     return _with_training_rows(task, all_rows(task), whole)
 
 
 UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
-"""Rows that `all_rows` has loaded of tasks without repeated prompts, as long as somebody holds them."""
+"""Rows that `all_rows` has loaded for tasks without repeated prompts, while they are still referenced elsewhere."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -74,7 +75,8 @@ def all_rows(task: Task) -> Rows:
 
 
 def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
-    """`load_rows` to learn from the answers: of a file also those that answer one prompt in several ways."""
+    """`load_rows` for learning from the answers: rows of files that answer the same prompt differently are all
+    taken."""
     if task.generated and len(task.sources) == 1:
         return load_rows(task, whole=whole)
     return _with_training_rows(task, all_demonstrations(task), whole)
@@ -84,21 +86,22 @@ def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
 def all_demonstrations(task: Task) -> Rows:
     """`load_demonstrations` of a task that has files, and may have no training rows.
 
-    Where no row repeats a prompt, they are the rows of `load_rows`, and are not read again.
+    If no row repeats a prompt, they are the rows of `load_rows`, and are not read again.
     """
     return UNREPEATED.get(task) or _loaded(task, _with_answers(task, every=True))
 
 
 def _with_answers(task: Task, *, every: bool = False) -> RowKind:
-    """Rows with the answers that the reward of the whole task needs, also where this is a mixture."""
+    """Rows with the answers that the reward of the whole task needs, even if the task is a mixture."""
     return RowKind(Keys, partial(files.of_record, compared=task.compares), _generated, every)
 
 
 class KnownRows:
-    """Every row of a task by the prompt id of its samples: both parts, and each response of a prompt that has several.
+    """Every row of a task by the prompt id of its samples: both parts, with every response to a prompt that has
+    several.
 
-    These are the demonstrations, of which the first of each prompt is the row of `load_rows`, with its id. Loads them,
-    which may be slow. Raises ConfigError.
+    The rows are those of `load_demonstrations`; the first one of each prompt is the row of `load_rows`, with the same
+    id. They are loaded here, which may be slow. Raises ConfigError.
     """
 
     def __init__(self, task: Task) -> None:
@@ -107,16 +110,16 @@ class KnownRows:
         self._by_id = by_id(self._rows)
 
     def get(self, prompt_id: str) -> Row | None:
-        """The row of a sample; None if its prompt is no row of the task."""
+        """The row of a sample; None if the task has no row with this prompt id."""
         return self._by_id.get(prompt_id)
 
     def of_prompts(self, most: int) -> list[Row]:
-        """The rows of the first prompts, `most` of them or all, one of each."""
+        """One row for each of the first `most` prompts, or of all if there are fewer."""
         return list(itertools.islice((row for row in self._rows if row.prompt_id == row.asked_id), most))
 
 
 def load_texts(task: Task, *, whole: bool = False) -> Rows:
-    """The texts of `task`, each the prompt of a row, also those that are repeated; the split is by text."""
+    """The texts of `task`, each as the prompt of a row, including repeated ones; the split is by text."""
     if len(task.sources) > 1:
         raise ConfigError(f"task {task.name!r} is a mixture, and texts are read from one; name a pattern of files")
     return _with_training_rows(task, all_texts(task), whole)
@@ -147,23 +150,24 @@ class OneSource:
         self.reading = Reading(str(task.options.get("malformed", "stop")))
         self.place = place_of_rows(task)
         self.every = kind.every and not task.generated
-        """Whether rows that repeat a prompt are taken, too: a source that makes its rows may make one twice."""
+        """Whether rows that repeat a prompt are also taken; not if `Task.generated`, since a source may generate a row
+        twice."""
         self.repeated = 0
         """Rows of a source of a mixture that were left out because they repeat another row's prompt."""
 
     @cached_property
     def keys(self) -> Any:
-        """Where the rows are in a record. Raises ConfigError."""
+        """The options that say where the rows are in a record. Raises ConfigError."""
         return options_of(self._kind.keys, self.task)
 
     @property
     def where(self) -> str:
-        """What the task says of where its rows are."""
+        """Value of the task's option `rows`: auto, memory or disk; always memory for generated rows."""
         return "memory" if self.place is None else str(self.keys.rows)
 
     @cached_property
     def paths(self) -> list[Path]:
-        """The files of a source that has some."""
+        """The files of a source that has files."""
         assert self.place is not None, "asked for only where there are files"
         return files_of(self.place, self.keys)
 
@@ -173,7 +177,7 @@ class OneSource:
         return sum(num_bytes(path, self.keys.split) for path in self.paths)
 
     def rows(self) -> Iterator[Row]:
-        """Every row, read or generated. Raises ConfigError, Malformed by `reading`."""
+        """Every row, read or generated. Raises ConfigError, and Malformed if `reading` stops at malformed records."""
         if self.place is None:
             yield from self._kind.generated(self.task)
             return
@@ -181,13 +185,13 @@ class OneSource:
             yield from self.reading.at(place, partial(self._kind.of_record, self.keys, place, record)) or ()
 
     def chosen(self) -> Rows:
-        """The rows in memory that are taken, of a source of a mixture."""
+        """The rows in memory that are taken from one source of a mixture."""
         found = (Rows.every if self.every else Rows.split)(self.rows())
         self.repeated = found.repeated
         return found
 
     def stores(self, on_disk: bool) -> Sequence[RowStore]:
-        """Where single rows are read from. Raises ConfigError."""
+        """The stores that single rows are read from. Raises ConfigError."""
         if not on_disk:
             return (HeldRows([*self.rows()]),)
         of_record = partial(self._kind.of_record, self.keys)
@@ -204,14 +208,14 @@ class OneSource:
 
 
 def _with_training_rows(task: Task, found: Rows, whole: bool) -> Rows:
-    """`found`. Raises ConfigError if there are none to train on, unless `whole`."""
+    """Returns `found`. Raises ConfigError if it has no training rows, unless `whole`."""
     if not found.train and not whole:
         raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
     return found
 
 
 def _loaded(task: Task, kind: RowKind) -> Rows:
-    """The rows of all sources, with what was left out. Raises ConfigError if a source has none."""
+    """The rows of all sources, with the counts and errors of rows left out. Raises ConfigError if a source has none."""
     mixed = len(task.sources) > 1
     sources = [OneSource(Task(term.text) if mixed else task, kind, term.text * mixed) for term in task.sources]
     on_disk = _stay_on_disk(sources)
@@ -226,7 +230,7 @@ def _loaded(task: Task, kind: RowKind) -> Rows:
 
 
 def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
-    """Whether its rows stay in their files, for each source."""
+    """For each source, whether its rows stay in their files."""
     wanted = [source.where for source in sources]
     if "auto" not in wanted:
         return [where == "disk" for where in wanted]
@@ -252,7 +256,8 @@ def _held(task: Task, kind: RowKind, sources: Sequence[OneSource]) -> Rows:
 
 
 def _asked(task: Task, sources: Sequence[OneSource]) -> Iterator[Row]:
-    """The rows in memory of all sources, as the task asks them; in a mixture those that are taken of each."""
+    """The rows in memory of all sources, put into the task's template; in a mixture only those that are taken from
+    each."""
     for source in sources:
         number = 0
         for row in source.rows() if len(sources) == 1 else _both_parts(source.chosen()):
@@ -304,7 +309,7 @@ def _no_texts(task: Task) -> Iterable[Row]:
 def place_of_rows(task: Task) -> Path | HubName | None:
     """The files or the Hub dataset that a task's rows are read from; None for a task that has neither.
 
-    Raises ConfigError for a file that is not there.
+    Raises ConfigError for a file that does not exist.
     """
     if task.source.startswith("reasoning_gym/"):
         return None

@@ -23,14 +23,14 @@ SHAREGPT = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Who speaks -> the role."""
+"""Speaker -> role."""
 ALPACA = ("instruction", "input", "output", "history")
 
 Turns = tuple[Mapping[str, Any], ...]
 
 
 def of_sharegpt(value: object) -> object:
-    """A list of {from, value} as one of {role, content}; anything else as it is."""
+    """A list of {from, value} as one of {role, content}; anything else unchanged."""
     if not (isinstance(value, Sequence) and value and all(_is_sharegpt(turn) for turn in value)):
         return value
     return [_of_speaker(turn["from"], turn["value"]) for turn in value]

@@ -1,9 +1,9 @@
-"""Tool definitions and tool calls, in the forms that data have them, as one form.
+"""Converts tool definitions and tool calls from the forms found in data into one form.
 
-A definition is `{"type": "function", "function": {"name", "description", "parameters"}}`, or the inner mapping alone. A
-call is `{"type": "function", "function": {"name", "arguments"}}`, with an `id` where the data have one, or
-`{"name", "arguments"}` alone. Arguments are a mapping. Lists, and arguments, may be written as JSON text. Null fields
-are left out: Parquet writes them where other rows have a value.
+A definition is `{"type": "function", "function": {"name", "description", "parameters"}}`, or only the inner mapping. A
+call is `{"type": "function", "function": {"name", "arguments"}}`, with an `id` where the data have one, or only
+`{"name", "arguments"}`. Arguments are a mapping. Lists, and arguments, may be written as JSON text. Fields that are
+null are left out: Parquet writes them in rows without a value if other rows have one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def text_of(turns: Iterable[Mapping[str, Any]]) -> str:
-    """What is said in `turns`, for people and for verifiers; a call is a line of JSON with its name and arguments."""
+    """The text of `turns`, for people and for verifiers; a call is a line of JSON with its name and arguments."""
     lines = []
     for turn in turns:
         lines += [turn["content"]] if turn["content"].strip() else []
@@ -96,7 +96,7 @@ def text_of(turns: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _json(value: object) -> Any:
-    """What a text holds as JSON, else the value itself."""
+    """The value that a text encodes as JSON, else the argument itself."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,6 +1,6 @@
 """Whether a row's answer is one that the check of its task can compare with; `malformed=skip` leaves other rows out.
 
-Without it `flowrl.tasks.check_answers` reports all such answers before a run.
+Without that option, `flowrl.tasks.check_answers` reports unusable answers before a run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from flowrl.tasks.rows import Row
 
 
 def lacking(check: str, row: Row, *, compared: bool) -> str:
-    """What the check needs and the row's answer does not have, "" if nothing is missing.
+    """What the check needs and the row's answer does not have; "" if nothing is missing.
 
-    A row without an answer lacks nothing: it is a prompt for a teacher, or for a reward that needs no answer. Nor does
-    an answer that is a list or mapping, unless the task's own verifier is `compared` with it.
+    A row without an answer lacks nothing: it is a prompt for a teacher, or for a reward that needs no answer. An answer
+    that is a list or mapping lacks nothing either, unless the task's own verifier compares with it (`compared`).
     """
     if row.answer is None:
         return ""

@@ -1,8 +1,8 @@
 """Computes an advantage at each policy token from the rewards of one group's members.
 
-The steps run in this order, and a graph selects some of them: normalisation of rewards, KL before the baseline,
-the group's baseline, KL token by token, return-to-go (or GAE if there are a critic's values). Of episodes with seats
-they run once for each seat (`seat_credit`).
+The steps run in this order, and a graph selects some of them: normalisation of rewards, KL before the baseline, the
+group's baseline, KL token by token, return-to-go (or GAE if there are a critic's values). For episodes with seats, the
+steps run once for each seat (`seat_credit`).
 
 Axes: K members that were scored, T tokens of the longest of them.
 """
@@ -37,7 +37,7 @@ from flowrl.training.advantage.turn_credit import Credit, at_tokens, rewards_of_
 KlEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_LIMIT = 20.0
 KL_LIMIT = 10.0
-"""The same as in `flowrl.training.loss.policy_losses`, which needs torch."""
+"""The same as in `flowrl.training.loss.policy_losses`, which is not imported here because it needs torch."""
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
@@ -65,7 +65,7 @@ class Estimate:
     kl_before_baseline: bool = False
     """Subtract kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
     shuffle_rewards: bool = False
-    """A control that must not learn: the rewards of a group are shuffled among its members."""
+    """For a control run that must not learn: the rewards of a group are shuffled among its members."""
     credit: Credit = "episode"
     """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_credit`."""
 
@@ -96,7 +96,7 @@ class Estimate:
         return found
 
     def _turn_problems(self) -> list[str]:
-        """What does not go with `credit="turn"`."""
+        """Settings that cannot be combined with `credit="turn"`, as complete sentences."""
         found = []
         if self.estimator not in GROUP_ESTIMATORS:
             compares = ", ".join(GROUP_ESTIMATORS)
@@ -135,7 +135,7 @@ class Estimate:
     def _by_seat(
         self, samples: Sequence[Scored], seats: Sequence[int], kl_coef: float | None, scale: Scale | None
     ) -> tuple[Trainable, ...]:
-        """Each seat is compared with the same seat of the others; a token has the advantage of its seat."""
+        """Each seat is compared with the same seat of the other members; a token gets the advantage of its seat."""
         advantages_K = [np.zeros(sample.num_tokens) for sample in samples]
         for seat in seats:
             mine = [k for k, sample in enumerate(samples) if seat in dict(sample.seat_rewards)]
@@ -162,14 +162,14 @@ class Estimate:
         return token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
 
     def _rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
-        """The samples' rewards: with `turns` the whole ones, to compare a group; else without the rewards of turns."""
+        """The samples' rewards: with `turns` including the rewards of turns, to compare a group; else without them."""
         rewards = [whole_reward(sample) if turns else sample.reward for sample in samples]
         if self.shuffle_rewards:
             random.Random(samples[0].group_id).shuffle(rewards)
         return rewards
 
     def kl(self, samples: Sequence[Scored]) -> Array:
-        """kl_t of every policy token to the reference, with the behavior policy's logprobs."""
+        """kl_t to the reference at every policy token, estimated from the behavior policy's logprobs."""
         behavior_KT = stack([whole_logprobs(sample) for sample in samples])
         reference_KT = stack([self._needed(sample, "ref_logprobs") for sample in samples])
         return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
@@ -212,7 +212,7 @@ def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
 
 
 def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
-    """[K, T]: each turn's reward at the turn's last policy token, 0 elsewhere. A token with several has their sum."""
+    """[K, T]: each turn's reward at the turn's last policy token, 0 elsewhere. Several at one token are summed."""
     rewards_KT = np.zeros(shape)
     for row, sample in zip(rewards_KT, samples, strict=True):
         for place, reward in sample.turn_rewards:
@@ -229,7 +229,7 @@ def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
 
 
 def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
-    """`sample` with its advantages and returns, cut to its own length: that of all its sequences."""
+    """`sample` with its advantages and returns, cut to its own length, which is that of all its sequences together."""
     made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
     length = sample.num_tokens
     returns = None if returns_T is None else returns_T[:length].astype(np.float32)
@@ -238,7 +238,7 @@ def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = Non
 
 
 def _loss_mask(sample: Scored) -> Bool | None:
-    """The mask that the sample has already, or that of an episode which stays out of the loss."""
+    """The mask that the sample already has, if any; all False for an episode that stays out of the loss."""
     if isinstance(sample, Episode) and sample.masked:
         return np.zeros(sample.num_tokens, np.bool_)
     return sample.loss_mask if isinstance(sample, Trainable) else None

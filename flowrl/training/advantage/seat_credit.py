@@ -1,7 +1,7 @@
 """Credit by seat: each seat of an episode is compared with the same seat in the other episodes of the group.
 
-A seat's tokens have the advantage that the seat's own reward gives. The baseline of a seat is over all scored members
-in which the policy has played it, also those that ended before its first turn.
+A seat's tokens get the advantage that follows from the seat's own reward. The baseline of a seat is taken over all
+scored members in which the policy has played that seat, including those that ended before the seat's first turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def seats_of(samples: Sequence[Scored]) -> list[int]:
 
 
 def require_one_seat(samples: Sequence[Scored], user: str) -> None:
-    """Raise ConfigError if the policy has played several seats of an episode, which `user` ("a critic") cannot take."""
+    """Raise ConfigError if the policy has played several seats of an episode, which `user` ("a critic") cannot use."""
     for sample in samples:
         if len(sample.seat_rewards) > 1:
             raise ConfigError(
@@ -33,9 +33,9 @@ def require_one_seat(samples: Sequence[Scored], user: str) -> None:
 
 
 def of_seat(sample: Scored, seat: int) -> Scored:
-    """The sample as this seat's alone: its reward, its turns, and a policy mask of its tokens.
+    """The sample reduced to this seat: its reward, its turns, and a policy mask of its tokens.
 
-    The sequences and all indices stay. A seat without a turn gets its reward as that of a single turn.
+    The sequences and all indices stay as they are. For a seat without a turn, its reward becomes that of a single turn.
     """
     masks = [one.policy_mask & (number == seat) for one, number in zip(sample.sequences, sample.seats, strict=True)]
     branches = [replace(branch, policy_mask=mask) for branch, mask in zip(sample.branches, masks[1:], strict=True)]

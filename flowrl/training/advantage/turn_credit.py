@@ -1,9 +1,9 @@
 """Credit by turn: each turn of an episode is compared with the same turn of the other members of its group.
 
-G_t = Σ_{u≥t} γ^{u−t} r_u is what an episode still gets from turn t on, 0 for a turn that it does not have. The
-baseline of turn t is the mean of G_t over all scored members, also those that have ended: over the others alone it
-would depend on which episodes go on, and so on what the policy did. The spread is that of whole returns, G_0, one
-number for the group. To normalise rewards turn by turn and to add them up then would be biased in the same way.
+G_t = Σ_{u≥t} γ^{u−t} r_u is what an episode still gets from turn t on, 0 for a turn that it does not have. The baseline
+of turn t is the mean of G_t over all scored members, including those that have ended. A mean over only the episodes
+that continue would depend on which ones continue, and so on what the policy did. The spread is that of whole returns,
+G_0, one number for the group. Normalising rewards turn by turn and then adding them up would be biased in the same way.
 
 Axes: K members that were scored, U turns of the longest episode.
 """
@@ -21,15 +21,16 @@ from flowrl.messages import Scored
 from flowrl.training.advantage.advantages import Array, Estimator, all_equal, returns_to_go
 
 Credit = Literal["episode", "turn"]
-"""episode: every policy token has the advantage of the whole episode. turn: it has that of its turn."""
+"""episode: every policy token gets the advantage of the whole episode. turn: it gets that of its turn."""
 
 
 def turn_advantages(rewards_K: Sequence[Sequence[float]], estimator: Estimator, *, gamma: float = 1.0) -> list[Array]:
     """The advantage of every turn of each member; `rewards_K` are the rewards of its turns.
 
     `group_norm` divides by the spread of whole returns (std with n−1); `rloo` leaves a member out of its own baseline;
-    `dr_grpo` and `reinforce_baseline` do neither. A turn whose returns are equal has exactly 0, as has every turn of
-    `group_norm` where whole returns are equal. Raises ValueError if there are fewer than two members.
+    `dr_grpo` and `reinforce_baseline` do neither. A turn whose returns are equal in all members has an advantage of
+    exactly 0; so has every turn under `group_norm` if the whole returns are equal. Raises ValueError if there are fewer
+    than two members.
     """
     num_members, num_turns = len(rewards_K), max(map(len, rewards_K), default=0)
     if num_members < 2:

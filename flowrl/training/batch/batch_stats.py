@@ -13,7 +13,7 @@ from flowrl.messages import Bool, Trainable
 from flowrl.training.batch.masks import trained_mask
 
 SHORT = 16
-"""Policy tokens: the end of the first range of lengths."""
+"""The end of the first range of lengths, in policy tokens."""
 
 
 @dataclass
@@ -30,14 +30,14 @@ class BatchStats:
     stale_tokens: int = 0
     truncated: int = 0
     aged_tokens: int = 0
-    """Trained tokens that a version of the policy has sampled; data have none."""
+    """Trained tokens that a version of the policy has sampled; samples that are data have no such tokens."""
     age: int = 0
-    """Sum over these tokens."""
+    """Sum of the ages of these tokens."""
     oldest_age: int = 0
     turn_ages: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Turns, by their name in a metrics line -> (sum of ages over trained tokens, number of these)."""
+    """Range of turns, by its name in a metrics line -> (sum of ages over trained tokens, number of these tokens)."""
     lengths: Counter[str] = field(default_factory=Counter)
-    """Name of a range of lengths -> samples with a trained token whose policy tokens are so many."""
+    """Name of a range of lengths -> number of samples with a trained token whose number of policy tokens is in it."""
 
     @classmethod
     def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
@@ -141,7 +141,7 @@ def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple
 
 
 def length_name(tokens: int) -> str:
-    """The name of the range with this number of policy tokens; each range ends at the double of the one before."""
+    """The name of the range with this number of policy tokens; each range ends at twice the end of the one before."""
     most = SHORT
     while most < tokens:
         most *= 2

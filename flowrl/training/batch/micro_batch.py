@@ -50,14 +50,14 @@ class MicroBatch:
     num_sequences: int
     num_desirable: int
     num_places: int
-    """Tokens that a pass computes, padding excluded; 0 if there is nothing else."""
+    """Tokens that a pass computes, padding excluded; 0 if there is only padding."""
     mismatched: MismatchedRows | None = None
     backward: bool = True
-    """False: it cannot change the gradient, and has only a forward pass."""
+    """False: the micro-batch cannot change the gradient, and has only a forward pass."""
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """The counts that it adds to the totals of its optimizer step."""
+        """The counts that this micro-batch adds to the totals of its optimizer step."""
         return self.num_tokens, self.num_sequences, len(self.pairs_P2), self.num_desirable
 
 
@@ -73,7 +73,7 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Make the micro-batch of `samples`; `masks` mark the tokens that enter the loss in an update of `version`.
 
-    `shares` say which samples are single rows of a sample with several; () means none.
+    `shares` say which of `samples` are single rows of a sample with several rows; () means none.
     """
     empty = not samples
     samples, masks = samples or [PADDING], masks or [np.zeros(2, np.bool_)]

@@ -41,7 +41,7 @@ def with_reference(engine: ZeroEngine, part: Batch, layout: Placing, *, mismatch
 def _mismatched(
     engine: ZeroEngine, layout: Placing, samples: Sequence[Trainable], temperature: float
 ) -> list[Trainable]:
-    """A sample without a mismatched completion uses its own tokens instead, because all ranks run the pass."""
+    """Add reference logprobs to mismatched completions. A sample without one uses its own tokens in the pass."""
     others = [sample.mismatched for sample in samples]
     tokens = [s.token_ids if m is None else m.token_ids for s, m in zip(samples, others, strict=True)]
     masks = [s.policy_mask if m is None else m.mask for s, m in zip(samples, others, strict=True)]

@@ -1,7 +1,7 @@
-"""A trainer feeds the sequences of an episode as rows of their own.
+"""Splits an episode into its sequences, which a trainer feeds to the model as separate rows.
 
-What belongs to a whole sample stays right: the sample counts as one sequence, and a mean over its tokens goes over
-those of all its rows.
+Quantities of a whole sample stay correct: the sample counts as one sequence, and a mean over its tokens is taken over
+the tokens of all its rows.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from flowrl.training.model.row_layout import policy_places
 
 @dataclass(frozen=True)
 class RowShare:
-    """What a row is of a sample with several."""
+    """The share that a row has in a sample with several rows."""
 
     sample_tokens: int
     """Tokens of all rows of the sample that enter the loss."""
     counts: bool
-    """Whether the sample counts as a sequence here: at its first row with such a token."""
+    """Whether the sample is counted as a sequence at this row: its first row with such a token."""
 
 
 def in_rows(part: Batch, masks: Sequence[Bool]) -> tuple[Batch, list[Bool], list[RowShare | None]]:
-    """`part` with a sample for each sequence, their masks, and what they are of their sample (None: all of it).
+    """`part` with one sample for each sequence, their masks, and their shares (None: the sequence is a whole sample).
 
-    `masks` mark the tokens of each sample that enter the loss. The `micro_batches` of `part` then hold indices into
-    the samples.
+    `masks` mark the tokens of each sample that enter the loss. The `micro_batches` of the returned part are indices
+    into its samples.
     """
     rows: list[Trainable] = []
     shown: list[Bool] = []
@@ -45,7 +45,7 @@ def in_rows(part: Batch, masks: Sequence[Bool]) -> tuple[Batch, list[Bool], list
 
 
 def rows_of(sample: Trainable) -> list[Trainable]:
-    """A sample for each sequence of `sample`."""
+    """One sample for each sequence of `sample`."""
     if not sample.branches:
         return [sample]
     arrays: dict[str, list[Any]] = {
@@ -68,13 +68,13 @@ def rows_of(sample: Trainable) -> list[Trainable]:
 
 
 def split_whole(sample: Sample, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """An array over all sequences of `sample` as one array for each."""
+    """An array over all sequences of `sample` as one array for each sequence."""
     ends = np.cumsum([sequence.token_ids.size for sequence in sample.sequences])
     return np.split(values, ends[:-1])
 
 
 def shares_of(sample: Sample, masks: Sequence[Bool]) -> list[RowShare | None]:
-    """For each sequence of `sample`, whose tokens in the loss its mask marks."""
+    """The share of each sequence of `sample`. `masks` mark the tokens of each sequence that enter the loss."""
     if not sample.branches:
         return [None]
     trained = [_num_trained(sequence, mask) for sequence, mask in zip(sample.sequences, masks, strict=True)]

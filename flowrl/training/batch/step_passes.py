@@ -1,11 +1,11 @@
 """The passes of one optimizer step over one rank's samples: those with a backward pass, and those without.
 
-A group whose samples all have advantage 0, as all its rewards are equal, adds nothing to a policy gradient
-(`Objective.has_gradient`). Its forward pass is made, because loss and stats are means over the whole step, and its
+A group whose samples all have advantage 0, because all its rewards are equal, adds nothing to a policy gradient
+(`Objective.has_gradient`). Its forward pass still runs, because loss and stats are means over the whole step. Its
 backward pass, two thirds of the work, is left out. Neither gradient nor metrics change.
 
-A group stays whole, so that its prompt is computed once. Where a longer prefix is shared by groups of both kinds, it is
-computed for each kind; the samples are divided only if less is computed in all.
+A group stays whole, so that its prompt is computed once. A longer prefix that groups of both kinds share is computed
+once for each kind. The samples are divided by kind only if that reduces the total work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowrl.messages import Batch, Bool
 from flowrl.training.loss.objective import Objective
 
 BACKWARD = 2
-"""The work of a backward pass as a multiple of the forward pass's: two matrix products for each of its products."""
+"""The work of a backward pass as a multiple of a forward pass: two matrix products for each forward product."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StepPasses:
     """Passes with a backward pass."""
 
     def padded(self, num_forward: int, num_both: int) -> StepPasses:
-        """With empty micro-batches, so that every rank makes as many passes."""
+        """With empty micro-batches added, so that every rank makes these numbers of passes."""
         return StepPasses(
             self.forward + ((),) * (num_forward - len(self.forward)), self.both + ((),) * (num_both - len(self.both))
         )

@@ -46,19 +46,19 @@ class Sums:
 
 @dataclass
 class Accumulated:
-    """What the pieces of a batch have come to so far, at this rank; `totals` at all ranks."""
+    """Sums over the pieces of a batch that came so far: of this rank, except `totals`, which are of all ranks."""
 
     totals: Totals = field(default_factory=lambda: Totals(0, 0))
     sums: Sums = field(default_factory=Sums)
-    """Only the gaps: the loss and stats are in `by_number`, until the numbers are known."""
+    """Only the gaps; the loss and stats are in `by_number` until the numbers are known."""
     by_number: dict[MeanOver, Sums] = field(default_factory=lambda: defaultdict(Sums))
-    """The sums to be divided by each of the numbers."""
+    """Kind of number -> the sums to be divided by the number of that kind."""
     computed: int = 0
 
     def add(
         self, over: MeanOver, loss_and_stats: Mapping[str, Tensor], others: Mapping[MeanOver, Mapping[str, Tensor]]
     ) -> None:
-        """Add a micro-batch: loss and stats as sums that the number of `over` divides, and those of other numbers."""
+        """Add a micro-batch's sums: loss and stats are to be divided by the number of `over`, `others` by their own."""
         for number, values in {over: loss_and_stats, **others}.items():
             self.by_number[number].add(values)
 
@@ -75,7 +75,7 @@ class Update:
     """The result of training on one batch, over all ranks."""
 
     changed: bool
-    """False: no optimizer step was applied; the weights are those from before."""
+    """False: no optimizer step was applied, so the weights are the same as before."""
     optimizer_steps: int
     """Number of steps that were applied."""
     skipped_steps: int

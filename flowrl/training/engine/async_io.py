@@ -1,8 +1,8 @@
 """DeepSpeed's async_io reads and writes data offloaded to a disk; it is compiled at its first use on a machine.
 
-torch guards such a build by a file. If a process is killed while it compiles, the file stays, and every later
-process waits forever. Here one process at a time builds, under a lock that is released when its process ends, so
-a guard file found under this lock has no owner and can be removed.
+torch guards such a build by a lock file. If a process is killed while it compiles, the file stays, and every later
+process waits forever. Here only one process at a time builds, under a lock that is released when the process ends. So a
+lock file of torch that is found under this lock has no owner and can be removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is needed on a machine to compile at the first use; checked only for what is compiled there."""
+"""Checks that this machine has what it needs to compile code at its first use, only for code compiled here."""
 
 from __future__ import annotations
 

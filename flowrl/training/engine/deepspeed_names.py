@@ -1,7 +1,7 @@
 """The names of DeepSpeed's settings, read from its source: importing deepspeed takes seconds.
 
-DeepSpeed ignores a name at the top that it does not know, and ends with a stack of frames at one of ZeRO's. Where it is
-not installed nothing is known, and every name passes.
+DeepSpeed ignores an unknown name at the top level, and fails with a traceback at an unknown name of ZeRO's. If
+DeepSpeed is not installed, no names are known, and every name is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ZERO = "zero_optimization"
 READ = ("config.py", "constants.py")
-"""Files, in all folders of DeepSpeed, whose texts are names of settings."""
+"""Names of the files, in all folders of DeepSpeed, whose string constants include the names of settings."""
 OURS = {
     "train_batch_size": "--groups-per-step and --group-size",
     "gradient_clipping": "--zero.clip-grad-norm",
@@ -26,7 +26,7 @@ OURS = {
     "fp16": "--dtype",
     "tensor_parallel": "--trainer.tensor-parallel-size",
 }
-"""Setting that a run decides itself -> the option."""
+"""Setting that a run decides itself -> the run's option for it."""
 
 
 def setting_problems(settings: Mapping[str, Any]) -> list[str]:
@@ -55,7 +55,7 @@ def _hint(name: str, known: frozenset[str]) -> str:
 
 @functools.cache
 def known_settings() -> tuple[frozenset[str], frozenset[str]]:
-    """(names at the top, names of zero_optimization); the first has some that stand deeper as well."""
+    """(names at the top level, names of zero_optimization); the first set also has some names of deeper levels."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return frozenset(), frozenset()

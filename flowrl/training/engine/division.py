@@ -1,7 +1,8 @@
 """Dividing an accumulated gradient by a number that is known only at its end.
 
 DeepSpeed's ZeRO optimizers divide by their loss scale before norm, clipping and update, wherever the gradient is: on
-the device, in host memory or on a disk. Without ZeRO, and in BF16_Optimizer, the gradient itself is divided.
+the device, in host memory or on a disk. So the number is multiplied into the loss scale. Without ZeRO, and in
+BF16_Optimizer, the gradient itself is divided.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 @contextmanager
 def divided(engine: Any, number: float) -> Iterator[None]:
-    """Inside, the next step of a DeepSpeed engine updates with its accumulated gradient divided by `number`."""
+    """Within this context, a DeepSpeed engine's next step divides its accumulated gradient by `number`."""
     optimizer = engine.optimizer
     if number == 1.0:
         yield

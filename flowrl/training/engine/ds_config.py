@@ -23,7 +23,7 @@ def engine_layout(decision: Decision, attention: str, *, packing: bool | None) -
 
 
 def sharded_loading(config: dict[str, Any]) -> object:
-    """While the result exists, transformers shards every weight as it loads it."""
+    """Return an object; while it exists, transformers shards every weight as it loads it."""
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(config)

@@ -31,7 +31,7 @@ class Ema:
 
     @property
     def averages(self) -> list[Tensor]:
-        """The flat tensors, one for each of the master weights'."""
+        """The flat tensors of the average, one for each flat tensor of the master weights."""
         return self._average
 
     def update(self) -> None:

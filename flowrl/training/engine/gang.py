@@ -31,9 +31,9 @@ class Gang:
     size: int
     device: torch.device
     sequence: SequenceGroup | None = None
-    """The ranks that have the same micro-batches, a slice of the positions each; None: each has its own."""
+    """The ranks that share their micro-batches, each with a slice of the positions; None: positions are not divided."""
     tensor_size: int = 1
-    """Consecutive ranks that have the same micro-batches, and a part of the model's matrices each."""
+    """Number of consecutive ranks that share their micro-batches, each with a part of the model's matrices."""
 
     @classmethod
     def meet(
@@ -49,16 +49,16 @@ class Gang:
     ) -> Gang:
         """Join the gang at "host:port", where rank 0 listens. A single rank needs no address.
 
-        Each `sequence` or `tensor` consecutive ranks share their micro-batches, by positions or by matrices; both have
-        to divide `size`. `kind` says how the former compute attention. Also prepares DeepSpeed, which reads its rank
-        from the environment.
+        Every `sequence` consecutive ranks share their micro-batches by positions, or every `tensor` consecutive ranks
+        by matrices; both numbers have to divide `size`. `kind` says how ranks that share positions compute attention.
+        Also prepares DeepSpeed, which reads its rank from the environment.
         """
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_SIZE": str(size)}
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if size == 1:
-            # DeepSpeed keeps the first groups of a process forever: two trainers in one process share them.
+            # DeepSpeed keeps the first process groups of a process forever, so two trainers in one process share them.
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
@@ -75,31 +75,31 @@ class Gang:
         return items
 
     def parts(self, item: T) -> list[T]:
-        """Return the plain object of each part of a batch, on every rank: ranks that share one count once."""
+        """Return the plain object of each part of a batch, on every rank; ranks that share a part give one object."""
         return self.gather(item)[:: self.ranks_per_part]
 
     @property
     def ranks_per_part(self) -> int:
-        """Ranks that share a part of a batch."""
+        """Number of ranks that share a part of a batch."""
         return self.sequence_size * self.tensor_size
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that have a slice of the same positions each."""
+        """Number of ranks that share the positions of a micro-batch."""
         return 1 if self.sequence is None else self.sequence.size
 
     @property
     def sequence_kind(self) -> SequenceKind:
-        """How they compute attention."""
+        """How ranks that share positions compute attention."""
         return "ulysses" if self.sequence is None else self.sequence.kind
 
     @property
     def num_copies(self) -> int:
-        """Copies of the model, sharded by ZeRO or not, among which gradients are averaged."""
+        """Number of copies of the model, sharded by ZeRO or not, among which gradients are averaged."""
         return self.size // self.tensor_size
 
     def leave(self) -> None:
-        """Leave the gang in order: rank 0 keeps the store to which the others report that they leave."""
+        """Leave the gang together: rank 0 keeps the store, to which the other ranks report that they leave."""
         self.gather(None)
         torch.distributed.destroy_process_group()
 

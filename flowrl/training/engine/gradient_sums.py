@@ -5,8 +5,8 @@ for its reduction and back, and adds the result to fp32 sums. With one rank noth
 is written into the sums, or added to them, as soon as a backward pass has made it.
 
 The sums are the object from which DeepSpeed's `step` takes its flat gradient, so clipping, division, optimizer and
-checkpoints are unchanged. The norm is computed here too: DeepSpeed copies each gradient to fp64 as a whole, and looks
-for infinities in two passes before, though they make the norm infinite.
+checkpoints are unchanged. The norm is also computed here: DeepSpeed copies each gradient to fp64 as a whole, and before
+that looks for infinities in two passes, although an infinity makes the norm infinite anyway.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor
 
 
 def sum_at_once(optimizer: Any) -> None:
-    """Let a DeepSpeed optimizer of ZeRO 2 with one rank sum gradients without its buckets.
+    """Make a DeepSpeed optimizer of ZeRO 2 with one rank sum gradients without its buckets.
 
-    Stage 2 is what a single rank has unless it asks for less, or offloads parameters. Others stay as they are: stages
-    0, 1 and 3, optimizer states in host memory, and Muon, which needs DeepSpeed's own sums.
+    A single rank runs at stage 2 unless its settings ask for a lower stage, or offload parameters. Optimizers of other
+    kinds are not changed: those of stages 0, 1 and 3, those with `overlap_comm` or with states in host memory, and
+    Muon, which needs DeepSpeed's own sums.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -43,7 +44,7 @@ def sum_at_once(optimizer: Any) -> None:
 
 
 NORM_CHUNK = 1 << 18
-"""Elements of a gradient that are squared in fp64 at a time: 2 MiB, which a cache holds."""
+"""Elements of a gradient that are squared in fp64 at a time: 2 MiB, which fits into a cache."""
 
 
 class _GradientSums:
@@ -56,7 +57,7 @@ class _GradientSums:
         self._parts: dict[int, Tensor] = {}
         """id of a parameter -> its part of the sums."""
         self._kept: dict[int, Tensor] = {}
-        """Group -> memory of its sums, on a CPU: new pages would cost as much as what is written into them."""
+        """Group -> memory of its sums, kept on a CPU: new pages would take as long as writing the sums into them."""
 
     def begin(self, group: int) -> Any:
         """New sums for a group, which DeepSpeed keeps until its step."""
@@ -69,11 +70,11 @@ class _GradientSums:
         if flat is None:
             flat = torch.empty(int(optimizer.partition_size[group]), dtype=torch.float32, device=parameters[0].device)
         if flat.device.type == "cpu":
-            self._kept[group] = flat  # a GPU's memory is free between steps, for whoever has it in turns
+            self._kept[group] = flat  # a GPU's memory is freed between steps, for processes that time-share the GPU
         parts, end = [], 0
         for parameter in parameters:
             start = int(offsets[optimizer.get_param_id(parameter)])
-            flat[end:start].zero_()  # where DeepSpeed aligns parameters
+            flat[end:start].zero_()  # the gap by which DeepSpeed aligns parameters
             end = start + parameter.numel()
             parts.append(flat[start:end].view(parameter.shape))
         flat[end:].zero_()
@@ -91,10 +92,10 @@ class _GradientSums:
         _take(gradient, self._parts[id(parameter)], first=missing is not None)
 
     def ending(self, epilogue: Callable[[], None]) -> Callable[[], None]:
-        """DeepSpeed's end of a backward pass; at that of the last one, sums without any gradient become 0."""
+        """DeepSpeed's end of a backward pass; after a step's last pass, it also sets sums without any gradient to 0."""
 
         def end() -> None:
-            epilogue()  # begins the sums of groups of which no parameter had a gradient
+            epilogue()  # starts the sums of groups in which no parameter had a gradient
             if self._optimizer.is_gradient_accumulation_boundary():
                 self._complete()
 

@@ -1,9 +1,9 @@
 """Mixtures of experts under ZeRO-3, whose ranks have to gather the same parameters in the same order.
 
-Where the experts of a layer are modules of a list, a rank runs only those that its tokens are routed to; ranks would
-wait for each other in different collectives. DeepSpeed gathers the parameters of a leaf module at once, before its
-forward, and reduces a zero gradient for those that were not used. Experts in one tensor, as in transformers' own
-classes, are gathered whole anyway.
+If the experts of a layer are a list of modules, a rank runs only the experts that its tokens are routed to, so ranks
+would wait for each other in different collectives. DeepSpeed gathers all parameters of a leaf module at once, before
+its forward, and reduces a zero gradient for those that were not used. Experts that are stored in one tensor, as in
+transformers' own classes, are gathered whole anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def expert_layers(network: nn.Module) -> list[nn.Module]:
 
 
 def gather_at_once(network: nn.Module) -> None:
-    """Let ZeRO-3 treat these layers as leaves; to be called before DeepSpeed puts its hooks on the model."""
+    """Make ZeRO-3 treat the `expert_layers` as leaves. Call this before DeepSpeed puts its hooks on the model."""
     from deepspeed.utils import set_z3_leaf_modules
 
     if kinds := {type(layer) for layer in expert_layers(network)}:

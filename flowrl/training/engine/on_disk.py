@@ -38,7 +38,7 @@ def load(optimizer: Any, path: Path, rank: int) -> None:
 
 
 def _sub_groups(optimizer: Any, *, changed: bool) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-    """Yield (number, fp32 weights, optimizer state) of each sub-group in turn; with `changed` they are written back."""
+    """Yield (number, fp32 weights, optimizer state) of each sub-group; with `changed`, both are written back."""
     timers: set[str] = set()
     if changed:
         optimizer._partition_all_parameters()

@@ -42,7 +42,7 @@ def _adamw(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.
 
 
 def _by_decay(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> list[dict[str, Any]]:
-    """Groups of matrices, with weight decay, and of all others, without; a group without parameters is left out."""
+    """A group of matrices with weight decay and a group of all others without; empty groups are left out."""
     matrices = [p for p in parameters.values() if len(_shape(p)) > 1]
     others = [p for p in parameters.values() if len(_shape(p)) <= 1]
     groups = ({"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0})

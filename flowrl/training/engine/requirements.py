@@ -14,9 +14,9 @@ from flowrl.user_path import user_path
 SHARDS = "shards_rank_{rank}.pt"
 """Files of the ranks' state that any number of ranks can load."""
 PART = "part_{part}_of_{parts}"
-"""Their directory, where ranks have parts of the model's matrices (tensor parallelism)."""
+"""The directory of such files if ranks have parts of the model's matrices (tensor parallelism)."""
 PART_OF_ALL = "mp_rank_*_model_states.pt"
-"""DeepSpeed's file for each such part, at ZeRO stage 0."""
+"""DeepSpeed's files for these parts at ZeRO stage 0, one file for each part."""
 TAG = "zero"
 """The subdirectory of a trainer's directory that holds the state of its ranks."""
 
@@ -43,12 +43,12 @@ def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None, tr
 
 
 def part_path(path: Path, part: int, parts: int) -> Path:
-    """Where in `path` the ranks that have this one of several parts of the model's matrices save their state."""
+    """The directory in `path` where the ranks that have part `part` of the model's matrices save their state."""
     return path if parts == 1 else path / PART.format(part=part, parts=parts)
 
 
 def _saved_parts(path: Path) -> int:
-    """Into how many parts the matrices of the saved model were divided."""
+    """The number of parts into which the matrices of the saved model were divided."""
     return len(list(path.glob(PART.format(part="*", parts="*")))) or len(list(path.glob(PART_OF_ALL))) or 1
 
 
@@ -85,7 +85,7 @@ def in_shards(zero: ZeroSettings, num_ranks: int) -> bool:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether the training state in `path` was saved in that form."""
+    """Whether the training state in `path` was saved in a form that any number of ranks can load."""
     return any(path.glob(SHARDS.format(rank="*")))
 
 

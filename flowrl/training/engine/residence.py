@@ -1,17 +1,17 @@
-"""What an object keeps on a device, moved to host memory and back: for a trainer that uses its GPU in turns.
+"""Moves what an object keeps on a device to host memory and back, for a trainer that time-shares its GPU.
 
-Every tensor stays the object that it is: its storage gives its memory back and gets other memory of the same size
-later. So views of a storage, such as the partitions that ZeRO cuts from flat buffers, stay views of it, and references
-in hooks, optimizers or an adapter stay right. This holds for every optimizer and ZeRO stage, and for what is not
-DeepSpeed's (a moving average, a teacher's output layer). DeepSpeed's own `offload_states` replaces tensors; at stage 3
-it refuses every optimizer but its compiled FusedAdam, and it does not have stage 1 with bfloat16.
+No tensor object is replaced: its storage releases its memory, and later gets new memory of the same size. So views of a
+storage, such as the partitions that ZeRO takes from flat buffers, stay views of it, and references in hooks, optimizers
+or an adapter stay valid. This works for every optimizer and ZeRO stage, and for tensors that are not DeepSpeed's (a
+moving average, a teacher's output layer). DeepSpeed's own `offload_states` replaces tensors; at stage 3 it refuses
+every optimizer except its compiled FusedAdam, and it does not support stage 1 with bfloat16.
 
 Invariants
-- Between `leave` and `come_back` nobody computes with the object.
+- Between `leave` and `come_back` nothing computes with the object.
 - After `come_back` every storage has the bytes it had before `leave`.
 
-Found are the tensors that attributes and containers lead to, gradients included. One that is missed stays on the
-device: that takes memory, and nothing else.
+The search follows attributes and containers, and includes gradients. A tensor that it misses stays on the device, which
+costs memory but does no other harm.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch import Tensor, UntypedStorage
 
 ALIGNED = 512
 PASSED_BY = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, str, bytes, int, float, torch.dtype)
-"""What the search does not look into."""
+"""Types that the search does not look into."""
 
 
 def device_storages(root: object, device: torch.device) -> list[UntypedStorage]:
-    """The storages on `device` that `root` leads to, each once, those of 0 bytes left out."""
+    """The storages on `device` that can be reached from `root`, each once; those of 0 bytes are left out."""
     found: dict[int, UntypedStorage] = {}
     for tensor in _tensors(root):
         if tensor.device.type == device.type and tensor.layout is torch.strided:
@@ -46,7 +46,7 @@ def device_storages(root: object, device: torch.device) -> list[UntypedStorage]:
 def _tensors(root: object) -> Iterator[Tensor]:
     seen: set[int] = set()
     waiting: list[object] = [root]
-    kept = []  # what is made while searching must not be freed, or another object could get its id
+    kept = []  # objects made during the search must not be freed, or another one could get the same id
     while waiting:
         thing = waiting.pop()
         if id(thing) in seen or isinstance(thing, PASSED_BY):
@@ -74,9 +74,9 @@ def _parts(thing: object) -> Iterator[object]:
 
 
 class Residence:
-    """Moves what `root` has on `device`. `root` may change between two turns; it is searched at the end of each.
+    """Moves what `root` has on `device`. `root` may change between moves, because every `leave` searches it again.
 
-    On a GPU the host memory is page-locked, as far as the machine allows it, and kept between the turns.
+    For a GPU, the host memory is page-locked if the machine allows it, and kept for the next `leave`.
     """
 
     def __init__(self, root: object, device: torch.device) -> None:
@@ -87,11 +87,11 @@ class Residence:
 
     @property
     def is_away(self) -> bool:
-        """Whether `leave` was called, and `come_back` not yet."""
+        """Whether `leave` was called, and `come_back` has not been called since."""
         return bool(self._away)
 
     def leave(self) -> int:
-        """Move everything to host memory; the bytes moved. Does nothing if it is there already."""
+        """Move everything to host memory; returns the bytes moved. Does nothing if it is already there."""
         if self._away:
             return 0
         self._synchronize()
@@ -110,7 +110,7 @@ class Residence:
         return sum(self._sizes)
 
     def come_back(self) -> int:
-        """Move everything back to the device; the bytes moved. Does nothing if it is there already."""
+        """Move everything back to the device; returns the bytes moved. Does nothing if it is already there."""
         storages, self._away = self._away, []
         places = _offsets(self._sizes) if storages else []
         host = self._host.of(places[-1] if places else 0)
@@ -121,7 +121,7 @@ class Residence:
         return sum(self._sizes) if storages else 0
 
     def close(self) -> None:
-        """Give the host memory back. Not while away."""
+        """Free the host memory. Must not be called while the object is away."""
         self._host.close()
 
     def _synchronize(self) -> None:
@@ -129,7 +129,7 @@ class Residence:
             torch.cuda.synchronize(self._device)
 
     def _give_back(self) -> None:
-        """Return memory that torch keeps for this process to the device."""
+        """Return to the device the memory that torch caches for this process."""
         gc.collect()
         if self._device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
@@ -137,7 +137,7 @@ class Residence:
 
 
 class HostMemory:
-    """One piece of host memory that grows to what is asked for. Page-locked, copies run at the speed of the bus."""
+    """One block of host memory that grows on demand. If it is page-locked, copies run at the speed of the bus."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -145,7 +145,7 @@ class HostMemory:
         self._unlock: finalize[..., object] | None = None
 
     def of(self, num_bytes: int) -> Tensor:
-        """[at least `num_bytes`], uint8; what it held before is kept if it was large enough."""
+        """[at least `num_bytes`], uint8. The memory keeps its content if it was already large enough."""
         if self._memory.numel() < num_bytes:
             self.close()
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -160,15 +160,15 @@ class HostMemory:
 
     def _register(self) -> None:
         if self._pinned and page_lock(self._memory):
-            # Also if nobody calls `close`: the memory's addresses may be given to somebody else after it.
+            # Unlock even without a call of `close`: once the memory is freed, its addresses may be reused.
             self._unlock = finalize(self, page_unlock, self._memory)
             self._unlock.atexit = False
 
 
 def page_lock(memory: Tensor) -> bool:
-    """Page-lock host memory as it is, where torch's own pinned memory would be rounded up to a power of two.
+    """Page-lock existing host memory; torch's own pinned memory would be rounded up to a power of two.
 
-    False, with a warning, where that is not possible. It has to be unlocked before it is freed.
+    Returns False, and logs a warning, if that is not possible. The memory has to be unlocked before it is freed.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -176,8 +176,8 @@ def page_lock(memory: Tensor) -> bool:
         return True
     _forget_error()
     logging.getLogger("flowrl").warning(
-        "%.1f GiB of host memory could not be page-locked (CUDA error %d), so turns on the GPU take longer; raise the "
-        "machine's limit of locked memory (ulimit -l)",
+        "%.1f GiB of host memory could not be page-locked (CUDA error %d), so moving to and from the GPU takes longer; "
+        "raise the machine's limit of locked memory (ulimit -l)",
         memory.numel() / (1 << 30),
         status,
     )
@@ -185,13 +185,13 @@ def page_lock(memory: Tensor) -> bool:
 
 
 def page_unlock(memory: Tensor) -> None:
-    """Take back what `page_lock` has done."""
+    """Undo `page_lock`."""
     if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
         _forget_error()
 
 
 def _forget_error() -> None:
-    """CUDA keeps the error of a failed call of this thread, and torch would raise it after its next kernel."""
+    """Clear the error that CUDA keeps for this thread after a failed call; torch would raise it at its next kernel."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
@@ -201,7 +201,7 @@ def _places(storages: list[UntypedStorage]) -> list[int]:
 
 
 def _offsets(sizes: list[int]) -> list[int]:
-    """Where each size begins in one piece of memory, and the length of the whole."""
+    """The offset of each piece in one block of memory, followed by the length of the block."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)

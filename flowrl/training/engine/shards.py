@@ -1,11 +1,11 @@
-"""What the ranks of a trainer keep in a checkpoint, in a form that any number of ranks at any ZeRO stage can load.
+"""The training state in a checkpoint, in a form that any number of ranks at ZeRO stage 1, 2 or 3 can load.
 
 Every rank writes the flat fp32 tensors that ZeRO gave it, bit by bit, and where in them each parameter's elements are
-(`ShardPart`). A rank that loads looks up its own parts in all files, which are memory-mapped, and copies what overlaps.
-So a checkpoint needs no conversion, and nothing is gathered.
+(`ShardPart`). A rank that loads looks up its own parts in the files of all ranks, which are memory-mapped, and copies
+the ranges that overlap. So a checkpoint needs no conversion, and nothing is gathered.
 
-Not for stage 0, which has no flat tensors, nor for Muon, whose state ZeRO orders by whole matrices, nor for tensors
-that are swapped to a disk: DeepSpeed's own checkpoints and `on_disk` serve these.
+This form is not used at stage 0, which has no flat tensors, for Muon, whose state ZeRO orders by whole matrices, or for
+tensors that are swapped to a disk. The first two use DeepSpeed's own checkpoints, the last uses `on_disk`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ShardPart:
     group: int
     """Index of the flat tensor."""
     offset: int
-    """In the flat tensor, in elements; `start` in the parameter, flattened."""
+    """Where the range starts in the flat tensor, in elements; `start` is where it starts in the flattened parameter."""
     start: int
     length: int
 
 
 def save(engine: Any, path: Path, rank: int, averages: Sequence[Tensor], *, optimizer: bool) -> None:
-    """Write this rank's file into the directory `path`. Without `optimizer` its state is left out.
+    """Write this rank's file into the directory `path`. Without `optimizer`, the optimizer's state is left out.
 
     `averages` are further flat tensors (a moving average), one for each group, or none.
     """
@@ -58,10 +58,10 @@ def save(engine: Any, path: Path, rank: int, averages: Sequence[Tensor], *, opti
 
 
 def load(engine: Any, path: Path, averages: Sequence[Tensor], *, optimizer: bool) -> None:
-    """Load what any number of ranks wrote with `save`; collective. `optimizer`: into the optimizer's state too.
+    """Load what any number of ranks wrote with `save`; collective. With `optimizer`, also load the optimizer's state.
 
-    What the checkpoint has not is left as it is, and averages begin as the weights. Raises ConfigError if the
-    checkpoint lacks elements of a parameter.
+    State that the checkpoint lacks is left as it is; averages that it lacks start as the weights. Raises ConfigError if
+    the checkpoint lacks elements of a parameter.
     """
     saved = _Saved(path)
     begun = _ready(engine)
@@ -87,7 +87,7 @@ def flat_masters(engine: Any) -> list[Any]:
 
 
 def parts(engine: Any) -> list[ShardPart]:
-    """Where this rank's flat tensors have which elements, padding left out."""
+    """Which elements of which parameters this rank's flat tensors have, and where; padding is left out."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     found = _stage_3 if _shards_parameters(engine.optimizer) else _below_stage_3
     return list(found(engine.optimizer, names))
@@ -112,13 +112,13 @@ def _below_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPa
     for group in optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups:
         for parameter in group:
             mapping = parameter._hp_mapping
-            if mapping is not None:  # None: all of it is another rank's
+            if mapping is not None:  # None: other ranks have all of it
                 flat, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
                 yield ShardPart(names[id(parameter)], mapping.param_group_index, flat.start, whole.start, flat.numel)
 
 
 def _ready(engine: Any) -> Any:
-    """Prepare the engine for new masters; what is returned makes the weights of them, collective."""
+    """Prepare the engine for new masters. The returned function makes the weights from them; it is collective."""
     optimizer = engine.optimizer
     if not _shards_parameters(optimizer):
         return optimizer.update_lp_params
@@ -151,7 +151,7 @@ class _Saved:
         return any(group.keys() - {MASTER, AVERAGE} for content in self._contents for group in content["groups"])
 
     def fill(self, mine: ShardPart, targets: Mapping[str, Tensor]) -> None:
-        """Copy what was saved of a part into the flat tensors `targets`, by name."""
+        """Copy the saved values of the part `mine` into the flat tensors `targets`, by name."""
         filled = 0
         for number, theirs in self._by_name.get(mine.name, ()):
             start = max(mine.start, theirs.start)
@@ -172,9 +172,10 @@ class _Saved:
             )
 
     def complete(self, state: dict[str, Any], name: str, flat: Tensor) -> None:
-        """Give the state of an optimizer that has not stepped what the saved one has for the parameter's group.
+        """Add to the `state` of an optimizer that has not stepped what the saved state has for the parameter's group.
 
-        Below stage 3 there is no state before the first step. Numbers for the whole group are those of the saved one.
+        Below stage 3 there is no state before the first step. Tensors like `flat` are added as zeros, which `fill`
+        overwrites; values that apply to the whole group are copied.
         """
         number, theirs = self._by_name[name][0] if self._by_name.get(name) else (0, None)
         if theirs is None:
@@ -187,11 +188,11 @@ class _Saved:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, not as a part of a larger storage, which a file would have whole."""
+    """The tensor in host memory, with a storage of its own: a file would contain all of a larger, shared storage."""
     here = tensor.cpu()
     return here.clone() if here.untyped_storage().nbytes() > here.nbytes else here
 
 
 def _is_like(value: object, flat: Tensor) -> bool:
-    """Whether the optimizer keeps one such number for each element."""
+    """Whether `value` is a tensor with one number for each element of `flat`."""
     return isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0

@@ -1,7 +1,7 @@
-"""Bytes that one rank of a trainer takes, from the sizes of its model and its settings; docs/memory.md explains them.
+"""Estimates the bytes that one trainer rank takes, from model sizes and settings; docs/memory.md explains them.
 
-Ψ parameters, A of them trained (all, or those of adapters), b bytes an element, n tokens of a micro-batch, N ranks.
-Where the matrices of layers are divided, Ψ and A are those of one rank, and N the copies of the model.
+Ψ parameters, A of them trained (all, or those of adapters), b bytes an element, n tokens of a micro-batch, N ranks. If
+the matrices of layers are divided, Ψ and A are those of one rank, and N is the number of copies of the model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
 BUCKET_BYTES = 4 * 50_000_000
 """DeepSpeed's buffer for gradients that are about to be reduced, in fp32 (`BUCKET_ELEMENTS` of ds_config.py)."""
 LIVE_PARAMETERS = 1_000_000_000
-"""DeepSpeed's `stage3_max_live_parameters`: gathered ones that it keeps at most."""
+"""DeepSpeed's `stage3_max_live_parameters`: the most gathered parameters that it keeps."""
 SCORING_LIVE = 200_000_000
-"""Gathered parameters that a rank of a sharded scoring model keeps at most, but for a single larger layer."""
+"""The most gathered parameters that a rank of a sharded scoring model keeps, unless one layer is larger."""
 PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed's `stage3_param_persistence_threshold`."""
 QUANTIZED_BYTES = {"none": None, "nf4": 0.52, "int8": 1.02}
-"""Bytes of a quantized parameter with its share of the scales (bitsandbytes: blocks of 64, nested)."""
+"""Bytes of a quantized parameter, including its share of the scales (bitsandbytes: blocks of 64, nested)."""
 MOMENTS_BYTES = {"adamw": 8, "muon": 8, "sgd": 0}
-"""fp32 state of the optimizer for each trained parameter; muon's matrices need half."""
+"""Bytes of the optimizer's fp32 state for each trained parameter; muon's matrices need half of that."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class TrainerModel:
     scalar: bool = False
     """A scalar head in place of the output layer."""
     device_bytes: int = 0
-    """Memory of the rank's GPU; 0: it has none, or that is unknown."""
+    """Memory of the rank's GPU; 0: the rank has no GPU, or its memory is unknown."""
     sliced: int = 1
-    """Ranks that share a micro-batch, an equal number of positions each."""
+    """Number of ranks that share a micro-batch; each has an equal number of positions."""
     kind: SequenceKind = "ulysses"
-    """How they compute attention."""
+    """How these ranks compute attention."""
     tensor: int = 1
-    """Ranks that share a micro-batch, an equal part of the matrices of all layers each."""
+    """Number of ranks that share a micro-batch; each has an equal part of the matrices of all layers."""
 
     @property
     def element(self) -> int:
@@ -55,18 +55,18 @@ class TrainerModel:
 
     @property
     def parameters(self) -> int:
-        """Those of the whole model."""
+        """Number of parameters of the whole model."""
         head = self.shape.vocab * self.shape.hidden if self.scalar and not self.shape.tied else 0
         return self.shape.parameters - head
 
     @property
     def own(self) -> int:
-        """Parameters of which ZeRO gives this rank its shard: all, or without the other ranks' parts of matrices."""
+        """Parameters of which this rank has a ZeRO shard: all, or all without the parts of matrices of other ranks."""
         return self.parameters - self.shape.parameters + self._tensor_part.parameters
 
     @property
     def copies(self) -> int:
-        """Copies of the model; ZeRO shards each among the ranks with the same parts of its matrices."""
+        """Number of copies of the model. ZeRO shards among the ranks that have the same part of the matrices."""
         return max(1, self.ranks // self.tensor)
 
     @property
@@ -74,7 +74,7 @@ class TrainerModel:
         """The shape of this rank's part of the matrices.
 
         Heads and feed-forward are divided by `tensor` (`tensor_problems` checks that they can be); hidden size, layers
-        and vocabulary are whole, and ZeRO's shards do not matter.
+        and vocabulary are whole. ZeRO's sharding is not included.
         """
         shape, size = self.shape, self.tensor
         if size == 1:
@@ -88,7 +88,7 @@ class TrainerModel:
 
     @property
     def weights(self) -> int:
-        """Weights of the model as this rank keeps them; at stage 3 a part."""
+        """Bytes of the weights that this rank keeps; at stage 3 its shard and `persistent`."""
         quantized = QUANTIZED_BYTES[self.lora.quantize]
         linear = self.shape.layers * sum(i * o for i, o in self.shape.linears)
         base = self.own * self.element if quantized is None else 0
@@ -99,14 +99,14 @@ class TrainerModel:
 
     @property
     def persistent(self) -> int:
-        """Parameters so small that stage 3 keeps them whole on every rank."""
+        """Bytes of the parameters that are so small that stage 3 keeps them whole on every rank."""
         matrices = [inputs * outputs for inputs, outputs in self.shape.linears]
         small = sum(size for size in matrices if size <= PERSISTENT_ELEMENTS) + self.shape.layer_vectors
         return (small * self.shape.layers + self.shape.hidden) * self.element
 
     @property
     def gathered(self) -> int:
-        """Whole parameters that stage 3 gathers for a pass."""
+        """Bytes of the whole parameters that stage 3 gathers for a pass."""
         return min(self.parameters, LIVE_PARAMETERS) * self.element if self.stage == 3 else 0
 
     @property
@@ -116,7 +116,7 @@ class TrainerModel:
 
     @property
     def moments(self) -> int:
-        """The optimizer's state of them."""
+        """The optimizer's state of this rank's trained parameters."""
         total = MOMENTS_BYTES[self.zero.optimizer] * self.trained
         return total if self.stage == 0 else -(-total // self.copies)
 
@@ -127,19 +127,19 @@ class TrainerModel:
 
     @property
     def optimizer_state(self) -> int:
-        """What stands beside weights and gradients for optimizer steps."""
+        """What optimizer steps need in addition to weights and gradients."""
         return self.master + self.moments + self.averages
 
     @property
     def gradients(self) -> int:
-        """fp32 sums of this rank's part. At stage 1 of the whole, beside the gradients in the dtype of the model."""
+        """fp32 sums of this rank's shard; below stage 2 of all, and at stage 1 also gradients in the model's dtype."""
         if self.stage < 2:
             return (4 + (self.element if self.stage else 0)) * self.trained
         return -(-4 * self.trained // self.copies)
 
     @property
     def offload_copies(self) -> int:
-        """With offload, in host memory: a second copy of the gradients, which the optimizer reads; below stage 3 also
+        """With offload, in host memory: a second copy of the gradients, which the optimizer reads. Below stage 3 also
         this rank's part of the weights, and the largest gradient."""
         if self.zero.offload == "none":
             return 0
@@ -153,7 +153,7 @@ class TrainerModel:
         return BUCKET_BYTES if self.stage >= 2 else 0
 
     def activations(self, tokens: int) -> int:
-        """What a forward over a micro-batch keeps for its backward, and the most that computing adds to it."""
+        """What a forward over a micro-batch keeps for its backward, plus the most memory that computing adds."""
         tokens = -(-tokens // self.sliced)
         per_layer = tokens * (
             layer_bytes(self._tensor_part, self.element)
@@ -179,7 +179,7 @@ class TrainerModel:
 
 
 def layer_bytes(shape: ModelShape, element: int) -> int:
-    """Activations of one token that one decoder layer keeps: norms (in fp32 besides), attention, feed-forward."""
+    """Activations of one token that one decoder layer keeps: norms (also in fp32), attention, feed-forward."""
     norms = (16 if element == 2 else 24) * shape.hidden + 8
     attention = element * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
     feed_forward = 4 * element * shape.feed_forward * shape.active_experts
@@ -187,8 +187,8 @@ def layer_bytes(shape: ModelShape, element: int) -> int:
 
 
 def exchanged_bytes(shape: ModelShape, element: int, ranks: int, kind: SequenceKind = "ulysses") -> int:
-    """What attention keeps of one token besides if `ranks` share its positions: the result on its way back, and the
-    keys and values that are repeated for ranks that have fewer of their heads. A ring keeps nothing besides."""
+    """What attention also keeps of one token if `ranks` share the positions: the result on its way back, and the keys
+    and values that are repeated if their number of heads is no multiple of `ranks`. A ring keeps nothing more."""
     if ranks == 1 or kind == "ring":
         return 0
     repeated = lcm(shape.kv_heads, ranks) // shape.kv_heads - 1
@@ -196,25 +196,25 @@ def exchanged_bytes(shape: ModelShape, element: int, ranks: int, kind: SequenceK
 
 
 def ring_bytes(shape: ModelShape, element: int) -> int:
-    """What the backward of ring attention has of one token at most: two blocks of keys and values, two of their
-    gradients in fp32, the queries' gradient in fp32, and what the kernel of a block takes."""
+    """The most that the backward of ring attention keeps of one token: two blocks of keys and values, two of their
+    gradients in fp32, the queries' gradient in fp32, and what the kernel of a block needs."""
     return element * (shape.query + 8 * shape.key) + 8 * shape.query + 16 * shape.key
 
 
 def head_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:
-    """The last norm, four fp32 tensors of a chunk's logits, and the gradient of the output layer, in fp32 and cast."""
+    """The last norm, four fp32 tensors of a chunk's logits, and the output layer's gradient in fp32 and its dtype."""
     chunk = min(tokens, max(1, logits_bytes(device_bytes) // (4 * shape.vocab)))
     last_norm = (8 if element == 2 else 12) * shape.hidden * tokens
     return last_norm + 16 * shape.vocab * chunk + (4 + element) * shape.vocab * shape.hidden
 
 
 def scoring_gathered(shape: ModelShape, element: int) -> int:
-    """Whole parameters that a rank of a sharded scoring model gathers for a pass."""
+    """Bytes of the whole parameters that a rank of a sharded scoring model gathers for a pass."""
     return min(shape.parameters, max(SCORING_LIVE, shape.vocab * shape.hidden)) * element
 
 
 def scoring_bytes(shape: ModelShape, element: int, tokens: int, device_bytes: int = 0) -> int:
-    """The most that a forward without gradients computes with: one layer, or three fp32 tensors of a chunk's logits."""
+    """The most that a forward without gradients needs: one layer, or three fp32 tensors of a chunk's logits."""
     wide = shape.feed_forward * shape.active_experts
     layer = tokens * (3 * element * wide + (4 + 3 * element) * shape.hidden)
     chunk = min(tokens, max(1, logits_bytes(device_bytes) // (4 * shape.vocab)))

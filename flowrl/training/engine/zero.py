@@ -1,10 +1,11 @@
 """flowrl's interface to DeepSpeed ZeRO: one engine per rank; the caller controls gradient accumulation.
 
 Invariants
-- Gradients are sums. The caller divides its loss by global denominators, or the whole gradient in `step`; DeepSpeed
-  averages over copies of the model, so `backward` multiplies by their number. The boundary is set explicitly for every
-  micro-batch, because their number varies by step.
-- Every method except the properties and `set_lr` is collective: ZeRO gathers and reduces inside.
+- Gradients are sums. The caller divides its loss by global denominators, or divides the whole gradient in `step`.
+  DeepSpeed averages over the copies of the model, so `backward` multiplies by the number of copies. The accumulation
+  boundary is set explicitly for every micro-batch, because the number of micro-batches varies by step.
+- Every method is collective, because ZeRO gathers and reduces inside. Exceptions are the properties, `num_computed`,
+  `adapter_off`, `set_lr` and `record_scores`.
 - Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
 - A step whose gradient is not finite is not applied, and its result reports that.
 """
@@ -62,15 +63,15 @@ class ZeroStep:
 
     applied: bool
     grad_norm: float
-    """Before clipping; infinite if the gradient was not finite. Under muon that of its orthogonalized update."""
+    """Norm before clipping; infinite if the gradient was not finite. With muon: norm of the orthogonalized update."""
 
 
 class ZeroEngine:
     """One rank of a model in training.
 
-    With `head="scalar"` it is a critic or a reward model, see `load_scalar_model` for `start`. With a
-    `lora` of rank 1 or more it trains an adapter, and the loaded weights stay unchanged. `balanced`: passes with
-    gradients also give the load-balancing loss of the model's experts.
+    With `head="scalar"` the model is a critic or a reward model; see `load_scalar_model` for `start`. With a `lora` of
+    rank 1 or more the engine trains an adapter, and the loaded weights stay unchanged. With `balanced`, passes with
+    gradients also return the load-balancing loss of the model's experts.
     """
 
     model: PolicyModel | ScalarModel
@@ -137,7 +138,7 @@ class ZeroEngine:
         optimizer = make_optimizer(self.model, settings)
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         if gang.tensor_size > 1:
-            # It would compare the arguments of the first pass on all ranks, and fails at objects that hold tensors.
+            # This check compares the arguments of the first pass across ranks, and fails on objects that hold tensors.
             self._engine.first_dataloader_check.remove()
         multiply_fast(self.model.network)
         if gang.size == 1:
@@ -155,11 +156,11 @@ class ZeroEngine:
             require_trees(self._scores, **model_facts)
 
     def _scores(self, rows: RowLayout) -> Tensor:
-        """Values of a scalar head, logprobs at temperature 1 of a language model."""
+        """Values of a scalar head, or logprobs of a language model at temperature 1."""
         return compute(self._engine, rows, self.gang.sequence)[0]
 
     def _own_scores(self, rows: RowLayout) -> Tensor:
-        """The same, computed by each rank alone."""
+        """The same as `_scores`, but each rank computes all positions itself."""
         return compute(self._engine, rows, None)[0]
 
     @property
@@ -182,7 +183,7 @@ class ZeroEngine:
         return logprobs_N, entropies_N
 
     def outputs(self, rows: RowLayout, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
-        """As `forward`, and of a `balanced` engine with gradients the load-balancing loss of the pass."""
+        """As `forward`; a `balanced` engine with gradients also returns the load-balancing loss of the pass."""
         return compute(self._engine, rows, self.gang.sequence, temperature, entropy_gradient)
 
     def values(self, rows: RowLayout) -> Tensor:
@@ -195,7 +196,7 @@ class ZeroEngine:
         return rows.num_computed if self.gang.sequence is None else num_sliced(rows, self.gang.sequence)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate the gradient of a loss with global denominators; `last`: the last one of its optimizer step."""
+        """Accumulate the gradient of a loss with global denominators; `last`: it is the last of its optimizer step."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.gang.num_copies, scale_wrt_gas=False)
 
@@ -208,8 +209,9 @@ class ZeroEngine:
     def step(self, *, divide_by: float = 1.0) -> ZeroStep:
         """Divide the gradient, clip it and update the weights, after a backward with `last`.
 
-        `divide_by` is the same on all ranks: 1, or the batch's count of tokens, sequences or pairs if losses were sums.
-        The norm is that of the divided gradient, before clipping. If it is not finite, weights and EMA stay.
+        `divide_by` is the same on all ranks: 1, or the batch's count of tokens, sequences or pairs if the losses were
+        sums. The norm is that of the divided gradient, before clipping. If it is not finite, weights and EMA stay
+        unchanged.
         """
         with divided(self._engine, divide_by):
             step = self._step()
@@ -281,7 +283,7 @@ class ZeroEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) at temperature 1 for t = 1 ... T-1 of each sequence.
 
-        With a scalar head, V before token t instead.
+        With a scalar head, returns V before token t instead.
         """
         token_ids = [np.array(sequence, np.int32) for sequence in sequences]
         rows = lay_out(

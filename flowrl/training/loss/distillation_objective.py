@@ -29,7 +29,7 @@ class ReverseKL(Objective):
     aggregation: str = "token"
     """token | sequence"""
     negate: bool = False
-    """A control: the student moves away from the teacher."""
+    """For a control experiment: the student moves away from the teacher."""
 
     def __post_init__(self) -> None:
         if self.aggregation not in ("token", "sequence"):
@@ -40,7 +40,7 @@ class ReverseKL(Objective):
     """`entropies_BT` are relative to the teacher: minus the divergence."""
     figure: ClassVar[str] = "reverse_kl"
     beta: ClassVar[float] = 1.0
-    """Parameter of the divergence that this is a case of; see `GeneralizedJSD`."""
+    """The β for which `GeneralizedJSD` is this divergence."""
 
     @property
     def mean_over(self) -> MeanOver:

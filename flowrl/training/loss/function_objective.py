@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
-"""The arrays of a `Trainable` that hold one number a token."""
+"""The arrays of a `Trainable` that hold one number for each token."""
 
 
 class FunctionObjective(Objective):
     """`function` as an objective, for a language model.
 
-    `columns` names the arrays of the samples that it reads, `stats` the stats that it returns. `offline` says that
-    the samples are data, not rollouts; `entropy_gradient` that gradients flow through `entropies_BT`; `mean_over` that
-    all of the loss is a sum divided by this number of `inputs.totals`, see `Objective.mean_over`. `flowrl check` runs
-    the function once on made-up data, see `function_trial`; this loads torch.
+    `columns` names the arrays of the samples that the function reads, `stats` the stats that it returns. `offline` says
+    that the samples are data, not rollouts. `entropy_gradient` says that gradients flow through `entropies_BT`.
+    `mean_over` says that the whole loss is a sum divided by this number of `inputs.totals`, see `Objective.mean_over`.
+    `flowrl check` runs the function once on made-up data, see `function_trial`; this loads torch.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FunctionObjective(Objective):
         return [] if problem is None else [f"the loss {self.name} {problem}"]
 
     def _declared_wrongly(self) -> str | None:
-        """A mistake that shows without calling the function."""
+        """A mistake that can be seen without calling the function; None if there is none."""
         if self._mean_over not in (None, *get_args(MeanOver)):
             return f"has mean_over={self._mean_over!r}; it takes {', '.join(get_args(MeanOver))}, or None"
         if not callable(self._function):

@@ -1,6 +1,6 @@
 """Calls a loss once on made-up data, so that `flowrl check` finds its mistakes before a run starts.
 
-The trial also holds the loss to what the trainer needs: a gradient in every micro-batch, no influence of tokens
+The trial also checks what the trainer needs from a loss: a gradient in every micro-batch, no influence of tokens
 outside the mask, and results that do not depend on how a batch is divided into micro-batches.
 
 Axes: B samples, T policy tokens of the longest one, P pairs.
@@ -25,7 +25,7 @@ NUM_PAIRS = 2
 WHOLE, PARTS = slice(0, 5), (slice(0, 2), slice(2, 4), slice(4, 5))
 TOTALS = Totals(num_tokens=9, num_sequences=4, num_pairs=NUM_PAIRS, num_desirable=2)
 TOLERANCE = 1e-4
-"""Sums of fp32 numbers in another order differ by less, relative to the result or to 1."""
+"""Sums of fp32 numbers in another order differ by less than this, relative to the result or to 1."""
 
 
 def trial_problem(function: LossFunction, columns: Sequence[str], objective: Objective) -> str | None:
@@ -85,7 +85,7 @@ def _raised(error: Exception) -> str:
 
 
 def _loss_problem(loss: Tensor, inputs: LossInputs, objective: Objective) -> str | None:
-    where = "" if inputs.mask_BT.any() else " for a micro-batch without a token in mask_BT, as a rank can have it"
+    where = "" if inputs.mask_BT.any() else " for a micro-batch without a token in mask_BT, which a rank can get"
     if loss.shape != ():
         return (
             f"returned a tensor of shape {list(loss.shape)}; it has to return one number: the sum over the tokens of "

@@ -1,9 +1,9 @@
 """Objectives, the functions that a trainer minimises, as plain data that a graph file can build without torch.
 
-An objective declares the data that it needs from a sample (`columns`: arrays over the sample's tokens, or None if
-the sample lacks it) and computes the loss of one micro-batch (`loss`). Loss and stats are sums divided by the
-denominators in `Totals`, which count the whole optimizer step: the results of all its micro-batches and ranks add
-up to the mean over the step, however it is divided.
+An objective declares the data that it needs from a sample (`columns`: arrays over the sample's tokens, or None if the
+sample lacks one) and computes the loss of one micro-batch (`loss`). Loss and stats are sums divided by the denominators
+in `Totals`, which count the whole optimizer step: the results of all its micro-batches and ranks add up to the mean
+over the step, however it is divided.
 
 Axes: B samples, T policy tokens of the longest one, P pairs.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Column = Mapping[str, "Float32 | None"]
 MeanOver = Literal["tokens", "sequences", "pairs"]
-"""What a loss is a mean over: the one number of an optimizer step that divides all of it."""
+"""What a loss is a mean over: the count of an optimizer step by which the whole loss is divided."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Totals:
     num_sequences: int
     """Samples with at least one such token; an episode counts once, however many rows it has."""
     num_pairs: int = 0
-    """Pairs of which both sequences have one."""
+    """Pairs in which both sequences have at least one such token."""
     num_desirable: int = 0
-    """Sequences labelled 1 that have one."""
+    """Sequences labelled 1 that have at least one such token."""
     num_places: int = 0
-    """Tokens that the model computes in one pass over them, padding excluded, a shared prefix once."""
+    """Tokens that the model computes in one pass over the samples, padding excluded; a shared prefix counts once."""
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
     def sums(cls, over: MeanOver) -> Totals:
-        """Denominators with which a loss and its stats are the sums that have to be divided by the number of `over`.
+        """Denominators with which a loss and its stats are undivided sums, still to be divided by the number of `over`.
 
-        Parts with another denominator are 0.
+        Parts of them that have another denominator are 0.
         """
         ones = {name: 1.0 if name == f"num_{over}" else math.inf for name in (field.name for field in fields(cls))}
         return cls(**ones)  # type: ignore[arg-type]
@@ -63,8 +63,8 @@ class Totals:
 class LossInputs:
     """One micro-batch, as the input of a loss.
 
-    A scalar head gives `values_BT`; logprobs, entropies and old logprobs are [B, 0] then. A language model gives those,
-    and `values_BT` is [B, 0].
+    With a scalar head, `values_BT` has the values, and logprobs, entropies and old logprobs are [B, 0]. With a language
+    model, these three have values, and `values_BT` is [B, 0].
     """
 
     logprobs_BT: Tensor
@@ -86,8 +86,8 @@ class LossInputs:
     mismatched_kl: float = 0.0
     """Mean of log π/ref over the optimizer step's mismatched completions, for objectives with `needs_mismatched`."""
     sample_tokens_B: Tensor | None = None
-    """Number of tokens in the loss of each row's sample, over all rows of that sample: the denominator of the mean of
-    one sequence. None: every row is a sample of its own."""
+    """For each row, the number of tokens of its sample that enter the loss, over all rows of that sample: the
+    denominator of the mean of one sequence. None: every row is a sample of its own."""
     balance: Tensor | None = None
     """The load-balancing loss of this pass, if the trainer adds it to the objective's loss."""
 
@@ -97,7 +97,7 @@ LossFunction = Callable[[LossInputs], "Tensor | tuple[Tensor, Mapping[str, Tenso
 
 
 class Objective(ABC):
-    """A new objective needs `loss`, and `columns` if the loss reads more of the samples than the model's output.
+    """A subclass defines `loss`, and `columns` if the loss needs data of the samples besides the model's output.
 
     The defaults fit a language model that is trained on rollouts. A subclass replaces a property by a class
     attribute (`offline = True`) or by a property of its own.
@@ -133,7 +133,7 @@ class Objective(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads `ref_logprobs`. A trainer of adapters computes those that the samples lack."""
+        """Whether the loss reads `ref_logprobs`. A trainer of adapters computes the ones that samples lack."""
         return False
 
     @property
@@ -150,8 +150,9 @@ class Objective(ABC):
     def mean_over(self) -> MeanOver | None:
         """What all of the loss is a mean over: tokens, sequences or pairs of the optimizer step.
 
-        With it a trainer may begin before the whole batch is there, when the number is not known: it divides the
-        gradient at the end. None, the default: the loss has another form, or has not said, and batches stay whole.
+        If it is set, a trainer may start before the whole batch has arrived, when the number is not known yet, and
+        divides the gradient at the end. None, the default: the loss has another form, or does not say, so batches stay
+        whole.
         """
         return None
 

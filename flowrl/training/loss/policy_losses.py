@@ -2,9 +2,9 @@
 
 Axes: B sequences, T policy tokens of the longest one; a padded position has mask 0.
 
-Every function returns (loss, stats). Both are sums divided by *denominators*. By default these are the mask's
-own, so that one call gives the mean. A trainer passes those of the whole optimizer step, so that the results
-of its micro-batches and ranks add up exactly to the global mean.
+Every function returns (loss, stats). Both are sums divided by *denominators*. By default the denominators are the
+mask's own counts, so that one call gives the mean. A trainer passes the counts of the whole optimizer step, so that the
+results of its micro-batches and ranks add up exactly to the global mean.
 
 There are three policies: π_θ (`logprobs`, being trained), π_p (`old_logprobs`, proximal: the weights at
 the batch's first optimizer step) and π_b (`behavior_logprobs`, the policy that sampled the tokens).
@@ -49,7 +49,7 @@ def policy_loss(
     """The policy gradient loss.
 
     ppo (1707.06347): −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)A), ρ = π_θ/π_p; with `dual_clip` c > 1
-    (1912.09729) not below −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
+    (1912.09729) at most −cA where A < 0. gspo (2507.18071): the sequence's geometric mean ratio in
     place of ρ. cispo (2506.13585): −sg(clip(ρ, clip_low, clip_high))·A·log π_θ with absolute bounds.
     reinforce: −A log π_θ. Both bounds default to 0.2; for cispo the lower defaults to 0, the upper is required.
 
@@ -235,7 +235,7 @@ def value_loss(
     clip: float | None = None,
     num_tokens: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """0.5·(V − R)², or 0.5·max of it and (V_old + clip(V − V_old, ±clip) − R)²; mean over tokens.
+    """0.5·(V − R)²; with `clip`, 0.5·max((V − R)², (V_old + clip(V − V_old, ±clip) − R)²); mean over tokens.
 
     Stats: clip_fraction, value_mean, value_error.
     """

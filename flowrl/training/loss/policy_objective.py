@@ -30,17 +30,17 @@ class PolicyObjective(Objective):
     """c, above 1: where the advantage is negative, the loss of a token is at most −c·A (1912.09729; ppo and gspo).
     None: no limit."""
     old: str = "proximal"
-    """Denominator of the ratio: "proximal", the weights at the batch's start, or "behavior"."""
+    """Denominator of the ratio: "proximal", the policy at the batch's start, or "behavior", the one that sampled."""
     correction: str | None = "tis"
     """Weights that correct the gap between proximal and behavior policy: tis | icepop | sequence_mask | decoupled."""
     correction_range: tuple[float, float] = (0.0, 2.0)
-    """Bounds of the ratio that the correction is made of: what is beyond is clamped or left out, by `correction`."""
+    """Bounds of the correction's ratio; `correction` decides whether ratios outside are clamped or weighted 0."""
     correction_level: str = "token"
     """token | sequence: whether tis clamps the ratio of each token, or the product over a sequence."""
     aggregation: str = "token"
     """token | sequence | constant"""
     length: int | None = None
-    """L of the constant aggregation; None in a graph's options: the most tokens of a response."""
+    """L of the constant aggregation; None in a graph's options: the largest number of tokens of a response."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference as a loss; needs a Reference node."""
     kl_estimator: str = "k3"

@@ -1,7 +1,7 @@
 """Losses on preferences: reward model, DPO and its variants, KTO. Pure functions of tensors.
 
-DPO's and KTO's are those of single pairs and completions: the objectives divide them by the numbers of a whole
-optimizer step.
+For DPO and KTO the functions return the losses of single pairs and completions; the objectives divide their sums by the
+counts of a whole optimizer step.
 
 Axis B: pairs, or for KTO single completions. Logprobs are sums over a completion's tokens, EOS
 included, except for IPO, which uses means per token.
@@ -44,7 +44,7 @@ def reward_model_loss(
 def dpo_losses(h_B: Tensor, *, beta: float, kind: PreferenceKind = "dpo", label_smoothing: float = 0.0) -> Tensor:
     """DPO (2305.18290), conservative DPO or IPO (2310.12036): the loss of each pair.
 
-    A function of h = (π_c − π_r) − (ref_c − ref_r), of logprobs, which IPO takes per token.
+    A function of the difference of logprobs h = (π_c − π_r) − (ref_c − ref_r); for IPO they are means per token.
     dpo: −log σ(βh). cdpo: −(1−ε) log σ(βh) − ε log σ(−βh) with ε = `label_smoothing`. ipo: (h − 1/(2β))².
     """
     if label_smoothing and kind != "cdpo":

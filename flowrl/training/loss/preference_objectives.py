@@ -26,7 +26,7 @@ class DPOObjective(Objective):
     """Direct preference optimization (2305.18290) on neighbouring samples of one `pair`, labelled 1 and -1."""
 
     beta: float = 0.1
-    """How strongly the policy is kept near the reference; for IPO its regularisation τ."""
+    """How strongly the policy is kept near the reference; for IPO, the regularisation τ."""
     kind: str = "dpo"
     """dpo | ipo (uses means per token, 2310.12036) | cdpo (with label_smoothing)"""
     label_smoothing: float = 0.0
@@ -34,7 +34,7 @@ class DPOObjective(Objective):
     nll_coef: float = 0.0
     """Weight of the negative log likelihood of the chosen completions, a mean per token (2404.19733)."""
     online: bool = False
-    """The pairs are rollouts: the graph's staleness bounds their versions, and these are reported."""
+    """The pairs are rollouts: the graph's staleness limit applies to them, and their staleness is reported."""
 
     needs_proximal = False
     needs_reference = True
@@ -189,7 +189,7 @@ def _check_positive(name: str, value: float) -> None:
 def _reference_column(sample: Trainable) -> Column:
     if sample.ref_logprobs is None:
         raise FlowrlError(
-            f"sample {sample.sample_id!r} has no reference logprobs, with which its objective compares the policy: "
+            f"sample {sample.sample_id!r} has no reference logprobs, which the objective compares with the policy's: "
             "connect a PreferenceReference node (for rollouts: a Reference) before the batcher, or train with LoRA, "
             "whose base is the reference"
         )

@@ -44,7 +44,7 @@ class BradleyTerry(Objective):
     def columns(self, sample: Trainable) -> Column:
         if not self.margin:
             return {}
-        margin = sample.columns.get("margin", None if sample.label else 0.0)  # label 0: of no pair, so it needs none
+        margin = sample.columns.get("margin", None if sample.label else 0.0)  # label 0: not in a pair, needs none
         if not isinstance(margin, int | float):
             raise FlowrlError(
                 f"sample {sample.sample_id!r} has the margin {margin!r}; with margin=True every row of the pairs "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueObjective(Objective):
-    """0.5·(V − R)², clipped around the values that the batch's advantages were made with (2017, PPO's `vf_clip`)."""
+    """0.5·(V − R)², clipped around the values from which the batch's advantages were made (2017, PPO's `vf_clip`)."""
 
     clip: float | None = 0.2
     """How far V may move from the old value before the loss stops rewarding it; None does not clip."""

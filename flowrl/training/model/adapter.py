@@ -68,7 +68,7 @@ def peft_config(lora: LoRA, targets: Sequence[str]) -> Any:
 
 
 def vllm_adapter_config(lora: LoRA, model: Any) -> dict[str, Any]:
-    """The configuration of an adapter that a generator needs besides its tensors, under PEFT's names."""
+    """The configuration that a generator needs for an adapter in addition to its tensors, under PEFT's names."""
     layers = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
     config = peft_config(lora, layers)
     return {
@@ -81,7 +81,7 @@ def vllm_adapter_config(lora: LoRA, model: Any) -> dict[str, Any]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` is the base model: the reference for a run that started from it, without a copy."""
+    """Within this context `model` is the base model: the reference of a run that started from it, without a copy."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)

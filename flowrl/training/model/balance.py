@@ -25,7 +25,7 @@ class Balance:
     of_family: Callable[..., Tensor]
     num_experts: int
     num_chosen: int
-    """Experts that compute a token."""
+    """Number of experts that compute a token."""
 
     def __call__(self, router_logits: tuple[Tensor, ...], real_RL: Tensor) -> Tensor:
         return self.of_family(router_logits, self.num_experts, self.num_chosen, real_RL)

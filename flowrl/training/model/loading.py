@@ -1,4 +1,4 @@
-"""What to load for scoring: plain data, so that processes which share a model can be told."""
+"""What to load for scoring, as plain data that can be sent to processes that share a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelLoad:
     layout: Layout = "auto"
 
     def model(self, *, tries: bool = True) -> PolicyModel | ScalarModel:
-        """The model in host memory, under ZeRO-3 its part. `tries`: a tree is tried, if it takes any."""
+        """The model in host memory; under ZeRO-3, this rank's part. `tries`: try a tree if the model takes trees."""
         from flowrl.training.model.policy_model import load_policy_model
         from flowrl.training.model.token_logprobs.products import multiply_fast
         from flowrl.training.model.value_model import load_scalar_model

@@ -1,7 +1,7 @@
-"""Writing a Hugging Face directory shard by shard: the weights of one file are in host memory at a time.
+"""Writing a Hugging Face directory shard by shard: only the weights of one file are in host memory at a time.
 
-Every shard goes through transformers' own `save_pretrained`, which knows the names and forms that files have; then it
-is moved to its place.
+Every shard goes through transformers' own `save_pretrained`, which knows the names and formats of the files; then the
+shard is moved to its place.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from flowrl.training.model.tensors import adapted_layers
 from flowrl.training.model.value_model import ScalarModel
 
 SHARD_BYTES = 2 << 30
-"""Most bytes of a file; a larger tensor has one of its own."""
+"""Most bytes of a file; a larger tensor has a file of its own."""
 WEIGHTS = "model.safetensors"
 SHARD = ".shard"
-"""Folder that a shard is written in, and beginning of its name until the number of shards is known."""
+"""Folder in which a shard is written, and prefix of its file's name until the number of shards is known."""
 
 
 class ModelWriter:
     """Takes the weights of `model` in any order, each once, and writes them to the directory `path`.
 
-    `beside` are further files of it (`companions`), for those that transformers does not write. Smaller models are one
-    file, as `save_pretrained` would write it.
+    `beside` are further files (`companions`); those that transformers has not written are added. A model of at most
+    `shard_bytes` becomes one file, as `save_pretrained` would write it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ModelWriter:
             self._bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write the last shard, the index of several, and the files beside."""
+        """Write the last shard, an index if there are several shards, and the files of `beside`."""
         if isinstance(self._model, ScalarModel) and self._model.tokenizer is not None:
             self._target.mkdir(parents=True, exist_ok=True)
             self._model.tokenizer.save_pretrained(self._target)
@@ -82,7 +82,7 @@ class ModelWriter:
         self._shards.append(_sizes(shard))
         shard.replace(self._target / f"{SHARD}-{len(self._shards) - 1}")
         if len(self._shards) == 1:
-            shutil.copytree(folder, self._target, dirs_exist_ok=True)  # the config, and code of its own
+            shutil.copytree(folder, self._target, dirs_exist_ok=True)  # the config, and the model's own code
         shutil.rmtree(folder)
 
 
@@ -95,7 +95,7 @@ def _sizes(file: Path) -> dict[str, int]:
 
 
 def _at_once(network: Any) -> bool:
-    """Whether a tensor of the files is made of several of the model, which then have to be there together."""
+    """Whether a tensor in the files is made from several tensors of the model, which are then needed together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 

@@ -1,13 +1,13 @@
-"""Where the tokens of a micro-batch stand in the model's input.
+"""Where the tokens of a micro-batch are placed in the model's input.
 
 Axes: B rows, L places of a row.
 
-Three layouts give the same results. `padded`: one right-padded row per sequence, which needs no attention mask,
-because causal attention never looks to the right. `packed`: one row without padding, whose position ids restart at
-each sequence; it is only for attention that splits sequences there (flash attention's variable-length kernels). With
-dense kernels packing costs more than it saves, and a mask or a cache would let neighbours attend to each other.
-`tree`: one row in which every prefix that sequences share stands once (`flowrl.forest`), with its own attention.
-`auto` chooses `tree` if that saves enough places, else `padded`.
+Three layouts give the same results. `padded`: one right-padded row per sequence, which needs no attention mask, because
+causal attention never looks to the right. `packed`: one row without padding, whose position ids restart at each
+sequence; it is only for attention that splits sequences there (flash attention's variable-length kernels). With dense
+kernels packing costs more than it saves, and a mask or a cache would let neighbours attend to each other. `tree`: one
+row that has every prefix that sequences share only once (`flowrl.forest`), with its own attention. `auto` chooses
+`tree` if that saves enough places, else `padded`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from flowrl.training.layouts import Placing
 from flowrl.training.model.attention.tree_attention import TreeAttention
 
 TREE_SHARE = 0.9
-"""Largest number of places of a tree, as a share of those of padded rows, for which "auto" chooses it."""
+"""Most places of a tree, as a share of those of padded rows, with which "auto" chooses the tree."""
 
 
 @dataclass(frozen=True)
 class PackedBounds:
-    """Where the sequences of a packed row begin and end: computed once, where every layer would find it out again."""
+    """Where the sequences of a packed row begin and end; computed once, so that not every layer has to find it out."""
 
     ends_S: Tensor
-    """int32, the place behind each sequence, after a 0."""
+    """int32: a 0, then the place behind each sequence."""
     longest: int
 
     @classmethod
@@ -61,7 +61,7 @@ class PackedBounds:
 
 @dataclass(frozen=True)
 class Placement:
-    """The model's input, and where each sequence stands in it."""
+    """The model's input, and where each sequence is in it."""
 
     input_ids_BL: Tensor
     position_ids_BL: Tensor | None

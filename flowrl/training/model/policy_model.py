@@ -27,7 +27,8 @@ from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_p
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 RUN_FILES = ("ledger.sqlite", "manifest.json", RECIPE)
-"""Files next to the model that tell of a run, or of the cache; `state.msgpack` has the suffix of flax weights."""
+"""Files next to the model that belong to a run or the cache. `state.msgpack` is not listed: flax weights have its
+suffix."""
 LARGEST_COMPANION_BYTES = 128 << 20
 """No tokenizer is larger; a larger file holds weights in some other format."""
 
@@ -97,7 +98,7 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
 
 
 def implementation(attention: Attention, decision: Decision, config: Any) -> str:
-    """The implementation to load a model with: one that takes rows, and trees too if these are possible."""
+    """The attention implementation to load a model with. It takes rows, and also trees if `decision` has trees."""
     if attention == "varlen":
         varlen.require_plain_scores(config)
         return varlen.register()
@@ -105,7 +106,7 @@ def implementation(attention: Attention, decision: Decision, config: Any) -> str
 
 
 def suited_attention(attention: str, config: Any) -> str:
-    """`attention`, but for a model whose attention scores have a soft cap, which torch's kernels would ignore."""
+    """`attention`, but "eager" for sdpa if the attention scores have a soft cap, which torch's kernels would ignore."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if capped and attention == "sdpa" else attention
 
@@ -128,7 +129,8 @@ def load_policy_model(
 ) -> PolicyModel:
     """The model in the Hugging Face directory `path` without dropout: π_θ and π_p have to be the same function.
 
-    `layout` says whether it takes trees. If so, one is tried, except without `tries`: that needs whole weights.
+    `layout` says whether the model takes trees. If it does, a tree is tried, unless `tries` is False: a trial needs
+    whole weights.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -160,7 +162,7 @@ def load_policy_model(
 
 
 def sizes(network: Any) -> dict[str, Any]:
-    """What a trial has to know about a transformers model."""
+    """What a trial needs to know about a transformers model."""
     weight = network.get_input_embeddings().weight
     return {"vocab_size": network.config.vocab_size, "device": weight.device}
 
@@ -210,8 +212,8 @@ class Wrapped(Protocol):
 def companions(path: str | Path) -> dict[str, bytes]:
     """The tokenizer and related files of a model directory, by file name.
 
-    Read when the model is loaded: later checkpoints of the run need them, and the checkpoint it resumed from may be
-    removed by then.
+    They are read when the model is loaded: later checkpoints of the run need them, and by then the checkpoint from
+    which the run resumed may have been removed.
     """
     return {
         file.name: file.read_bytes()

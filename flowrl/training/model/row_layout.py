@@ -3,11 +3,11 @@
 Axes: B samples, R rows of the input, L input tokens, N policy tokens of all samples, T policy tokens of the longest
 sample.
 
-Where a sequence's tokens stand is in `flowrl.training.model.placement`. Here each policy token gets the place that
-predicts it: the one of the token before it. In a tree, a place may predict several tokens of different samples.
+`flowrl.training.model.placement` decides where a sequence's tokens are. Here each policy token gets the place that
+predicts it: the place of the token before it. In a tree, a place may predict several tokens of different samples.
 
-A sequence's last token is not part of the input, because it predicts nothing, except if a score is read
-there (`lay_out_ends`).
+A sequence's last token is not part of the input, because it predicts nothing, unless a score is read there
+(`lay_out_ends`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class RowLayout:
     bounds: PackedBounds | None = None
     """If the input is a packed row: where its sequences end."""
     exchange: Exchange | None = None
-    """If the input is a slice of the positions (`flowrl.training.model.row_slices`): with whom to compute attention."""
+    """If the input is a slice of the positions (`flowrl.training.model.row_slices`): how ranks compute attention."""
 
     @property
     def model_input(self) -> dict[str, object]:
-        """Arguments of a transformers model. Only with `tree` or `exchange` an attention mask: packed rows must not
-        have one, which would be taken for padding."""
+        """Arguments of a transformers model. They have an attention mask only with `tree` or `exchange`: for packed
+        rows, the model would take a mask for padding."""
         tree = {} if self.tree is None else {"attention_mask": self.tree.passed_mask, "tree": self.tree}
         if self.exchange is not None:
             tree |= {"attention_mask": any_mask(self.input_ids_RL.device), "exchange": self.exchange}

@@ -1,7 +1,8 @@
-"""One rank's slice of a micro-batch: the same positions of every row, as many for each rank of a group.
+"""One rank's slice of a micro-batch: the same positions of every row, equally many for each rank of a group.
 
-Labels are found before rows are cut: each policy token belongs to the rank that has the place that predicts it, with
-its target, also if the token itself stands in the next slice. Rows are padded at their end, where nothing looks.
+Targets are assigned before rows are divided: each policy token, with its target, belongs to the rank that has the place
+that predicts it, even if the token itself is in the next slice. Rows are padded at their end, which no other place
+sees.
 
 Axes: R rows, L positions, l of one rank, N policy tokens of the micro-batch, M of this rank.
 """
@@ -28,7 +29,7 @@ class RowSlice:
 
     rows: RowLayout
     mine_M: Tensor
-    """Numbers of the policy tokens that `rows` has, among all. A rank without any computes one that nobody reads."""
+    """Indices of this rank's policy tokens among all. A rank without any computes one place, which is not read."""
     number: int
     group: SequenceGroup
 
@@ -46,7 +47,7 @@ def num_sliced(rows: RowLayout, group: SequenceGroup) -> int:
 def compute(
     model: Callable[..., Tensor | tuple[Tensor, ...]], rows: RowLayout, group: SequenceGroup | None, *settings: Any
 ) -> tuple[Tensor, ...]:
-    """What `model` gives for `rows`, [N] each; the ranks of a group compute a slice each. Collective."""
+    """What `model` gives for `rows`, [N] each; each rank of a group computes a slice. Collective."""
     part = None if group is None else slice_rows(rows, group)
     found = model(rows if part is None else part.rows, *settings)
     each = (found,) if isinstance(found, Tensor) else found
@@ -68,7 +69,7 @@ def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
     row_N, own_N = rows.places_N // length, own_L[rows.places_N % length]
     mine_M = torch.nonzero(own_N >= 0).flatten()
     places_M = (row_N * own + own_N)[mine_M]
-    # ZeRO reduces a gradient of the output layer from every rank, so one without a policy token computes its place 0.
+    # ZeRO reduces a gradient of the output layer from every rank: one without policy tokens computes its place 0.
     none = len(mine_M) == 0
     bounds = None if rows.bounds is None else rows.bounds.padded(added)
     return RowSlice(

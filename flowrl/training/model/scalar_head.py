@@ -5,7 +5,8 @@ class of its own: the head is named by `value_head_prefix` (in its config.json, 
 and standard deviation of the scores are `mean` and `std` there. ArmoRM's head is `regression_layer`; its gate, which
 weighs the outputs for each prompt, is not read.
 
-The rows of the head's weight are its labels: a reward model has one, a regression of several attributes one for each.
+Each row of the head's weight is one label. A reward model has one label, a regression of several attributes has one
+label for each.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def require_one_label(path: str | Path) -> None:
 def head_labels(path: str | Path) -> tuple[str, ...]:
     """The names of the head's outputs, in order: `id2label` of the config if it names as many, else LABEL_0 and so on.
 
-    A single output has one, too. Raises ConfigError if the directory has no scalar head.
+    A single output has a name too. Raises ConfigError if the directory has no scalar head.
     """
     require_scalar_head(path)
     number = _shapes(Path(path), f"{scalar_head(path)}.weight")[0]
@@ -63,7 +64,7 @@ def head_labels(path: str | Path) -> tuple[str, ...]:
 
 
 def renamed_head(path: str | Path) -> dict[str, str] | None:
-    """transformers' `key_mapping` for a head of another name than `score`; None if there is nothing to rename."""
+    """transformers' `key_mapping` for a head that is not named `score`; None if there is nothing to rename."""
     head = scalar_head(path)
     return None if head in (None, "score") else {f"^{re.escape(str(head))}\\.": "score."}
 

@@ -1,4 +1,4 @@
-"""The parts of a model's matrices that the ranks of a group have (tensor parallelism), by DeepSpeed's AutoTP.
+"""Divides a model's matrices among the ranks of a group (tensor parallelism), with DeepSpeed's AutoTP.
 
 transformers says for each architecture which layers are divided by their outputs (colwise) and which by their inputs
 (rowwise): `base_model_tp_plan` of its configuration. AutoTP replaces these layers, with the same parameters under the
@@ -6,7 +6,7 @@ same names. Embeddings, norms and the output layer stay whole on every rank, and
 
 Models whose plan has other styles, for fused projections and experts, are refused.
 
-A divided parameter says itself which of its dimensions is divided: AutoTP notes that for its own checkpoints.
+AutoTP notes on each divided parameter, for its own checkpoints, which dimension is divided. This module reads that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 
 STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "skip"}
-"""transformers' name of a style -> DeepSpeed's. A norm of each head is whole, and its gradient a sum over the ranks."""
+"""transformers' name of a style -> DeepSpeed's. skip: a norm of each head, whole; its gradient is summed over ranks."""
 WHOLE = "embedding_rowwise"
-"""The style of an embedding that is the output layer too. It stays whole, as others do, because logprobs need it so."""
+"""The style of an embedding that is also the output layer. It stays whole like others, for the logprobs."""
 ABOUT = "ds_autotp_universal_checkpoint_meta"
 """Where AutoTP notes how a parameter is divided."""
 
@@ -72,7 +72,7 @@ def _plan(network: Any) -> list[tuple[re.Pattern[str], str]]:
 
 
 def _require_whole_heads(network: Any, styles: Mapping[str, str], size: int) -> None:
-    """Raise ConfigError if a rank would have a part of a head: layers may have other numbers of heads than others."""
+    """Raise ConfigError if a rank would have a part of a head. The number of heads may differ between layers."""
     for name in (name for name, style in styles.items() if style == "colwise"):
         owner, layer = network.get_submodule(name.rpartition(".")[0]), network.get_submodule(name)
         width = getattr(owner, "head_dim", 1)
@@ -98,7 +98,7 @@ def whole_shape(parameter: nn.Parameter) -> torch.Size:
 def whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
     """A value for each element of a parameter, from the parts that the ranks of a group have; collective.
 
-    Of a parameter that is not divided, `value` itself.
+    For a parameter that is not divided, returns `value` itself.
     """
     dimension = divided_dimension(parameter)
     if dimension is None:
@@ -122,7 +122,7 @@ def _square(parameters: Iterator[nn.Parameter]) -> Tensor:
 
 
 def tensor_group() -> Any:
-    """The process group of the ranks that have this rank's parts of the model. Made with the engine."""
+    """The process group of the ranks that together have one copy of the model. Made with the engine."""
     from deepspeed.utils import groups
 
     return groups.get_tensor_model_parallel_group()

@@ -1,7 +1,7 @@
 """The tensors that leave a trainer: whole weights, weights with an adapter merged in, or only the adapter.
 
-Every entry names the parameters it is made from, so that an engine can gather those first. Merging makes
-a copy; nothing is subtracted again, and the base keeps its loaded values.
+Every entry names the parameters from which it is made, so that an engine can gather these first. Merging makes a copy,
+so the base keeps its loaded values, and nothing has to be subtracted afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its whole parameters, sharded or not, divided or not."""
+        """The bytes of the entry's whole parameters, even if this rank has only a part of them."""
         return sum(getattr(p, "ds_numel", whole_shape(p).numel()) * p.element_size() for p in self.parameters)
 
 
@@ -74,7 +74,8 @@ def beside_adapter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by the name of the layer they replace."""
-    if "peft" not in sys.modules:  # nothing was adapted, and its import takes longer than gathering the first weights
+    # Then no layer was adapted, and importing peft would take longer than gathering the first weights.
+    if "peft" not in sys.modules:
         return {}
     from peft.tuners.lora import LoraLayer
 

@@ -1,6 +1,6 @@
-"""Whether flowrl can train a model, before anything is started: its classes are built without weights, and tried.
+"""Checks whether flowrl can train a model before anything starts, on its classes, which are built without weights.
 
-The result is kept for the process, since several nodes have the same model.
+The result is cached in the process, because several nodes have the same model.
 """
 
 from __future__ import annotations

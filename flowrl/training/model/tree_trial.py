@@ -1,4 +1,4 @@
-"""Try a tree, or slices of rows, on a loaded model: its architecture may have what its config.json does not say."""
+"""Tries a tree, or slices of rows, on a loaded model, whose architecture may differ from what config.json shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowrl.training.settings import Dtype
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean difference that rounding explains, as a share of the mean size of the results.
 
-In bfloat16 rounding makes 0.007 of SmolLM2's logprobs and 0.04 of the values of a new head on `tiny`.
+In bfloat16, rounding causes 0.007 for SmolLM2's logprobs and 0.04 for the values of a new head on `tiny`.
 """
 START, LENGTHS = 6, (9, 5, 7)
 """Lengths of the common start of the sequences, and of what follows it."""
@@ -45,7 +45,7 @@ def require_trees(
             f"{name} cannot compute shared prefixes once: {error}; set layout to rows (--zero.layout rows)"
         ) from error
     differences = [_difference(one[some], rows[some]) for one in trees for some in (slice(None), behind)]
-    difference = float(torch.tensor(differences).max())  # Python's max would pass over a nan
+    difference = float(torch.tensor(differences).max())  # Python's max would ignore a nan
     if not difference <= TOLERANCE[dtype]:
         raise ConfigError(
             f"{name} gives other results if prefixes that sequences share are computed once: they differ by "
@@ -64,7 +64,7 @@ def require_slices(
     dtype: Dtype,
     device: torch.device,
 ) -> None:
-    """Raise ConfigError unless ranks that share the positions get the results that each gets alone; collective."""
+    """Raise ConfigError unless ranks that share positions get the results of a rank with all positions; collective."""
     with torch.no_grad():
         rows = _rows(layout, vocab_size, device)
         difference = _difference(sliced(rows), whole(rows))
@@ -85,7 +85,11 @@ def _rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
 
 
 def _behind() -> list[int]:
-    """Which results, of each token but a sequence's first, a sibling would change if it were seen."""
+    """Indices of the results that would change if a token saw the other sequences.
+
+    There is one result for each token except a sequence's first. The first token after the common start does not count,
+    because it is predicted from the start.
+    """
     ends = accumulate(START + length - 1 for length in LENGTHS)
     return [n for end, length in zip(ends, LENGTHS, strict=True) for n in range(end - length + 1, end)]
 

@@ -1,10 +1,10 @@
 """A language model with a scalar head: its outputs are a critic's values or a reward model's scores.
 
-It is saved and loaded as transformers' own `…ForSequenceClassification` with one label and a `score`
-layer without bias, so that class gives the same scores. The class finds a row's last token by the pad token,
-which therefore has to differ from the end token; if it does not, a pad token is added (`distinct_pad`).
+It is saved and loaded as transformers' own `…ForSequenceClassification` with one label and a `score` layer without
+bias, so that class gives the same scores. The class finds a row's last token by the pad token, which therefore has to
+differ from the end token; if both are the same, a pad token is added (`distinct_pad`).
 
-A reward model may have several labels, which are scored and not trained.
+A reward model may have several labels; such a model can score, but cannot be trained.
 
 Axes: B rows, L input tokens, N places that are read, H hidden, C labels.
 """
@@ -97,8 +97,7 @@ def load_scalar_model(
     """The model in `path` with its saved head ("reward_model"), or with a head drawn from N(0, 1/(h+1)) ("policy").
 
     Dropout is off. `layout` and `tries` are those of `load_policy_model`. With `every_label` the saved head keeps all
-    its labels, else it has to have one.
-    Raises ConfigError if a saved head is requested and there is none.
+    its labels; otherwise it has to have exactly one. Raises ConfigError if a saved head is requested and there is none.
     """
     from transformers import AutoModelForSequenceClassification
 

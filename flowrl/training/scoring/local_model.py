@@ -1,4 +1,7 @@
-"""A model that scores, wherever it is: nodes ask it for passes, and move it off a GPU that they use in turns."""
+"""The interface of a model that only scores, and its form in a single process.
+
+Nodes request passes from the model, and move it off a GPU that they time-share.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class ScoringModel(Protocol):
         ...
 
     def every(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call `function(model, *args)` wherever a part of the model is."""
+        """Call `function(model, *args)` in every process that has the model or a part of it."""
         ...
 
     def leave(self) -> None:
@@ -68,7 +71,7 @@ class LocalModel:
         function(self.model, *args)
 
     def leave(self) -> None:
-        """Move the model, and return its memory to the device: torch would keep it for this process."""
+        """Move the model to host memory, and return its memory to the device; torch would keep it for this process."""
         self.model.to("cpu")
         torch.cuda.empty_cache()
 
@@ -76,7 +79,7 @@ class LocalModel:
         self.model.to("cuda")
 
     def close(self) -> None:
-        """Free the model's memory. Nothing may be asked afterwards."""
+        """Free the model's memory. No method may be called afterwards."""
         on_gpu = torch.cuda.is_available() and next(iter(self.model.parameters()), torch.empty(0)).is_cuda
         self.model = None
         gc.collect()

@@ -1,7 +1,7 @@
-"""One pass of a model that scores: from sequences to what is read off at their policy tokens or ends.
+"""One pass of a model that scores: from sequences to results at their policy tokens or ends.
 
-A pass is a plain function of (model, items, trees, further arguments) with one result for each item, in order; it calls
-the model exactly once, which ranks that share a model rely on. `trees`: the sequences of the pass stand in a tree.
+A pass is a plain function of (model, items, trees, further arguments) with one result for each item, in order. It calls
+the model exactly once; ranks that share a model rely on that. `trees`: the sequences of the pass form a tree.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def values_of_pass(
 ) -> list[Float32]:
     """V of the state before each policy token of each sequence, at the token's position; 0 elsewhere.
 
-    Of a head with several labels it is their sum with `weights`.
+    For a head with several labels, V is the sum of their values, weighted by `weights`.
     """
     with torch.no_grad():
         values_NC = _by_label(model(_rows(model, items, trees)))

@@ -1,6 +1,7 @@
 """One rank of a model that is sharded for scoring: `python -m flowrl.training.scoring.rank DESCRIPTOR PARENT`.
 
-It answers its parent's questions until the parent closes the pipe, and ends with the parent wherever it is.
+It answers its parent's questions until the parent closes the pipe. If the parent ends, this process ends too, even in
+the middle of a collective.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Shard:
         return {"layout": self.model.layout, "facts": self.model.network.config.to_dict()}
 
     def answer(self, kind: str, *rest: Any) -> Any:
-        """What a question of the parent asks for."""
+        """The answer to a question of the parent."""
         if kind == "pass":
             one, items, trees, args = rest
             before = self._calls
@@ -99,12 +100,12 @@ class Shard:
         return None
 
     def _release(self) -> None:
-        """Give gathered layers up: only the shards remain."""
+        """Release the gathered layers, so that only the shards remain."""
         self._engine.optimizer.get_param_coordinator().release_and_reset_all(self.model)
 
 
 def serve(pipe: Connection) -> None:
-    """Answer until the parent hangs up. What goes wrong is told, and ends the rank."""
+    """Answer questions until the parent closes the pipe. An error is reported to the parent and ends the rank."""
     try:
         start = pipe.recv()
         torch.set_num_threads(start.threads)
@@ -117,12 +118,12 @@ def serve(pipe: Connection) -> None:
         return
     except ConfigError as mistake:
         pipe.send(("mistake", str(mistake)))
-    except Exception:  # the boundary of the process: the parent has to learn of anything
+    except Exception:  # the boundary of the process: every error has to reach the parent
         pipe.send(("failed", traceback.format_exc()))
 
 
 def end_with(parent: int) -> None:
-    """End this process when `parent` ends, in a collective too."""
+    """End this process when `parent` ends, even in a collective."""
     handle = os.pidfd_open(parent)
 
     def watch() -> None:
@@ -133,15 +134,15 @@ def end_with(parent: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     end_with(int(sys.argv[2]))
     serve(Connection(int(sys.argv[1])))
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort the interpreter's own way out
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
 
 
 if __name__ == "__main__":
-    # The questions name this module's classes as a module, not as the main program.
+    # Pickled questions refer to this module's classes by the module's name, not as parts of the main program.
     from flowrl.training.scoring.rank import main as run
 
     run()

@@ -1,10 +1,11 @@
 """A model that fits no single GPU: its weights are sharded over processes, one for each GPU, by ZeRO-3, forward only.
 
-The processes are children of this one and live on its machine, as vLLM's workers do. This one has no part of the
-model: it divides passes among the ranks, which compute them side by side. In a round each rank calls the model exactly
-once, because gathering a layer needs all of them; a rank without a pass computes padding.
+The processes are children of this one and run on its machine, as vLLM's workers do. This process has no part of the
+model: it divides passes among the ranks, which compute them in parallel. In each round every rank calls the model
+exactly once, because gathering a layer needs all ranks; a rank without a pass computes padding.
 
-Waits: for the answer of every rank. A rank that fails or dies ends the others, and the wait with ShardFailed.
+Waits: for the answer of every rank. If a rank fails or dies, the other ranks are killed, and the wait raises
+ShardFailed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ShardFailed(FlowrlError):
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank is told at its start."""
+    """What a rank receives at its start."""
 
     rank: int
     size: int
@@ -54,7 +55,7 @@ class _Rank:
 
 
 class ShardedModel:
-    """`load` over `gpus`, values of CUDA_VISIBLE_DEVICES for one rank each; with "" a rank computes on a CPU."""
+    """The model of `load`, sharded over one rank for each of `gpus`: its CUDA_VISIBLE_DEVICES, or "" for a CPU."""
 
     def __init__(self, load: ModelLoad, gpus: Sequence[str], *, threads: int = 1) -> None:
         address = f"127.0.0.1:{_free_port()}"
@@ -71,7 +72,7 @@ class ShardedModel:
         return self._facts
 
     def run(self, one: Pass[R], passes: Sequence[Sequence[Any]], trees: bool, *args: Any) -> Iterator[list[R]]:
-        """The results of each of `passes`, in order: as many at a time as there are ranks."""
+        """The results of each of `passes`, in order. As many passes run at a time as there are ranks."""
         size = len(self._ranks)
         for start in range(0, len(passes), size):
             part = list(passes[start : start + size])

@@ -1,4 +1,4 @@
-"""Keeps vLLM on CPU alive where adapters are served, and logprobs of a prompt's tokens are wanted.
+"""Prevents a crash of vLLM on CPU when adapters are served and logprobs of a prompt's tokens are requested.
 
 vLLM adds the adapter of the output layer to all logits, with one row of its table for each token that is sampled. The
 logits of a prompt's tokens have more rows than that, which on CPU raises an error that ends the engine.

@@ -7,7 +7,7 @@ Three properties of vLLM 0.32 determine the design:
   not, and the head would still use the old weights.
 - The base class synchronizes an accelerator, which raises an error on machines without one.
 - An fp8 engine quantizes a layer as soon as all of it has been loaded, and so does the layerwise reload. Published
-  weights are in 16 bits or more; scales are made here, so no publisher has them.
+  weights are in 16 bits or more; fp8 scales are made in this process, so no publisher has them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
 
 
 def checkpoint_parameters(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters that are loaded, tied ones once. Without those that a layer makes of them: fp8 scales."""
+    """Names of the loaded parameters, tied ones once, without those that layers make from them (fp8 scales)."""
     made = set()
     for prefix, layer in model.named_modules():
         loaded, _ = get_layerwise_info(layer).restore_metadata

@@ -1,10 +1,11 @@
-"""Keeps vLLM on CPU alive where a prompt is computed in several steps, and its request has a seed.
+"""Prevents a crash of vLLM on CPU when a prompt is computed in several steps and its request has a seed.
 
-vLLM samples after each of these steps, and discards all but the last result. It then moves the request's generator back
-by what the discarded draw has used, which a generator of a GPU can do; on CPU this raises an error that ends the
-engine. A prompt is cut when those of one step exceed `max_num_batched_tokens`, as when many requests arrive at once.
+vLLM samples after each of these steps, and discards all but the last result. It then moves the request's random
+generator back by what the discarded draw has used. A GPU's generator can do that; on CPU it raises an error that ends
+the engine. A prompt is split when the prompts of one step exceed `max_num_batched_tokens`, for example when many
+requests arrive at once.
 
-Here discarded draws come from a generator of their own, so the request's is where it has to be.
+Here discarded draws come from a separate generator, so the request's generator does not have to be moved back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 
 class SpareGenerator(torch.Generator):
-    """Nobody needs what it draws, so it is never moved back."""
+    """Its draws are discarded, so it is never moved back."""
 
     def get_offset(self) -> int:
         return 0
@@ -30,7 +31,7 @@ class SpareGenerator(torch.Generator):
 
 @contextmanager
 def spared(runner: Any) -> Iterator[None]:
-    """Inside, requests of vLLM's model runner whose sample will be discarded draw from spare generators."""
+    """Within this context, requests of vLLM's runner whose sample will be discarded draw from spare generators."""
     generators, count = runner.input_batch.generators, runner.input_batch.num_reqs
     discarded = np.flatnonzero(runner.discard_request_mask.np[:count]).tolist()
     own = {index: generators[index] for index in discarded if index in generators}
@@ -42,7 +43,7 @@ def spared(runner: Any) -> Iterator[None]:
 
 
 def spare_discarded(runner_class: Any) -> None:
-    """Let all runners of this class sample so; does nothing the second time."""
+    """Make all runners of this class sample in `spared`; does nothing the second time."""
     sample_tokens = runner_class.sample_tokens
     if getattr(sample_tokens, "spares", False):
         return

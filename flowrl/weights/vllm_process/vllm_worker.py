@@ -54,4 +54,4 @@ if current_platform.is_cpu():
     spare_discarded(GPUModelRunner)
     keep_heads_plain(PunicaWrapperCPU)
 adopt()
-gc.freeze()  # vLLM collects three times before its first request: these scan the model's objects, not all modules'
+gc.freeze()  # vLLM collects three times before its first request; these now skip the objects of imported modules

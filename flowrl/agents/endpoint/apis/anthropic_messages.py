@@ -30,7 +30,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "context_management": ({"edits": []},),
 }
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""How a system text begins that is no prompt: Claude Code's, which differs from call to call."""
+"""Start of a system text that is not part of the prompt: Claude Code sends it, and it differs from call to call."""
 BLOCK = {
     "text": {"type", "text", "cache_control"},
     "thinking": {"type", "thinking", "signature"},
@@ -122,8 +122,8 @@ def _system(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _check_thread(body: Mapping[str, Any]) -> None:
-    """The SDK's tool runner asks for conversations that the server keeps, and goes on without them if these details say
-    that there are none."""
+    """Refuse conversations that the server keeps. The SDK's tool runner asks for them, and continues without them if
+    the error has these details."""
     if body.get("thread") is not None:
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         message = "thread is not known here; send all messages with every call"
@@ -160,7 +160,7 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _texts(blocks: list[Mapping[str, Any]], kind: str) -> str:
-    """Those of all blocks of a kind."""
+    """The joined texts of all blocks of a kind."""
     return "".join(fields.text(f"{b['where']}.{kind}", b.get(kind)) for b in blocks if b["type"] == kind)
 
 
@@ -213,7 +213,7 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
 
 
 def _empty_with_delta(block: dict[str, Any], choice: Choice) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A block as it begins, and what makes it whole."""
+    """A block without its content, and the delta that adds the content."""
     if block["type"] == "tool_use":
         (call,) = [call for call in choice.calls if call["id"] == block["id"]]
         return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": arguments_text(call)}
@@ -222,7 +222,7 @@ def _empty_with_delta(block: dict[str, Any], choice: Choice) -> tuple[dict[str, 
 
 
 def _usage(answer: CallAnswer) -> dict[str, Any]:
-    """Anthropic counts tokens from the cache apart."""
+    """Anthropic counts tokens from the cache separately."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_read_input_tokens": answer.cached_tokens,

@@ -1,4 +1,4 @@
-"""What is common to the APIs: a call as it is sampled, its answer, and the form of an API."""
+"""What the APIs have in common: a call as it is sampled, its answer, and the interface of an API."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class ApiCall:
     include_usage: bool = False
     """Whether a stream ends with the usage."""
     strict_tools: bool = False
-    """Whether a tool asked for arguments that follow its schema strictly. They need not: a header says so."""
+    """Whether a tool asked for arguments that follow its schema strictly. Sampled arguments need not: a header says
+    so."""
     kept: Messages | None = None
-    """The messages before the reply for a later call that goes on from this one's answer; None if none may."""
+    """The messages before the reply, for a later call that continues from this call's answer; None if no call may."""
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -68,7 +69,7 @@ class CallAnswer:
     choices: tuple[Choice, ...]
     prompt_tokens: int
     max_tokens: int
-    """The limit that a reply had, the least of several."""
+    """The limit of a reply; if replies have different limits, the smallest."""
     ident: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -88,7 +89,7 @@ class KnownResponses(Protocol):
 
 
 class Api(Protocol):
-    """One API. A stream is what the complete answer would have been, in events."""
+    """One API. A stream has the content of the complete answer, as events."""
 
     keep_alive: bytes
 
@@ -122,7 +123,7 @@ def arguments_text(call: Mapping[str, Any]) -> str:
 
 
 def usage(answer: CallAnswer) -> Mapping[str, Any]:
-    """As in OpenAI's completions."""
+    """The usage as in OpenAI's completions."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.sampled_tokens,

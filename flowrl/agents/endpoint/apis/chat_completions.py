@@ -120,7 +120,7 @@ class ChatCompletions:
 
 
 def check_tool_choice(body: Mapping[str, Any], tools: bool) -> None:
-    """The policy decides whether it calls a tool; "none" says nothing where there are no tools."""
+    """The policy decides whether it calls a tool; "none" changes nothing where there are no tools."""
     choice = body.get("tool_choice")
     if choice not in (None, "auto") and (choice != "none" or tools):
         raise fields.untrainable("tool_choice", choice)
@@ -134,7 +134,7 @@ def includes_usage(body: Mapping[str, Any]) -> bool:
 
 def _tool(name: str, tool: Any) -> Mapping[str, Any]:
     if fields.mapping(name, tool).get("type") != "function":
-        raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy calls functions alone")
+        raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy can only call functions")
     return fields.function_tool(f"{name}.function", tool.get("function"))
 
 

@@ -16,7 +16,8 @@ def check_fields(
 ) -> None:
     """Raises ApiProblem for a field that is neither read nor has one of the values that ask for nothing.
 
-    `neutral` has the fields that change what is sampled or shown in a way that this endpoint does not offer.
+    `neutral` maps fields that change what is sampled or shown in a way that this endpoint does not offer to these
+    values.
     """
     for name, value in body.items():
         if value is None or name in read:
@@ -29,14 +30,14 @@ def check_fields(
 
 
 def _without_nulls(value: Any) -> Any:
-    """An object without the keys of SDKs' classes that were not set."""
+    """An object without keys that are null, as SDKs send them for fields that were not set."""
     if not isinstance(value, Mapping):
         return value
     return {name: _without_nulls(one) for name, one in value.items() if one is not None}
 
 
 def untrainable(name: str, value: Any) -> ApiProblem:
-    """A field that changes how tokens are sampled."""
+    """The error for a field that changes how tokens are sampled."""
     return invalid(
         name,
         f"{name}={short(value)} is not possible here: the policy is trained on what it samples with the run's own "
@@ -76,7 +77,7 @@ def flag(body: Mapping[str, Any], name: str, where: str = "") -> bool:
 
 
 def count(body: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
-    """A whole number from 1 on; None if there is none."""
+    """The field's whole number, 1 or more; None if the field is missing."""
     value = body.get(name)
     if value is None:
         return None
@@ -115,7 +116,7 @@ def content_text(name: str, content: Any, kinds: Collection[str] = ("text",)) ->
 def _part_text(name: str, part: Any, kinds: Collection[str]) -> str:
     kind = mapping(name, part).get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise invalid(name, f"{name} is of type {short(kind)}; the policy reads text alone")
+        raise invalid(name, f"{name} is of type {short(kind)}; the policy reads only text")
     return text(f"{name}.text", part.get("text"))
 
 
@@ -139,7 +140,8 @@ def function_tool(name: str, function: Any, parameters: str = "parameters") -> M
 
 
 def strict_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the arguments of a tool are asked to follow its schema, as SDKs do by default. They are sampled freely.
+    """Whether any tool asks for arguments that follow its schema, as SDKs do by default. Arguments are sampled freely
+    anyway.
 
     `where` is the name of the n-th tool's fields, with {} for n.
     """

@@ -1,4 +1,5 @@
-"""/v1/responses, as OpenAI defines it. A response can be gone on from by its id while its session is open."""
+"""/v1/responses, as OpenAI defines it. A call can continue from an earlier response, by its id, while the session is
+open."""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def _instructions(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
-    """The conversation that the call goes on from; its instructions do not hold any more."""
+    """The conversation that the call continues; its earlier instructions no longer apply."""
     ident = body.get("previous_response_id")
     if ident is None:
         return ()
@@ -150,7 +151,7 @@ def _before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
 
 def _tool(name: str, tool: Any) -> Mapping[str, Any]:
     if fields.mapping(name, tool).get("type") != "function":
-        raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy calls functions alone")
+        raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy can only call functions")
     known = {"type", "name", "description", "parameters", "strict"}
     fields.check_fields(tool, known, {"defer_loading": (False,)}, f"{name}.")
     return fields.function_tool(name, tool)

@@ -1,4 +1,4 @@
-"""The input of /v1/responses: items, of which several are one message of the assistant."""
+"""The input of /v1/responses: items, several of which may form one message of the assistant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_input(given: Any) -> list[Mapping[str, Any]]:
 
 
 def _belong_together(messages: list[dict[str, Any]], read: Mapping[str, Any]) -> bool:
-    """Whether the last message is a reply that `read` goes on with: reasoning, then text, then calls."""
+    """Whether the last message is a reply that `read` continues: reasoning, then text, then calls."""
     if not messages or messages[-1]["role"] != "assistant" or read["role"] != "assistant":
         return False
     last = messages[-1]

@@ -1,4 +1,4 @@
-"""The output of /v1/responses: items, and the events in which a stream tells them."""
+"""The output of /v1/responses: items, and the events in which a stream sends them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OutputItem = Mapping[str, Any]
 
 
 def output_items(call: ApiCall, answer: CallAnswer) -> list[OutputItem]:
-    """Reasoning, text and calls of the reply, those that it has."""
+    """The reasoning, text and calls of the reply, as far as it has them."""
     (choice,) = answer.choices
     status = "completed" if choice.answer.finish_reason == "stop" else "incomplete"
     items: list[OutputItem] = []

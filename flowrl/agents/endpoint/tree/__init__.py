@@ -1,4 +1,4 @@
-"""What a session asked and was answered, as trees of messages and prompts, and the token sequences of it."""
+"""A session's requests and answers, as trees of messages and prompts, and their token sequences."""
 
 from flowrl.agents.endpoint.tree.message_tree import MessageTree
 from flowrl.agents.endpoint.tree.raw_prompts import RawPrompts

@@ -1,7 +1,7 @@
-"""When two messages are the same one: how a message of the policy is known again when a client sends it back.
+"""When two messages are the same: how a message of the policy is recognised when a client sends it back.
 
-Clients send a reply back as their library holds it: with arguments written anew, with blanks trimmed, without the
-text beside a call, or without the ids of calls.
+Clients send a reply back as their library stores it: with rewritten arguments, with blanks trimmed, without the text
+next to a call, or without the ids of calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def call_ids(message: Mapping[str, Any]) -> list[str]:
 class KnownReplies(Generic[Found]):
     """Replies of the policy, found by what a client sends back.
 
-    Of several that say the same, the first one is found whose reasoning was sent back too, or else the first.
+    Among several that say the same, `find` takes the first one with the same reasoning as the message, else the first.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class KnownReplies(Generic[Found]):
         """What is said -> (reasoning, reply) of each reply that says it."""
 
     def add(self, message: Mapping[str, Any], reply: Found, *, stop_text: str = "") -> None:
-        """`stop_text` ended the reply and is not in the message; clients may put it there again."""
+        """`stop_text` ended the reply and is not in the message; clients may add it again."""
         for call_id in call_ids(message):
             self._by_call_id.setdefault(call_id, (message, reply))
         texts = {said(message)}

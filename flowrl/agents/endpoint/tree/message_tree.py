@@ -1,4 +1,4 @@
-"""The calls of a session as a tree of messages, the tools part of its root.
+"""The calls of a session as a tree of messages; the tools are part of its root.
 
 Invariants: a message that was fed keeps its place, so equal histories are equal contexts; a reply's token ids are
 those that were sampled, wherever a client sends it back. A reply that comes back after its own history continues its
@@ -20,16 +20,16 @@ from flowrl.models.tokens.chat import Messages
 
 @dataclass(eq=False)
 class MessageNode:
-    """A message after those above it."""
+    """A message that follows the messages above it."""
 
     message: Mapping[str, Any]
     above: MessageNode | None = None
     reply: Span | None = None
-    """What was sampled; without logprobs where a reply of another history comes back. None of fed messages."""
+    """What was sampled, without logprobs if a reply of another history comes back here; None for fed messages."""
     stop_text: str = ""
-    """What ended the reply, if that is no part of the message."""
+    """The stop text that ended the reply, if it is not part of the message."""
     fed: Span | None = None
-    """What is fed from the last reply, or from the start, to where the policy goes on after this message."""
+    """What is fed from the last reply, or from the start, to where the policy continues after this message."""
     fed_below: dict[str, MessageNode] = field(default_factory=dict)
     replies_below: KnownReplies[MessageNode] = field(default_factory=KnownReplies)
 
@@ -55,7 +55,7 @@ class MessageTree:
         self._call_ids: set[str] = set()
 
     def asked(self, messages: Messages, tools: Messages = ()) -> AskedMessages:
-        """The context up to where the policy goes on. Raises ConfigError if the template cannot render it."""
+        """The context up to where the policy continues. Raises ConfigError if the template cannot render it."""
         template = self._template_of(tools)
         node = self._roots.setdefault(canonical(list(tools)), MessageNode({}))
         for message in messages:
@@ -63,14 +63,14 @@ class MessageTree:
         return AskedMessages(_spans(template, node), node)
 
     def num_tokens(self, messages: Messages, tools: Messages = ()) -> int:
-        """Tokens of these messages rendered anew, up to where the policy goes on; the tree stays as it is."""
+        """Tokens of these messages rendered anew, up to where the policy continues; the tree does not change."""
         template = self._template_of(tools)
         return int(template.ids(template.text(list(messages))).size)
 
     def add(
         self, asked: AskedMessages, reply: Span, message: Mapping[str, Any], *, stop_text: str = ""
     ) -> Mapping[str, Any]:
-        """Add a reply; returns the message as the client is to see it: each tool call with an id of its own."""
+        """Add a reply; returns the message as the client is to see it: each tool call has a unique id."""
         message = self._with_call_ids({**message, "role": "assistant", "content": message.get("content") or ""})
         node = MessageNode(message, asked.node, reply, stop_text)
         asked.node.replies_below.add(message, node, stop_text=stop_text)
@@ -115,7 +115,7 @@ def _repeated(node: MessageNode, known: MessageNode) -> MessageNode:
 
 
 def _spans(template: ChatTemplate, node: MessageNode) -> tuple[Span, ...]:
-    """All that precedes a reply to `node`."""
+    """The spans of all that precedes a reply to `node`."""
     spans: list[Span] = []
     below: MessageNode | None = node
     while below is not None:

@@ -1,7 +1,7 @@
-"""Prompts of text or token ids without messages, as a session's calls of /v1/completions.
+"""Prompts of text or token ids without messages, from a session's calls of /v1/completions.
 
-A prompt that goes on after an earlier prompt and its reply has that reply's sampled ids. Where the client cut the
-reply, at a stop text or its end token, the prompt has as many of its ids as it repeats, as context.
+A prompt that continues an earlier prompt and its reply has the reply's sampled ids. If the client cut the reply, at a
+stop text or its end token, the prompt has only those ids of the reply that it repeats, as context.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class RawPrompts:
         return (*best, Span(ids[_size(best) :], ""))
 
     def _kept(self, reply: Span, rest: str) -> tuple[Span, str]:
-        """As much of the reply as `rest` begins with, and its text; all of it is the reply itself."""
+        """(the part of the reply that `rest` begins with, its text); if that is the whole reply, the part is `reply`
+        itself."""
         for size in range(reply.token_ids.size, 0, -1):
             text = self._decode(reply.token_ids[:size])
             if rest.startswith(text):

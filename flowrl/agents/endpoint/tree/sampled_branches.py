@@ -1,4 +1,4 @@
-"""Token sequences of a session: a reply continues the sequence that its context is, or begins another.
+"""Token sequences of a session: a reply continues the sequence that is its context, or starts another one.
 
 Invariants: a reply is in the loss of the one sequence that it was added to, and context in all others; a sequence
 begins with what was asked first and ends with the last token that was sampled for it; between two replies of a sequence
@@ -18,7 +18,8 @@ from flowrl.messages import Int32
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A context that a reply is to be sampled for: fed spans, and earlier replies as the spans they were added as."""
+    """A context that a reply is to be sampled for: fed spans, and earlier replies as the spans with which they were
+    added."""
 
     spans: tuple[Span, ...]
 
@@ -48,7 +49,7 @@ class SampledBranches:
         self._ends[reply] = branch
 
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """In the order of their beginnings."""
+        """The sequences, in the order in which they started."""
         return tuple(token_sequence(branch) for branch in self._branches)
 
 

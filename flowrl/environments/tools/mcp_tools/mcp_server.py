@@ -28,7 +28,7 @@ UNKNOWN = "Whether it had an effect is not known."
 class McpServer(ToolSource):
     """The tools of a server at an address `https://HOST/PATH` (streamable HTTP), or behind a command (stdio).
 
-    Raises ConfigError for what is neither, and for fields that the kind of server has no use for.
+    Raises ConfigError for an address that is neither, and for fields that this kind of server does not use.
     """
 
     replays = False
@@ -57,12 +57,12 @@ class McpServer(ToolSource):
 
     @property
     def over_http(self) -> bool:
-        """Else it is a command."""
+        """Whether the address is a URL; else it is a command."""
         return len(self.words) == 1 and self.words[0].startswith(SCHEMES)
 
     @property
     def words(self) -> list[str]:
-        """The command and its arguments, or the URL alone."""
+        """The command and its arguments, or only the URL."""
         try:
             return shlex.split(self.address)
         except ValueError as problem:
@@ -75,7 +75,7 @@ class McpServer(ToolSource):
         return f"the MCP server {self.address!r}"
 
     def check(self) -> None:
-        """Import the package once, for all episodes. The server itself is asked by the trial episode."""
+        """Import the package once, for all episodes. The trial episode asks the server itself."""
         try:
             importlib.import_module("mcp")
         except ImportError:

@@ -2,15 +2,15 @@
 
 Invariants:
 
-- A call is sent once. When the connection breaks before its answer, nobody knows whether it was executed: the attempt
-  is void, and the call is not repeated.
-- What the server answers is the policy's business, errors included. What it does not answer, or answers as no server
-  may, is the environment's failure: `env_died` for a command, `env_unreachable` for a URL, `env_malformed`.
+- A call is sent once. If the connection breaks before the answer, it is unknown whether the call was executed: the
+  attempt is void, and the call is not repeated.
+- The server's answers go to the policy, errors included. A missing answer is the environment's failure (`env_died` for
+  a command, `env_unreachable` for a URL), and so is an answer that the protocol does not allow (`env_malformed`).
 
-A task of its own opens the connection and closes it, because the package's scopes belong to the task that enters them.
+A separate task opens the connection and closes it, because the package's scopes belong to the task that enters them.
 
-Waits: for the server's answers, ended by them, by the end of the connection, or by the caller's cancellation; and in
-`close` for the end of the connection, which the package bounds.
+Waits: for the server's answers, until they arrive, the connection ends, or the caller cancels; and in `close` for the
+end of the connection, for which the package has a time limit.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from flowrl.tasks.user_module import one_line
 
 Found = TypeVar("Found")
 LOST = (-32000, -32600)
-"""Codes that the package gives a call whose answer cannot come: the connection or the session has ended."""
+"""Codes that the package gives a call whose answer cannot arrive: the connection or the session has ended."""
 NO_ANSWER = (-32603, "Server returned an error response")
-"""The package's code and text for an HTTP status of an error without an answer in it."""
+"""The package's code and text for an HTTP error status without an answer in its body."""
 NO_MESSAGE = -32700
 HANDSHAKE = "legacy"
 """The package's word for versions of the protocol that have sessions."""
 CONNECT_S = 30.0
 MOST_PAGES = 100
-"""Most pages of a server's list of tools."""
+"""Maximum pages of a server's list of tools."""
 
 
 class McpSession:
-    """From `open` to `close`, which has to be called. `extra` are headers, or variables of a command."""
+    """A session from `open` to `close`, which has to be called. `extra` are headers, or variables of a command."""
 
     def __init__(self, name: str, words: Sequence[str], *, over_http: bool, extra: Mapping[str, str]) -> None:
         self._name, self._words, self._over_http, self._extra = name, words, over_http, extra
@@ -59,7 +59,7 @@ class McpSession:
         return self._tools
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """What the tool answers. Raises ToolError for its errors, and EnvironmentFailed."""
+        """The tool's answer. Raises ToolError for an error that the server reports, and EnvironmentFailed."""
         from mcp import MCPError
 
         try:
@@ -76,7 +76,7 @@ class McpSession:
         return text
 
     def _failure(self, tool: str, problem: Any) -> Exception:
-        """What an error without a result means."""
+        """The exception for an error without a result."""
         if problem.code == NO_MESSAGE:
             return EnvironmentFailed("env_malformed", f"{self._name} answered {tool} with no message: {problem}")
         if problem.code in LOST or (problem.code, str(problem)) == NO_ANSWER:
@@ -109,7 +109,7 @@ class McpSession:
             command, *arguments = self._words
             yield StdioServerParameters(command=command, args=arguments, env={**os.environ, **self._extra})
             return
-        times = httpx2.Timeout(CONNECT_S, read=None)  # how long an answer may take is the call's limit
+        times = httpx2.Timeout(CONNECT_S, read=None)  # the call's own limit bounds the wait for an answer
         async with httpx2.AsyncClient(headers=dict(self._extra), timeout=times) as http:
             yield streamable_http_client(self._words[0], http_client=http)
 
@@ -149,7 +149,7 @@ async def _listed(client: Any) -> list[Any]:
 
 
 def _text(result: Any) -> str:
-    """The texts of a result; of what is no text, its kind."""
+    """The texts of a result; for a part that is no text, its kind."""
     parts = [_part(part) for part in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The tool `python`: an interpreter of the policy's own, shut in."""
+"""The tool `python`: an isolated interpreter for the policy."""
 
 from flowrl.environments.tools.sandbox.python_tool import PythonTool
 

@@ -1,4 +1,4 @@
-"""Output of a process, in bounded memory: its begin and its end."""
+"""Output of a process, in bounded memory: its beginning and its end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import suppress
 
 READ_BYTES = 1 << 16
 READS = 64
-"""At the end of a call: more than a pipe holds."""
+"""Number of reads at the end of a call; together they take more than a pipe holds."""
 
 
 class BoundedOutput:
-    """Reads a pipe, and keeps `most_bytes` of what came since `taken`."""
+    """Reads a pipe, and keeps `most_bytes` of what has arrived since the last `taken`."""
 
     def __init__(self, source: int, *, most_bytes: int) -> None:
         self._source, self._most = source, most_bytes // 2
@@ -20,7 +20,7 @@ class BoundedOutput:
         self._length = 0
 
     def read(self) -> bool:
-        """Take what is there; false if there is nothing more for now, or ever."""
+        """Read what has arrived; False if there is nothing more for now, or the pipe has ended."""
         try:
             found = os.read(self._source, READ_BYTES)
         except BlockingIOError:
@@ -32,7 +32,7 @@ class BoundedOutput:
         return bool(found)
 
     def taken(self) -> str:
-        """What came since the last time. What is in the pipe now belongs to it."""
+        """What has arrived since the last call, including what is in the pipe now."""
         for _ in range(READS):
             if not self.read():
                 break

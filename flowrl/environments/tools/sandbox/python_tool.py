@@ -1,8 +1,8 @@
-"""The tool `python`: code that the policy writes is executed in an interpreter of its episode, which is shut in.
+"""The tool `python`: code that the policy writes is executed in an isolated interpreter of its episode.
 
 The interpreter starts at the first call, and keeps its variables and its files until the episode's end, as a notebook
-does. Whatever the code does is a text for the policy. A call that ends the interpreter, or whose time is over, costs
-the variables; the next call gets a new interpreter.
+does. Whatever the code does is reported to the policy as text. After a call that ends the interpreter or exceeds its
+time, the variables and files are lost; the next call gets a new interpreter.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from flowrl.errors import ConfigError
 LOST = "Its variables and files are lost; the next call has a new interpreter."
 SILENT = "The code printed nothing."
 MARK_BYTES = 256
-"""Room for what is said besides the output."""
+"""Room for text in addition to the output."""
 
 
 @dataclass(frozen=True)
 class PythonTool(ToolSource):
-    """`python(code)`, with limits for each episode. Raises ConfigError for limits that are none."""
+    """`python(code)`, with limits for each episode. Raises ConfigError for invalid limits."""
 
     sandbox: SandboxKind = "namespaces"
     """ "limits" does without namespaces: the code may then read files and use the network as the run's user."""
@@ -65,7 +65,7 @@ class PythonTool(ToolSource):
         return "python"
 
     def check(self) -> None:
-        """Start an interpreter and have it calculate."""
+        """Start an interpreter and let it compute a value."""
         if sys.platform != "linux":
             raise ConfigError("the tool python needs Linux, whose limits and namespaces shut its code in")
         asyncio.run(self._try())
@@ -82,7 +82,7 @@ class PythonTool(ToolSource):
             if process is not None:
                 await process.end()
         if ran != Ran("42\n", failed=False):
-            raise self._refused(f"6 * 7 came to {ran.text!r}")
+            raise self._refused(f"the trial 6 * 7 returned {ran.text!r}")
 
     def _refused(self, why: str) -> ConfigError:
         hint = ""
@@ -91,7 +91,7 @@ class PythonTool(ToolSource):
                 "; allow user namespaces on this machine (in a container they may need --privileged), or accept "
                 "python:sandbox=limits, where the code can read files and use the network"
             )
-        return ConfigError(f"the tool python cannot shut its code in here ({why}){hint}")
+        return ConfigError(f"the tool python cannot isolate its code on this machine ({why}){hint}")
 
     @property
     def _settings(self) -> SandboxSettings:
@@ -113,7 +113,7 @@ class PythonTool(ToolSource):
 
 
 class PythonSession:
-    """The interpreter of one episode, and the next one when it has ended."""
+    """The interpreter of one episode, and a new one when it has ended."""
 
     def __init__(self, settings: SandboxSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
@@ -131,7 +131,7 @@ class PythonSession:
         except SandboxEnded as ended:
             await self.end()
             raise ToolError(f"{ended} {LOST}") from None
-        except BaseException:  # the call's time is over, or it is given up
+        except BaseException:  # the call's time is over, or the call is given up
             await self.end()
             raise
         if ran.failed:

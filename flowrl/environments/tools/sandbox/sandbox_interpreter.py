@@ -1,11 +1,11 @@
 """The interpreter of a sandbox: executes the code of one call after the other, with the same variables.
 
-A script that imports nothing of flowrl and of which the sandbox sees the source alone. Messages over its connection:
-"R" when it is ready; then, for each text of code (its length in four bytes before it), "0" when it is done and "1" if
-it has raised. What the code prints, the value of a last expression and a traceback all go to standard output.
+This script imports nothing of flowrl, and the sandbox receives only its source. Messages over its connection: "R" when
+it is ready; then, for each text of code (its length in four bytes before it), "0" when it is done and "1" if it has
+raised. What the code prints, the value of a last expression and a traceback all go to standard output.
 
-It is no part of the protection: the code can change every object here. What arrives outside is believed to be nothing
-but text.
+The script is no part of the protection: the code can change every object here. Outside, everything that it sends is
+treated as text only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 LENGTH = struct.Struct("<I")
 TRACEBACK_CALLS = 10
-"""The outermost and innermost calls of a traceback together."""
+"""Number of calls of a traceback that are shown, the innermost ones."""
 
 
 def main(control: socket.socket, settings: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def main(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def _received(control: socket.socket) -> str | None:
-    """The next code, None at the end."""
+    """The next code; None at the end."""
     head = control.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(head) < LENGTH.size:
         return None
@@ -54,7 +54,7 @@ def _received(control: socket.socket) -> str | None:
 
 
 def _executed(code: str, name: str, names: dict[str, Any], mine: int) -> bool:
-    """Whether it has raised."""
+    """Execute code. Returns whether it has raised."""
     problem: BaseException | None = None
     try:
         _execute(code, name, names)
@@ -87,7 +87,7 @@ def _show(problem: BaseException) -> None:
     try:
         found = traceback.TracebackException(type(problem), problem, trace, limit=-TRACEBACK_CALLS)
         sys.stdout.write("".join(found.format()))
-    except BaseException:  # its text is the code's too, and there may be no memory for it
+    except BaseException:  # its text comes from the code too, and there may be no memory for it
         os.write(1, f"{type(problem).__name__}\n".encode())
 
 

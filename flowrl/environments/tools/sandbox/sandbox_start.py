@@ -1,15 +1,17 @@
-"""Shuts a process in, and turns it into the interpreter of a sandbox. A script that imports nothing of flowrl.
+"""Isolates a process and turns it into the interpreter of a sandbox. This script imports nothing of flowrl.
 
-It is started as root or as any user, with the settings as JSON in its first argument and the interpreter's source in
-its second. It stays as the interpreter's parent: SIGTERM ends both, and its exit status is the interpreter's, 128 and
-more for a signal. Its own end by a signal ends the interpreter too.
+The script is started as root or as any user, with the settings as JSON in its first argument and the interpreter's
+source in its second. It stays alive as the interpreter's parent: SIGTERM ends both, and its exit status is the
+interpreter's, or 128 plus the number of the signal that ended the interpreter. If a signal ends the script itself, the
+interpreter ends too.
 
 With namespaces, the interpreter is the first process of a pid namespace, so that all others in it end with it; it has
 no network; its root is a file system of its own with Python and the system's libraries, all read-only, and an empty
-working directory in memory; its user exists nowhere else. Started as root it becomes another user in both kinds of
-sandbox, because the kernel does not count root's processes: one of its own, which no other sandbox's code may signal.
+working directory in memory; its user exists nowhere else. A script that is started as root becomes another user in both
+kinds of sandbox, because the kernel does not count root's processes. That user belongs to this sandbox only, so that no
+other sandbox's code may send signals to it.
 
-Waits: for the helper that writes the user's number, and for the interpreter or SIGTERM.
+Waits: for the helper that maps the user, and for the interpreter or SIGTERM.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ CAP_DAC_READ_SEARCH, CAPABILITIES_VERSION = 2, 0x20080522
 
 INNER, NOBODY = 1000, 65534
 FIRST_USER = 1 << 30
-"""Far above the users that machines give names to; the pid of the sandbox is added."""
+"""Far above the ids of users with names; the pid of the sandbox is added."""
 NEW_ROOT = "/tmp"
-"""Where the new root is put together, in the process's own view of the file system."""
+"""Where the new root is built, in the process's own view of the file system."""
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 WORK, OLD_ROOT = "/sandbox", "/sandbox-old-root"
@@ -108,7 +110,8 @@ def _enter_namespaces() -> None:
 
 
 def _map_users(pid: int, user: int, group: int) -> int:
-    """Written from outside, where root may give its child another user than its own. Returns an error's number."""
+    """Write the mapping from outside the namespace, where root may give its child another user than its own. Returns 0,
+    or an errno."""
     try:
         for name, text in (
             ("setgroups", "deny"),
@@ -123,7 +126,7 @@ def _map_users(pid: int, user: int, group: int) -> int:
 
 
 def _build_root(settings: dict[str, Any]) -> None:
-    """The trees are taken as the user who started this, and put in their places as the one who owns the new root."""
+    """The trees are opened as the user that started the script, and mounted as the user that owns the new root."""
     _mount(None, "/", None, MS_REC | MS_SLAVE, None)
     trees = {path: _read_only_tree(path) for path in _outermost(settings["trees"])}
     devices = {path: _tree(path) for path in DEVICES if os.path.exists(path)}
@@ -151,13 +154,13 @@ def _build_root(settings: dict[str, Any]) -> None:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Those that exist, are no links, and lie in none of the others."""
+    """Those of `paths` and SYSTEM that exist, are no links, and lie in none of the others."""
     found = sorted({path for path in (*paths, *SYSTEM) if os.path.exists(path) and not os.path.islink(path)})
     return [path for path in found if not any(path.startswith(f"{other.rstrip('/')}/") for other in found)]
 
 
 def _tree(path: str) -> int:
-    """A copy of a mounted tree, to be put somewhere."""
+    """A copy of a mounted tree, to be mounted elsewhere."""
     flags = OPEN_TREE_CLONE | AT_RECURSIVE | os.O_CLOEXEC
     tree: int = libc.syscall(OPEN_TREE, AT_FDCWD, path.encode(), flags)
     _checked(f"taking {path}", tree)
@@ -203,21 +206,21 @@ def _checked(doing: str, result: int) -> None:
 
 
 def _become(user: int) -> None:
-    with suppress(PermissionError):  # a user namespace does not let one choose further groups
+    with suppress(PermissionError):  # a user namespace does not allow choosing supplementary groups
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def _die_with(parent: int) -> None:
-    """Called after the last change of the user, which would take the signal back."""
+    """Called after the last change of the user, because such a change would clear the signal."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _own_user() -> int:
-    """The number of this sandbox's user and group; that of `nobody` where a container has fewer users."""
+    """The id of this sandbox's user and group; that of `nobody` if a container has no such id."""
     own = FIRST_USER + os.getpid()
     for map_file in ("/proc/self/uid_map", "/proc/self/gid_map"):
         with open(map_file) as file:
@@ -228,7 +231,8 @@ def _own_user() -> int:
 
 
 def _become_nobody(user: int, settings: dict[str, Any]) -> None:
-    """Python often lies in root's home, where nobody else may look: then the right to read everything is kept."""
+    """Become `user`. Python is often in root's home, which other users may not read: then the right to read everything
+    is kept."""
     python = settings["python"]
     os.chown(settings["work"], user, user)
     os.seteuid(user)
@@ -242,7 +246,7 @@ def _become_nobody(user: int, settings: dict[str, Any]) -> None:
         kept = libc.capset(struct.pack("Ii", CAPABILITIES_VERSION, 0), wanted)
         kept |= libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_READ_SEARCH, 0, 0)
         if kept < 0:
-            raise NotAllowed(f"the user without rights, who executes what root starts, cannot read {python}")
+            raise NotAllowed(f"the user without rights that runs the code if root starts flowrl cannot read {python}")
 
 
 def _become_interpreter(settings: dict[str, Any], source: str, control: socket.socket) -> None:
@@ -269,12 +273,12 @@ def _enter(work: str) -> None:
         os.chdir(work)
     except PermissionError:
         where = os.path.dirname(work)
-        wrong = f"{where} is closed to the user without rights, who executes what root starts"
+        wrong = f"{where} is closed to the user without rights that runs the code if root starts flowrl"
         raise NotAllowed(f"{wrong}; set TMPDIR to a directory that all may pass through") from None
 
 
 def _outlive(child: int) -> None:
-    """When its first process is reaped, a pid namespace is empty."""
+    """Wait for the interpreter, and exit with its status. A pid namespace is empty once its first process is reaped."""
     while True:
         number = signal.sigwait(SIGNALS)
         if number == signal.SIGTERM:

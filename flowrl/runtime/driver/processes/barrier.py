@@ -1,12 +1,12 @@
 """Run-wide locks and the batch-end barrier, kept in the driver.
 
 Invariants
-- A taker holds a lock from the moment it is granted, also while the answer is in transit: a taker that stops waiting
-  must call `release` too.
+- A taker holds a lock from the moment the lock is granted, even while the answer is in transit. So a taker that stops
+  waiting must also call `release`.
 - A rank counts at the barrier only while it waits there.
 
 Waits: a lock becomes free by its holder's `release`, or by the holder's death; a barrier opens when every trainer has
-arrived and the checkpoint that is due there is written.
+arrived and the work that is due there, such as a checkpoint, is done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Locks:
         """Lock -> (party that holds it, the claims of that party)."""
         self._queues: dict[str, list[tuple[str, LockClaim, asyncio.Future[None]]]] = {}
         self._reserved: dict[str, frozenset[str]] = {}
-        """Lock -> the parties that alone are granted it now."""
+        """Lock -> the only parties to which it is granted now."""
         self._freed: dict[str, asyncio.Event] = {}
         """Reserved lock -> set when no other party holds it."""
 
@@ -55,7 +55,7 @@ class Locks:
             self._freed[name].set()
 
     def _may(self, name: str, party: str) -> bool:
-        """Whether the party may be granted the lock now; "" is nobody."""
+        """Whether the party may be granted the lock now; "" means no party."""
         return not party or name not in self._reserved or party in self._reserved[name]
 
     async def take(self, host: str, body: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Locks:
             self._call_next(name)
 
     def claimants_died(self, claimants: Collection[str]) -> None:
-        """Release what these hold. Their waiting claims end with the requests of their process."""
+        """Release all locks that these claimants hold. Their waiting claims end with the requests of their process."""
         held = [(name, claim) for name, (_, claims) in self._holders.items() for claim in claims]
         for name, (claimant, number) in held:
             if claimant in claimants:
@@ -118,10 +118,10 @@ def _claim(body: dict[str, Any]) -> LockClaim:
 
 
 class BatchEnd:
-    """The barrier at which trainers wait at a batch's end while a checkpoint is written.
+    """The barrier at which trainers wait at a batch's end while work that is due there is done, such as a checkpoint.
 
-    `due(version)` tells whether a checkpoint is due; `write(version)` is called once, when all `size` replicas wait.
-    Nodes named in `passing` do not wait here: they count their own versions.
+    `due(version)` tells whether work is due; `write(version)` does it, called once when all `size` replicas have
+    arrived. Nodes named in `passing` do not wait here: they count their own versions.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The host processes of a run, seen from the driver: start, query, watch and end them.
 
 A host answers with plain data; a failure arrives as a mapping and is raised here as NodeFailed, once. When a host's
-process dies, the error names the nodes it ran; if the run goes on without it, it is `lost`, and everything here is
-about the others. The kernel reports the death if the process ran on this machine (Ray need not be alive for that);
-otherwise Ray reports it.
+process dies, the error names the nodes that it ran. If the run continues without the host, the host is `lost`, and
+everything here applies to the other hosts. The kernel reports the death if the process ran on this machine (Ray need
+not be alive for that); otherwise Ray reports it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from flowrl.runtime.host.processes import Processes, pid_space
 
 STOP_WITHIN_S = 6.0
 AFTER_DEATH_S = 3.0
-"""The same where a process has died: ending Ray may take 4 s more, and the run should end within 10 s."""
+"""As STOP_WITHIN_S, if a process has died: ending Ray may take 4 s more, and the run should end within 10 s."""
 ANSWER_WITHIN_S = 1.5
-"""A live process answers within this time, also while a node blocks its event loop."""
+"""A live process answers within this time, even while a node blocks its event loop."""
 KILLED_WITHIN_S = 2.0
-"""If Ray is alive, it kills a host at once."""
+"""Time in which a killed host ends: if Ray is alive, it kills a host at once."""
 
 
 class HostLossRules(Protocol):
-    """What goes on without the process of a host, and how: `flowrl.runtime.driver.losses`."""
+    """Whether and how the run continues without the process of a host: see `flowrl.runtime.driver.losses`."""
 
     def may_end(self, host: str) -> bool:
-        """Whether the run goes on if the process of `host` ends now."""
+        """Whether the run continues if the process of `host` ends now."""
 
     def has_ended(self, host: str, reason: str) -> None:
-        """It has ended, and the run goes on."""
+        """The process of `host` has ended, and the run continues."""
 
 
 class Hosts:
     """All hosts of one run, by name.
 
-    `on_death(error)` is told of a death that ends the run. Without `losses` each does.
+    `on_death(error)` is called for a death that ends the run. Without `losses`, every death ends the run.
     """
 
     losses: HostLossRules | None = None
@@ -69,10 +69,10 @@ class Hosts:
         self.death: FlowrlError | None = None
         """The first death of a process that ends the run; later failures are its consequences."""
         self.lost: set[str] = set()
-        """Hosts whose processes have died, and without which the run goes on."""
+        """Hosts whose processes have died, and without which the run continues."""
 
     def __iter__(self) -> Iterator[str]:
-        """Those that are not lost."""
+        """The hosts that are not lost."""
         return iter([host for host in self._actors if host not in self.lost])
 
     async def start(self, slots: Sequence[HostSlot], specs: Mapping[str, HostSpec]) -> None:
@@ -122,7 +122,7 @@ class Hosts:
         self._on_death(error)
 
     def _dead(self, host: str, why: str) -> FlowrlError | None:
-        """The process of `host` has died: fail whatever waits for it. None if the run goes on.
+        """The process of `host` has died: fail everything that waits for it. Returns None if the run continues.
 
         If Ray has ended, that is the reported cause.
         """
@@ -136,7 +136,7 @@ class Hosts:
         if self.death is None and self.losses is not None and self.losses.may_end(host):
             self.lost.add(host)
             self._endpoint.peer_left(host, reason)
-            self._cluster.kill(host)  # Ray may say so of one that it cannot reach
+            self._cluster.kill(host)  # Ray may report this for one that it cannot reach
             self.losses.has_ended(host, reason + why)
             return None
         self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)
@@ -144,7 +144,7 @@ class Hosts:
         return self.death
 
     def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Address at which the ranks of each node meet: on the machine of its replica 0."""
+        """Node -> address at which its ranks meet: on the machine of its replica 0."""
         return {
             place.node: meeting[host]
             for host, spec in self._specs.items()
@@ -180,7 +180,7 @@ class Hosts:
     async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """What the replicas of every host do and wait for, and the silent hosts with the seconds of their silence.
 
-        Takes ANSWER_WITHIN_S at most. Raises NodeFailed for a host whose process has died.
+        Takes at most ANSWER_WITHIN_S. Raises NodeFailed for a host whose process has died.
         """
         now = time.monotonic()
         asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self}
@@ -208,10 +208,10 @@ class Hosts:
         return [place.replica_id for place in self._specs[host].places]
 
     async def stop(self, *, within_s: float | None = None) -> list[NodeFailed]:
-        """Stop the hosts in order, and kill them after `within_s` seconds. Returns the failures to close."""
+        """Stop the hosts in order, and kill them after `within_s` seconds. Returns the nodes' failures to close."""
         if within_s is None:
             within_s = STOP_WITHIN_S if self.death is None else AFTER_DEATH_S
-        self.losses = None  # nothing has to go on any more
+        self.losses = None  # from now on, the run need not survive a death
         self._processes.expect_ends()
         self._rays.expect_ends()
         for _, answer in self._late.values():

@@ -1,9 +1,9 @@
 """The driver's lookout: it proves deadlocks, and reports standstills and silent hosts by name.
 
 A deadlock is proven by two looks that show the same replicas stuck (`stall`) and unmoved. Between the looks there are
-FLUSHES rounds, in each of which every process confirms that all it had sent has arrived: frames of a link keep their
-order. One round is enough for messages. There are more because the driver may answer an arriving message, and because
-a restored connection first asks which frames were lost.
+FLUSHES rounds. In each round, every process confirms that everything it had sent has arrived, which works because
+frames of a link keep their order. One round is enough for messages. There are more because the driver may answer an
+arriving message, and because a restored connection first asks which frames were lost.
 
 Waits: each question to a host has a time limit. A host that exceeds it is not asked again until it has answered.
 """
@@ -30,7 +30,7 @@ SILENT = "it is stopped, or its code does not release the GIL"
 
 
 class AccountingState(Protocol):
-    """What the lookout reads of the accounting, whose pending records may move the run."""
+    """The part of the accounting that the lookout reads: its pending records may move the run."""
 
     def is_booking(self) -> bool: ...
     async def booked(self) -> None: ...
@@ -39,7 +39,7 @@ class AccountingState(Protocol):
 class Lookout:
     """Watches the hosts of one run.
 
-    `warn(text)` shows the user a warning, `progress(replica_id, text)` how far the set-up of a node is.
+    `warn(text)` shows the user a warning; `progress(replica_id, text)` shows how far the set-up of a node is.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Lookout:
         self._standstill = Standstill()
         self._doing: list[str] = []
         self.accounting: AccountingState | None = None
-        """The accounting, from its opening on."""
+        """The accounting; None until it is opened."""
         self._blocking: set[str] = set()
         """Lines of code already reported as blocking an event loop."""
         self._report_host_at_s: dict[str, float] = {}
@@ -101,7 +101,7 @@ class Lookout:
             self._warn(f"nothing has moved for {for_s:.0f} s.\n{self._described(reports)}")
 
     async def describe(self) -> str:
-        """What every node and the driver do and wait for. Takes some seconds at most, in any state of the hosts."""
+        """What every node and the driver do and wait for. Takes at most some seconds, in any state of the hosts."""
         return self._described(await self._reports())
 
     def _described(self, reports: list[ReplicaReport]) -> str:
@@ -131,7 +131,7 @@ class Lookout:
             async with asyncio.timeout(FLUSHED_WITHIN_S):
                 for _ in range(FLUSHES):
                     await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
-        except (TimeoutError, LaneFailed):  # the death of a host is told by `Hosts`
+        except (TimeoutError, LaneFailed):  # `Hosts` reports the death of a host
             return False
         return True
 

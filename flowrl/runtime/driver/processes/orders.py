@@ -1,6 +1,6 @@
 """The driver's requests to running hosts and node replicas, over the control link.
 
-Requests to several leave out those that the run has lost, also if they are lost before they answer.
+Requests to several hosts or replicas skip those that the run has lost, even if they are lost before they answer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flowrl.graph.analysis.plan import Plan
 from flowrl.runtime.driver.processes.lookout import Lookout
 
 LOST = object()
-"""In place of an answer."""
+"""Takes the place of the answer of a lost host."""
 
 
 class Orders:
     """Requests to the hosts of one run. Each request raises the error if the host answers with one.
 
-    `hosts` are those that there are, `lost` those without which the run goes on.
+    `hosts` are the hosts that are not lost; `lost` are those that have died, and without which the run continues.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Orders:
         return _given(await self._lookout.answers(kind, asked))
 
     async def page(self, host: str, kind: str) -> list[Any]:
-        """The page that the host answers with; an empty one if it is lost."""
+        """The page that the host answers with; an empty page if the host is lost."""
         page = await self._unless_lost(host, self.ask(host, kind))
         return [] if page is LOST else list(page)
 
@@ -68,7 +68,7 @@ class Orders:
         return _given(await asyncio.gather(*found))
 
     async def _unless_lost(self, host: str, answer: Awaitable[Any]) -> Any:
-        """The answer, or LOST."""
+        """The answer, or LOST if the host is lost."""
         try:
             return await answer
         except LaneFailed:
@@ -77,7 +77,7 @@ class Orders:
             return LOST
 
     def replicas(self, node: str) -> list[str]:
-        """The replica ids of a node, in order, as ["trainer/0", "trainer/1"]."""
+        """The replica ids of a node, in order, for example ["trainer/0", "trainer/1"]."""
         found = [one for host in self.plan.hosts for one in host.nodes if one.rpartition("/")[0] == node]
         return sorted(found, key=lambda one: int(one.rpartition("/")[2]))
 
@@ -101,7 +101,7 @@ class Orders:
         return taken
 
     async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
-        """Let each port of a node replica take items up to these numbers, and wait until it has taken them."""
+        """Let each port of a node replica take items up to these numbers, and wait until the ports have taken them."""
         await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})
 
 

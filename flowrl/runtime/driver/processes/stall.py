@@ -1,11 +1,11 @@
 """Who waits for whom: the proof of a deadlock, and the report of a standstill.
 
-A deadlock is a set of nodes of which none can move unless another node of the set moves. No node of the set has
-anything pending of its own (`host.pending`), and whoever could end one of its waits is in the set too. The driver is
-in the set if it does nothing itself and all nodes are in it. `lookout` makes sure, between two looks, that nothing
-is in transit to these nodes. The proof does not depend on elapsed time.
+A deadlock is a set of nodes in which no node can move unless another node of the set moves. No node of the set has
+anything of its own pending (`activity.pending`), and everything that could end one of its waits, a node or the driver,
+is also in the set. The driver is in the set if it is not working on anything and all nodes are in the set. `lookout`
+makes sure, between two looks, that nothing is in transit to these nodes. The proof does not depend on elapsed time.
 
-Everything else is a standstill: it is reported after STALL_S with what each node does, and again each time its length
+Everything else is a standstill: it is reported after STALL_S, with what each node does, and again each time its length
 has doubled.
 """
 
@@ -54,11 +54,11 @@ class Topology:
         )
 
     def others(self, kind: str, what: str) -> tuple[str, ...]:
-        """The nodes that end such a wait, as named in reports."""
+        """The nodes that can end such a wait, as named in reports."""
         return self.ticket_holders if kind == "ticket" else self.enders(kind, what)
 
     def enders(self, kind: str, what: str) -> tuple[str, ...]:
-        """All who can end such a wait. The driver represents all nodes: it may move when any node has moved."""
+        """The nodes that can end such a wait; or the driver, for all nodes, as it may move when any node has moved."""
         known = {"item": self.producers, "credit": self.consumers, "reply": self.servers}.get(kind, {})
         return known.get(what, (DRIVER,))
 
@@ -68,9 +68,9 @@ def _owner(port: str) -> str:
 
 
 def deadlocked(reports: Iterable[ReplicaReport], topology: Topology, *, driver: Sequence[str]) -> set[str]:
-    """The replicas that can move only when another of them does, if nothing is in transit to them.
+    """The replicas that can move only when another one of them moves, if nothing is in transit to them.
 
-    `driver`: what the driver is doing by itself.
+    `driver`: what the driver is working on now.
     """
     by_node: dict[str, list[ReplicaReport]] = {}
     for report in reports:
@@ -126,7 +126,7 @@ def _path_back(
 
 
 def describe(reports: Iterable[ReplicaReport], topology: Topology) -> str:
-    """The wait-for cycle if there is one, of nodes that do nothing else, and what each node does or waits for."""
+    """What each node does or waits for, after the cycle of nodes that only wait for each other, if there is one."""
     reports = list(reports)
     moving = {_node(report) for report in reports if _moves_by_itself(report)}
     waits: dict[str, list[tuple[str, str]]] = {}
@@ -149,7 +149,7 @@ def _line(report: ReplicaReport) -> str:
 
 @dataclass
 class Standstill:
-    """Tracks since when nothing has moved, and when the next report is due."""
+    """Records since when nothing has moved, and when the next report is due."""
 
     _last: Any = None
     """Node replica -> (number of its moves, whether it has ended), at the last move."""
@@ -159,7 +159,7 @@ class Standstill:
     """Length of the standstill at which the next report is due."""
 
     def moved(self, now_s: float) -> None:
-        """Something has moved that is in no report."""
+        """Something has moved that no report shows."""
         self._since_s, self._due_after_s = now_s, STALL_S
 
     def look(self, reports: Iterable[ReplicaReport], now_s: float) -> float | None:

@@ -1,11 +1,11 @@
 """What Ray reserves for each host, and which GPUs each host sees.
 
-The plan says which hosts share a device. Ray knows fractions of devices, but puts each fraction where there is room,
-so one host reserves every GPU of the plan as a whole, and Ray sets no variable. In a Ray of the run's own, which no
-other job uses, the plan's indices are the machine's devices. On a cluster other jobs may hold those that the plan
-counted first, so the ids that Ray names are assigned to the plan's indices in order.
+The plan says which hosts share a device. Ray supports fractions of devices, but places each fraction wherever there is
+room. So each GPU of the plan is reserved as a whole, by one host, and Ray does not set CUDA_VISIBLE_DEVICES. In the
+run's own Ray, which no other job uses, the plan's indices are the machine's devices. On a joined cluster, other jobs
+may use the devices that the plan counted first, so the ids that Ray names are assigned to the plan's indices in order.
 
-Invariant: a host sees the GPUs that its plan names and no others; without any it sees none.
+Invariant: a host sees the GPUs that its plan names and no others; a host whose plan names none sees none.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Claim:
 
 
 def claims(hosts: Sequence[HostPlan]) -> dict[str, Claim]:
-    """Host -> its claim. Hosts that use devices in turn reserve them once: every core in equal parts, every GPU by
-    the first of them."""
+    """Host -> its claim. Hosts that share devices by a lease reserve them once: each core in equal parts, each GPU by
+    the first of these hosts."""
     taken: set[tuple[int, int]] = set()
     found = {}
     for host in hosts:
@@ -42,7 +42,7 @@ def claims(hosts: Sequence[HostPlan]) -> dict[str, Claim]:
 
 
 def _sharers(host: HostPlan, hosts: Sequence[HostPlan]) -> int:
-    """The largest number of hosts of its lease that use one of its cores."""
+    """The largest number of hosts of the same lease that use one of this host's cores."""
     lease = [other for other in hosts if host.lease and other.lease == host.lease and other.machine == host.machine]
     return max((sum(core in other.cores for other in lease) for core in host.cores), default=1) or 1
 
@@ -50,8 +50,8 @@ def _sharers(host: HostPlan, hosts: Sequence[HostPlan]) -> int:
 def visible_devices(
     hosts: Sequence[HostPlan], reserved: Mapping[str, Sequence[str]], own: Sequence[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Host -> ids of the GPUs that it sees, its plan's in order. `reserved`: host -> ids that Ray reserved for it.
-    `own`: the ids of the only machine's devices, if all are the run's."""
+    """Host -> ids of the GPUs that it sees, in the order of its plan. `reserved`: host -> ids that Ray reserved for it.
+    `own`: the ids of the devices of the only machine, if all of them are the run's."""
     if own is not None:
         return {host.name: tuple(own[gpu] for gpu in host.gpus) for host in hosts}
     names: dict[tuple[int, int], str] = {}
@@ -65,5 +65,5 @@ def visible_devices(
 
 
 def _by_number(name: str) -> tuple[int, str]:
-    """Devices are named by number, or all by UUID."""
+    """Sort key of device names: either all are numbers, or all are UUIDs."""
     return (int(name) if name.isdigit() else 0), name

@@ -41,7 +41,7 @@ HEAD_AWAY_S = 6.0
 """How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
 ends the process after 60 s."""
 FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
-"""Beginnings of the names of environment variables that every process gets. CUDA_VISIBLE_DEVICES is the plan's."""
+"""Prefixes of the environment variables that every process gets; the plan decides about CUDA_VISIBLE_DEVICES."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -64,8 +64,8 @@ class HostSlot:
 def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
     """Variables that set every library's thread count to the host's number of cores before anything is imported.
 
-    Hosts that have cores and no GPU compute models on them, and keep the memory that they had. `alone`: all hosts are
-    on one machine, so no library has to accept connections from another machine.
+    Hosts that have cores and no GPU compute models on the cores, and keep the memory that they have allocated. `alone`:
+    all hosts are on one machine, so no library has to accept connections from another machine.
     """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -82,7 +82,7 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
 
 
 def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
-    """The user's settings of libraries, which every process gets, on other machines too."""
+    """The user's settings of libraries, which every process gets, also on other machines."""
     mine = {name: text for name, text in variables.items() if name.startswith(FORWARDED) or name in LOOPBACK}
     return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}
 
@@ -103,7 +103,7 @@ class RayCluster:
         self._guard: Guard | None = None
         self._actors: dict[str, Any] = {}
         self._places: tuple[str, ...] = ()
-        """Machine -> the resource that only it has."""
+        """Machine index -> the Ray resource that only this machine has."""
         self._given_up: set[int] = set()
         """Processes of starts that failed: Ray's library holds them, so the kernel keeps them as zombies."""
         self.owned = False
@@ -117,7 +117,7 @@ class RayCluster:
     def start(
         self, *, graph_dir: Path, num_cpus: int, num_gpus: int, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Join the cluster of RAY_ADDRESS, or start a local Ray. `warn(text)` says that it is started again."""
+        """Join the cluster of RAY_ADDRESS, or start a local Ray. `warn(text)` is called if the start is repeated."""
         address = os.environ.get("RAY_ADDRESS")
         if address:
             check_address(address)
@@ -126,7 +126,7 @@ class RayCluster:
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 gives all other processes priority
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, gives all others priority
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no prestarted worker has a host's environment
         self.started = True
         quiet = {"log_to_driver": _prints_logs(), "logging_level": logging.ERROR}
@@ -165,7 +165,7 @@ class RayCluster:
         self._head = host.strip("[]"), int(port)
 
     def _start_own(self, init: Callable[[], object], warn: Callable[[str], None]) -> None:
-        """Start flowrl's own Ray, again where the machine was too slow for Ray's limits."""
+        """Start flowrl's own Ray; repeat the start if the machine was too slow for Ray's time limits."""
         for further in reversed(range(slow_start.STARTS)):
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
@@ -177,7 +177,7 @@ class RayCluster:
                 if not further or not slow_start.was_too_slow(_logs(), ended.name):
                     raise self.has_lost(ended.name) from None
                 warn(slow_start.AGAIN)
-                wait((ended.call,))  # Ray's library gives up by itself after 30 s
+                wait((ended.call,))  # Ray's library gives up after 30 s
             self._guard.dismiss()
             end_descendants(but=before)
             self._given_up |= {*self.processes().values()}
@@ -227,8 +227,9 @@ class RayCluster:
             )
 
     def _cpus(self, slot: HostSlot) -> float:
-        """Cores that Ray reserves. A bundle needs some resource: the machine's own, where it has one; a share of a core
-        for a host without any would be too much where other hosts have them all."""
+        """Number of cores that Ray reserves. A bundle needs some resource. On a joined cluster that is the machine's
+        own resource, because a share of a core for a host without cores would be too much if other hosts have all
+        cores."""
         return slot.cpus if self._places else max(slot.cpus, 0.01)
 
     def _bundle(self, slot: HostSlot) -> dict[str, float]:
@@ -256,8 +257,8 @@ class RayCluster:
         return self._actors[slot.host]
 
     def _while_ray_lives(self, call: Callable[[], R]) -> R:
-        """The result of a call in which Ray's library blocks. Raises FlowrlError as soon as a process of Ray's has
-        ended: the library would wait for it for half a minute."""
+        """The result of a call in which Ray's library blocks. Raises FlowrlError as soon as one of Ray's processes has
+        ended: the library would wait for that process for half a minute."""
         try:
             return unless_ended(call, self.processes)
         except ProcessEnded as ended:
@@ -301,7 +302,7 @@ class RayCluster:
             ray.kill(actor, no_restart=True)
 
     def stop(self) -> None:
-        """End every host and release the reserved resources; stop Ray if flowrl started it. Once."""
+        """End every host and release the reserved resources; stop Ray if flowrl started it. Later calls do nothing."""
         if not self.started:
             return
         self.started = False
@@ -322,10 +323,10 @@ class RayCluster:
             self._guard.dismiss()
 
     def _abandon(self) -> None:
-        """End a Ray that has lost a process or has not started, without its shutdown: that would wait for the lost
-        process for 10 to 20 s, and leaves the processes of a Ray that has not started.
+        """End a Ray that has lost a process or has not started, without its shutdown: the shutdown would wait for the
+        lost process for 10 to 20 s, and would not end the processes of a Ray that has not started.
 
-        Ray's library calls its shutdown when this process exits, too; `flowrl.cli.main` therefore ends by `os._exit`.
+        Ray's library also calls its shutdown when this process exits; therefore `flowrl.cli.main` ends by `os._exit`.
         """
         RayCluster.abandoned = True
         if self.owned:
@@ -333,7 +334,7 @@ class RayCluster:
 
 
 def _own_resource(node: Mapping[str, Any]) -> str:
-    """The resource that Ray gives to this machine alone. Its name is not always that of `NodeManagerAddress`."""
+    """The resource that Ray gives only to this machine. Its name does not always contain `NodeManagerAddress`."""
     own = (name for name in node["Resources"] if name.startswith("node:") and not name.startswith("node:__"))
     return next(own, f"node:{node['NodeManagerAddress']}")
 
@@ -359,10 +360,11 @@ def _nobody(address: str, error: Exception) -> ConfigError:
 
 
 def _keep_to_this_machine() -> None:
-    """Make flowrl's own Ray listen on loopback only, and require a token that nobody else knows.
+    """Make flowrl's own Ray listen on loopback only, and require a token that no other user knows.
 
     Ray has no option for loopback only. It uses loopback on systems where it does not support clusters; this variable
-    declares that for any system. New processes read the variable; this process may have imported Ray already.
+    makes it treat any system like those. New processes read the variable; this process may have imported Ray already,
+    so the constant in Ray's module is set as well.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -372,7 +374,7 @@ def _keep_to_this_machine() -> None:
 
 
 def _logs() -> Path:
-    """Directory with the logs of the Ray that this process has started last."""
+    """Directory with the logs of the Ray that this process started last."""
     return max(ray_directory().glob(f"session_*_{os.getpid()}"), default=ray_directory() / "session_latest") / "logs"
 
 

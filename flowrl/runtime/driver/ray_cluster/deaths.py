@@ -7,7 +7,7 @@ import re
 MEMORY_USED = re.compile(r"Memory usage (\d+)B exceeded .* of (\d+)B limit")
 MEMORY_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 LARGEST = 3
-"""Processes that are named when the memory has run out."""
+"""Number of processes that are named when memory has run out."""
 GB = 1e9
 
 
@@ -33,7 +33,7 @@ def rays_detail(error: Exception) -> str:
 
 
 def _memory(text: str) -> str:
-    """Ray kills processes of actors before the kernel does; its report has some forty lines."""
+    """Ray's report of a kill for lack of memory, in one clause instead of some forty lines; "" if `text` has none."""
     if (used := MEMORY_USED.search(text)) is None:
         return ""
     users = [f"{command} {gb} GB" for _, gb, command in MEMORY_USER.findall(text)[:LARGEST]]

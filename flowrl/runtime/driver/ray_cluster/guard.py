@@ -1,13 +1,14 @@
-"""A small process that ends what is left of a run's own Ray when the driver has ended, however it has ended.
+"""A small process that ends what is left of a run's own Ray after the driver has ended in any way.
 
-Ray's processes notice the end of a driver, and of each other, but not all of them soon: after SIGKILL of the driver
-two agents look for Ray's head for a minute, and a worker that is just starting looks for its raylet. All processes of
-the run inherit an environment variable, by which the guard finds them and what they have started.
+Ray's processes notice the end of a driver, and of each other, but not all of them soon: after SIGKILL of the driver two
+agents look for Ray's head for a minute, and a worker that is just starting looks for its raylet. All processes of the
+run inherit an environment variable, by which the guard finds them and the processes that they have started.
 
-While Ray starts, the guard can also speak for the driver: a library of Ray's then waits with Python's lock for a raylet
-that has ended, for ten seconds, and ends the driver itself. The driver says when that is over.
+While Ray starts, the guard can also report an error for the driver: if the raylet ends in this phase, a library of Ray
+waits for it for ten seconds, holding the GIL, and then ends the driver. The driver tells the guard when this phase is
+over.
 
-This file is run as a script, with the standard library alone, so that the guard is small and starts fast.
+This file is run as a script and uses only the standard library, so that the guard is small and starts fast.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from pathlib import Path
 
 VARIABLE = "FLOWRL_RAY"
 GRACE_S = 3.0
-"""Time in which processes can end by themselves, before they are killed."""
+"""Time that processes have to end before the guard kills them."""
 QUIET_S = 1.0
-"""The guard ends when it has found no process for this long: Ray's raylet may start one while it ends."""
+"""The guard ends when it has found no process for this long: a raylet that is ending may still start one."""
 LOOK_EVERY_S = 0.2
 WATCH_EVERY_S = 0.5
 WATCH_SHARE = 0.01
-"""While the driver runs, looking takes at most this share of one core, also on a machine with many processes."""
+"""While the driver runs, looking takes at most this share of one core, even on a machine with many processes."""
 ESSENTIAL = ("gcs_server", "raylet")
-"""Processes of Ray's without which it does not start, as the kernel calls them."""
+"""Processes without which Ray does not start, by the names that the kernel shows."""
 SPEAKS_WITHIN_S = 5.0
-"""A driver that can speak looks every tenth of a second whether one of them has ended."""
+"""Time that the driver has to report the end of one of them; unless it is blocked, it looks every tenth of a second."""
 MUTE = (
     "flowrl: Ray's {} has ended (killed, out of memory, or crashed) while Ray started, and Ray's library has stopped "
     "this process with it; the run has not begun, start it again"
 )
 GIVE_UP_S = 30.0
-"""A process that SIGKILL does not end hangs in the kernel."""
+"""The guard gives up after this time: a process that SIGKILL does not end hangs in the kernel."""
 
 
 class Guard:
@@ -59,7 +60,7 @@ class Guard:
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
-        """Until this context ends, the guard speaks for this process if it has to."""
+        """Inside, the guard reports an error of Ray's start if this process cannot."""
         try:
             yield
         finally:
@@ -70,7 +71,7 @@ class Guard:
         self._process.stdin.close()
 
     def dismiss(self) -> None:
-        """Ray was stopped, and this process goes on."""
+        """End the guard: Ray was stopped, and this process continues."""
         os.environ.pop(VARIABLE, None)
         self._settled()
         self._process.terminate()
@@ -78,7 +79,7 @@ class Guard:
 
 
 def guard(driver: int, mark: str, *, hidden: dict[int, int]) -> None:
-    """Wait for the end of process `driver`, this one's parent; then end the processes with this mark, and `hidden`."""
+    """Wait for the end of process `driver`, the guard's parent; then end the processes with this mark, and `hidden`."""
     found = watch(driver, mark, hidden)
     ended_s = quiet_s = time.monotonic()
     while time.monotonic() - ended_s < GIVE_UP_S:
@@ -97,7 +98,7 @@ def guard(driver: int, mark: str, *, hidden: dict[int, int]) -> None:
 
 
 def speak_until_settled(driver: int, mark: str) -> dict[int, int]:
-    """Until standard input is closed: speak for process `driver`, and end it, if Ray ends and it does not notice.
+    """Until standard input is closed: if Ray ends and process `driver` does not notice, report that and kill `driver`.
 
     Returns the processes that cannot be found afterwards, as `watch` does.
     """
@@ -114,7 +115,7 @@ def speak_until_settled(driver: int, mark: str) -> dict[int, int]:
             print(MUTE.format(ended[0]), file=sys.stderr, flush=True)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             break
-    with open(os.devnull, "w") as nothing:  # whoever reads the driver's errors reads to the end of all copies
+    with open(os.devnull, "w") as nothing:  # a reader of the driver's stderr waits until all copies are closed
         os.dup2(nothing.fileno(), sys.stderr.fileno())
     return hidden
 
@@ -132,12 +133,13 @@ def _name(pid: int) -> str:
 
 
 def watch(driver: int, mark: str, found: dict[int, int]) -> dict[int, int]:
-    """Wait for the end of process `driver`: pid -> pidfd of those of the run that cannot be found afterwards.
+    """Wait for the end of process `driver`. Returns pid -> pidfd of the run's processes that cannot be found
+    afterwards.
 
-    `found` are those that are known already.
+    `found` contains those that are already known.
 
-    A process that shows a title of its own (`setproctitle`) may have overwritten its environment, as Ray's agents do.
-    Only its parent tells whose it is, and Ray's raylet ends in the same moment as the driver.
+    A process that sets its own title (`setproctitle`) may have overwritten its environment, as Ray's agents do. Then
+    only its parent shows to which run it belongs, and that parent, Ray's raylet, ends at the same moment as the driver.
     """
     handle = os.pidfd_open(driver)
     pause_s = 0.0
@@ -167,7 +169,7 @@ def _has_ended(process: int, within_s: float = 0.0) -> bool:
 
 
 def of_run(mark: str) -> set[int]:
-    """The processes with the mark in their environment, and those that they have started; this one excepted."""
+    """The processes with the mark in their environment, and those that they have started, except this process."""
     parents = _parents()
     found = {pid for pid in parents if _has(mark, pid)}
     while children := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -186,8 +188,8 @@ def _parents() -> dict[int, int]:
 
 
 def _has(mark: str, pid: int) -> bool:
-    """Whether the environment of a process has the mark. One that has ended has no environment."""
-    with suppress(OSError):  # it has ended, or belongs to somebody else
+    """Whether the environment of a process has the mark. A process that has ended has no environment."""
+    with suppress(OSError):  # it has ended, or belongs to another user
         return f"{VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
 

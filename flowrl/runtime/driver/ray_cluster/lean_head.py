@@ -1,7 +1,7 @@
-"""A local Ray without processes that nobody asks: its API server, its autoscaler, and what reads logs for the driver.
+"""A local Ray without the processes that flowrl does not use: API server, autoscaler, and log reader for the driver.
 
-`include_dashboard=False` leaves the API server there, as a process that reports statistics of use and for which
-`ray.init` waits. On two cores a start takes 3.8 to 4.8 s without the three processes, and 6.2 to 7.4 s with them.
+With `include_dashboard=False`, Ray still starts the API server, which then reports usage statistics, and `ray.init`
+waits for it. On two cores a start takes 3.8 to 4.8 s without the three processes, and 6.2 to 7.4 s with them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ LOGS = "start_log_monitor"
 
 @contextmanager
 def lean_head(*, logs: bool) -> Iterator[None]:
-    """Inside, Ray's library starts no such process for its head. `logs`: the driver prints what other processes print.
+    """Inside, Ray's library starts none of these processes for its head; with `logs`, it starts the log reader.
 
-    A Ray that starts them by other methods than those known here has them.
+    A version of Ray that starts these processes by methods that are not known here still starts them.
     """
     from ray._private.node import Node
 

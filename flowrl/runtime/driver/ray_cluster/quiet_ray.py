@@ -1,7 +1,7 @@
-"""What Ray prints in the driver about errors in its own processes, such as the death of an actor.
+"""Suppresses what Ray prints in the driver about errors in its own processes, such as the death of an actor.
 
-flowrl says itself what has died and what follows, so these texts would be a second voice, which knows less. Ray has no
-option for them.
+flowrl itself reports what has died and what follows, so Ray's texts would repeat that with less knowledge. Ray has no
+option to suppress them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 PRINTS = "print_to_stdstream"
-"""The function of Ray's library that prints them, and what other processes print if `log_to_driver` is on."""
+"""The function of Ray's library that prints these texts, and the output of other processes if `log_to_driver` is on."""
 
 
 def keep_quiet() -> None:
-    """Let Ray's library print none of them in this process. A Ray that prints them in another way does print them."""
+    """Make Ray's library print none of these texts in this process. A version that prints in another way still does."""
     from ray._private import worker
 
     if hasattr(worker, PRINTS):

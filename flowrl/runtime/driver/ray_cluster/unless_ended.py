@@ -28,15 +28,15 @@ class ProcessEnded(Exception):
         super().__init__(name)
         self.name = name
         self.call = call
-        """The call, which still goes on."""
+        """The call, which is still running."""
 
 
 def unless_ended(call: Callable[[], R], processes: Callable[[], Mapping[str, int]]) -> R:
-    """The result of `call()`. `processes()` returns name -> pid of those that run, or are zombies, at that moment.
+    """The result of `call()`. `processes()` returns name -> pid of the processes that run, or are zombies, now.
 
-    Raises what `call` raises, or ProcessEnded; `call` then goes on in a daemon thread, and its result is dropped. The
-    thread never ends: the kernel would end the processes that `call` has started with it, if they ask for that (Ray's
-    do).
+    Raises what `call` raises, or ProcessEnded; `call` then continues in a daemon thread, and its result is dropped. The
+    thread never ends: if it did, the kernel would also end the processes that `call` has started and that ask for this
+    (Ray's do).
     """
     result: Future[R] = Future()
     threading.Thread(target=_call, args=(result, call), daemon=True).start()

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: after so many steps, after so many minutes, or as soon as possible."""
+"""When a checkpoint is due: after a number of steps, after a number of minutes, or as soon as possible."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from flowrl.runtime.driver.options import RunOptions
 
 RANKS_APART = 8
-"""Ranks of a gang are not further apart than that, in batches."""
+"""Largest number of batches between the ranks of a gang."""
 TOLD_FROM_S = 1.0
-"""Checkpoints that take longer report their cost."""
+"""Checkpoints that take at least this long report their cost."""
 
 
 class CheckpointClock:
@@ -25,8 +25,8 @@ class CheckpointClock:
     def is_due(self, version: int) -> bool:
         """Whether a checkpoint follows the batch that made `version`.
 
-        The first rank that asks gets an answer which holds for all: they have to wait together. None follows the last
-        step, since the end of the run makes one.
+        The answer to the first rank that asks holds for all ranks, because they have to wait together. No checkpoint
+        follows the last step, because the end of the run makes one.
         """
         if version not in self._answers:
             self._answers = {other: due for other, due in self._answers.items() if other > version - RANKS_APART}
@@ -40,11 +40,11 @@ class CheckpointClock:
         return by_step or by_time or self._soon
 
     def soon(self) -> None:
-        """One follows the next batch."""
+        """Make a checkpoint due after the next batch."""
         self._soon = True
 
     def saved(self, began_s: float) -> str:
-        """Note that a checkpoint begun at `began_s` is complete. Returns its cost in words."""
+        """Note that a checkpoint that was started at `began_s` is complete. Returns its cost in words."""
         now_s = time.monotonic()
         took_s, since_s = now_s - began_s, now_s - self._saved_s
         self._saved_s, self._soon = now_s, False

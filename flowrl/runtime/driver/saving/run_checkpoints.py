@@ -24,7 +24,7 @@ from flowrl.runtime.telemetry.view import View
 
 
 class RunCheckpoints:
-    """`fail(error)` ends the run for an error whose cause another one would hide."""
+    """`fail(error)` ends the run with `error`, which an error that follows from it would hide."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RunCheckpoints:
         self._clock = CheckpointClock(job.options)
         plan, nodes = job.plan, job.graph.nodes
         self._own_clocks = [name for name in plan.own_clock if nodes[name].gang]
-        """The trainers that have to be halted; the others stand at the end of a batch."""
+        """The trainers that have to be halted; the others wait at the end of a batch."""
         at_barrier = [name for name in plan.trainers if name not in plan.own_clock]
         self._snapshotter = Snapshotter(
             orders, nodes, job.run_dir, (*at_barrier, *self._own_clocks), keep=job.options.keep, shared=shared
@@ -59,11 +59,11 @@ class RunCheckpoints:
         return self._clock.is_due(version)
 
     def soon(self) -> None:
-        """One follows the next batch."""
+        """Make a checkpoint due after the next batch."""
         self._clock.soon()
 
     async def put_back(self) -> list[Any]:
-        """Send the hosts what the checkpoint holds that the run goes on from. Returns its messages; [] without one."""
+        """Send the hosts the content of the checkpoint that the run resumes. Returns its messages, or []."""
         if self._job.resume_from is None:
             return []
         state = await asyncio.to_thread(checkpoint.read_state, self._job.resume_from)
@@ -77,7 +77,7 @@ class RunCheckpoints:
         self._view.progress("driver", f"best so far: {best.score:.3f} at step {best.step}")
 
     async def at_batch_end(self, version: int, *, best: Best | None = None) -> None:
-        """Write a checkpoint while the trainers stand at the end of the batch that made `version`."""
+        """Write a checkpoint while the trainers wait at the end of the batch that made `version`."""
         accounting = self._records.accounting
         accounting.pause_admission("checkpoint")
         try:
@@ -92,7 +92,7 @@ class RunCheckpoints:
     async def write(self, version: int, *, best: Best | None = None) -> None:
         """Write one consistent snapshot through the graph, and make it the newest checkpoint.
 
-        The lines of all steps until then are written first: a run that goes on from here never writes them.
+        The metrics lines of all steps until then are written first: a run that resumes from here never writes them.
         """
         start_s = time.monotonic()
         with self._lookout.doing(f"the checkpoint of step {version}"), writing(self._job.run_dir):

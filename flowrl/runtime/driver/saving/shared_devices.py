@@ -1,10 +1,10 @@
 """Lends time-shared GPUs to the trainers during a checkpoint, one trainer after the other, to export their weights.
 
-A trainer gets its GPU when the node that has it gives it back, at the end of its last open invocation. In a pause that
-might never come, because an invocation may wait for what is paused. So the other nodes give their GPUs back first,
-while the graph still runs: they take nothing new, and get the GPUs again after the checkpoint.
+A trainer gets its GPU when the node that has it gives it back, at the end of that node's last open invocation. During a
+pause, that end might never come, because an invocation may wait for something that is paused. So the other nodes give
+their GPUs back first, while the graph still runs: they take nothing new, and get the GPUs again after the checkpoint.
 
-Waits: for the open invocations of the nodes that have a GPU which a trainer uses too.
+Waits: for the open invocations of the nodes that have a GPU that a trainer also uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowrl.runtime.driver.processes.orders import Orders
 
 
 class SharedDevices:
-    """The leases of one run that are about GPUs."""
+    """The GPU leases of one run."""
 
     def __init__(self, locks: Locks, orders: Orders) -> None:
         self._locks = locks
@@ -27,7 +27,7 @@ class SharedDevices:
 
     @asynccontextmanager
     async def for_trainers(self) -> AsyncIterator[None]:
-        """Inside, of the nodes that use GPUs in turns only trainers get them."""
+        """Inside, the GPUs that trainers share with other nodes go only to trainers."""
         trainers = set(self._orders.plan.trainers)
         sharing = [host for host in self._orders.plan.hosts if host.lease and host.gpus]
         training = {host.lease: set[str]() for host in sharing}

@@ -1,7 +1,7 @@
 """Takes snapshots of the running hosts and restores them; `checkpoints.checkpoint` defines what a snapshot is.
 
-If a host is lost while its part is collected, the others go on, and the snapshot is taken anew: what the lost one has
-not reported is reported by others, once they know and are not paused.
+If a host is lost while the snapshot is collected, the other hosts resume, and the snapshot is taken again: what the
+lost host has not reported is reported by other hosts, once they know of the loss and are not paused.
 
 Waits: for invocations to end or to wait, for messages in transit to arrive, and for the threads that write.
 """
@@ -28,13 +28,13 @@ from flowrl.runtime.ledger.ledger_file import LEDGER
 T = TypeVar("T")
 
 ASKED_FOR = 50
-"""Rounds in which messages and waits of the hosts must both stop moving; after them only messages must."""
+"""Number of rounds in which both messages and waits of the hosts must stop moving; later only messages must."""
 
 
 class Snapshotter:
-    """Snapshots of one run. While one is taken, the trainers stand at a batch's end and admission is closed.
+    """Snapshots of one run. While one is taken, the trainers wait at a batch's end and admission is closed.
 
-    `halted` nodes do nothing until it is written, so their files may be written when the others go on.
+    `halted` nodes do nothing until the snapshot is written, so their files may be written after the other nodes resume.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Snapshotter:
     ) -> str:
         """Write a snapshot as the newest checkpoint, and `best` to best.json; returns the checkpoint's name.
 
-        The last `keep` of the older checkpoints stay, and so do those of the `spared` steps.
+        The newest `keep` checkpoints stay, including this one, and so do those of the `spared` steps; `keep` 0 keeps
+        all.
         """
         version = facts["version"]
         final = self._run_dir / "checkpoints" / f"step_{version:06d}"
@@ -84,8 +85,8 @@ class Snapshotter:
     async def take(self, facts: Mapping[str, Any], directory: Path, accounting: Accounting) -> str:
         """Pause the graph, collect its state, resume it, and write the state and `facts` below `directory`.
 
-        Nodes write their own files: halted ones when the others go on, all others while the graph is paused.
-        Returns the head of the ledger in the snapshot.
+        Nodes write their own files: halted nodes after the others have resumed, all other nodes while the graph is
+        paused. Returns the head of the ledger in the snapshot.
         """
         num_lost = self._orders.num_lost
         snapshot = await self._collected(directory)
@@ -107,7 +108,7 @@ class Snapshotter:
             return head
 
     async def _collected(self, directory: Path) -> checkpoint.Snapshot:
-        """Pause the graph and collect its state, but for what `_take_kept` takes."""
+        """Pause the graph and collect its state, except what `_take_kept` takes."""
         orders, snapshot = self._orders, checkpoint.Snapshot()
         for prefixes in await orders.on_nodes(self._with_method("snapshot"), "snapshot"):
             snapshot.prefixes.update(prefixes)
@@ -133,15 +134,15 @@ class Snapshotter:
         await self._orders.on_nodes(chosen, "checkpoint", path=str(directory))
 
     async def _take_kept(self, host: str, snapshot: checkpoint.Snapshot) -> None:
-        """Take the messages and records that the host has set aside for this snapshot; meanwhile it goes on."""
+        """Take the messages and records that the host has set aside for this snapshot; the host runs meanwhile."""
         while page := await self._orders.page(host, "kept"):
             snapshot.take(checkpoint.unpage(page))
 
     async def _until_still(self) -> None:
         """Wait until nothing is in transit between any two hosts: an arriving credit or ack may trigger another.
 
-        The hosts are paused, so this traffic ends. Requests made outside of invocations may continue forever; the
-        snapshot contains nothing of them, so the wait for them is limited to ASKED_FOR rounds.
+        The hosts are paused, so this traffic ends. Requests made outside of invocations may continue forever. The
+        snapshot contains nothing of such requests, so the wait for them is limited to ASKED_FOR rounds.
         """
         before: list[list[int]] = []
         for number in itertools.count():
@@ -163,7 +164,7 @@ class Snapshotter:
         await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
 
     def _kept_of(self, host: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The states and cursors of the replicas in that host; which of them sent a message is not known."""
+        """The states and cursors of the replicas in that host, and all ids in "sent", whose sender is not known."""
         mine = self._orders.replicas_in(host)
         return {
             "sent": state["sent"],
@@ -193,5 +194,5 @@ async def to_its_end(work: Callable[[threading.Event], T]) -> T:
         while not thread.done():
             with suppress(asyncio.CancelledError):  # a second cancel must not leave the thread writing
                 await asyncio.wait((thread,))
-        thread.exception()  # mark its exception as retrieved: nobody else waits for it
+        thread.exception()  # mark its exception as retrieved: nothing else awaits it
         raise

@@ -1,20 +1,22 @@
-"""Attention over a forest in blocks: stems on themselves and short ones before them, and what follows a long one on it.
+"""Attention over a forest, computed in blocks of queries and keys.
 
-The places that continue a stem are one range, so the keys of a long stem are multiplied once with all of their queries.
-Such partial results are merged by the logarithms of the sums of their weights, as in flash attention. A short prefix is
-repeated among the keys of each stem behind it, which costs less than to merge. The backward pass computes the scores
-again. Blocks of similar size are padded to one batch. A batch is cut so that its scores stay in the cache; those of 16
-queries of one block are computed at once however many keys they see.
+One block has a stem's places as queries, with the stem and the short stems before it as keys. Another has all places
+that follow a long stem as queries, with that stem as keys. The places that continue a stem are one range, so the keys
+of a long stem are multiplied once with all queries of that range. Such partial results are merged by the logarithms of
+the sums of their weights (log-sum-exps), as in flash attention. A short prefix is repeated among the keys of each stem
+behind it, which costs less than merging. The backward pass computes the scores again. Blocks of similar size are padded
+to one batch. A batch is split so that its scores stay in the cache, but the scores of 16 queries of one block are
+computed at once, however many keys they see.
 
-Memory: of the keys that are repeated there are at most `REPEATED_IN_ALL` for each place of the stems that have them, in
-the mean, so what is held grows with the number of tokens, however many stand before them.
+Memory: on average, at most `REPEATED_IN_ALL` keys are repeated for each place of the stems that use them. So memory
+grows with the number of tokens, however many tokens precede them.
 
-Scores, softmax and the sums over blocks are in fp32, whatever the dtype of the model; the logarithms of the sums of
-weights are merged in fp64. Of a model in bfloat16, on a CPU that multiplies fast in it, both factors of the products
-that do not give scores or their gradients are rounded to bfloat16, and so is each block's result before it is summed.
+Scores, softmax and the sums over blocks are in fp32, whatever the dtype of the model; log-sum-exps are merged in fp64.
+For a model in bfloat16, on a CPU that is fast in bfloat16, both factors of every product that does not give scores or
+their gradients are rounded to bfloat16. So is each block's result, before it is summed.
 
-Axes: L places; of a block, B blocks of one batch, Q queries and K keys; h heads of keys, g queries' heads of each,
-D channels; N heads times blocks, X queries times their heads. A table has a row for each head of keys and place, hL.
+Axes: L places; B blocks of one batch, Q queries and K keys of a block; h heads of keys, g heads of queries for each
+head of keys, D channels; N = h·B, X = Q·g. A table has hL rows: one for each head of keys and place.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.forest import Forest, Stem
 
 SCORES_A_CHUNK = 1 << 18
-"""Scores that are computed at a time, 1 MiB in fp32."""
+"""Number of scores that are computed at a time, 1 MiB in fp32."""
 PADDED_SHARE = 0.6
-"""A batch takes a smaller block only if at least this share of the scores are then those of queries and keys."""
+"""A batch takes a smaller block only if at least this share of its scores is then not padding."""
 REPEATED_A_QUERY = 4
-"""Most keys of a prefix that are repeated, for each place of the stems behind it that are not long, in the mean."""
+"""Most repeated keys of one prefix for each place of the stems behind it that are not long, on average."""
 REPEATED_IN_ALL = 8
-"""As above, of all prefixes on the way from the root that are repeated for the same stem."""
+"""The same for all prefixes together that lie on the path from the root and are repeated for the same stem."""
 LONG = 256
-"""Most places of a stem whose repeated prefixes are in one block with its own places, and not in a block apart."""
+"""Most places of a stem whose own block also has its repeated prefixes; those of a longer one have another block."""
 Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Queries `q_start` to `q_stop` on the keys at some places."""
+    """Queries at the places `q_start` to `q_stop`, with the keys at the places `k_K`."""
 
     q_start: int
     q_stop: int
@@ -62,7 +64,7 @@ class KeyBlock:
 
     @property
     def seen_Q(self) -> Places:
-        """How many of the keys each query sees, from the first on."""
+        """How many keys each query sees, counted from the first key."""
         queries, keys = self.shape
         return np.arange(keys - queries, keys) + 1 if self.causal else np.full(queries, keys)
 
@@ -75,7 +77,7 @@ class BlockBatch:
     """Places of the queries; a padded one repeats place 0."""
     k_BK: Places
     seen_BQ: Places
-    """How many of the keys each query sees, from the first on; 0 at padding."""
+    """How many keys each query sees, counted from the first key; 0 at padding."""
 
     @classmethod
     def of(cls, blocks: Sequence[KeyBlock]) -> BlockBatch:
@@ -85,7 +87,7 @@ class BlockBatch:
         return cls(q_BQ, _padded([block.k_K for block in blocks], keys), seen_BQ)
 
     def parts(self, num_heads: int) -> Iterator[list[BlockBatch]]:
-        """Batches whose scores fit into a chunk or are those of 16 queries, in lists that have the same keys."""
+        """Batches whose scores fit into a chunk, or of 16 queries. The batches of one list have the same keys."""
         (blocks, queries), keys = self.q_BQ.shape, self.k_BK.shape[1]
         most = SCORES_A_CHUNK // num_heads
         if blocks * queries * keys <= most:
@@ -100,27 +102,27 @@ class BlockBatch:
             yield [BlockBatch(self.q_BQ[:, part], self.k_BK, self.seen_BQ[:, part]) for part in some]
 
     def _trimmed(self, some: slice) -> BlockBatch:
-        """Some of the blocks, without padding that all of them have."""
+        """Some of the blocks, without the padding that all of these have in common."""
         seen_BQ = self.seen_BQ[some]
         queries = (seen_BQ > 0).sum(axis=1).max()
         return BlockBatch(self.q_BQ[some, :queries], self.k_BK[some, : seen_BQ.max()], seen_BQ[:, :queries])
 
 
 class PlaceRows:
-    """Places [B, n] of blocks as rows of tables of h heads and L places: N is h times B."""
+    """Maps places [B, n] of blocks to rows of tables of h heads and L places; N = h·B."""
 
     def __init__(self, places_Bn: Places, num_heads: int, num_places: int, device: torch.device) -> None:
         self.num_heads, self.device = num_heads, device
         self._num, self._places = num_heads * len(places_Bn), num_places
         self.range = _range_of(places_Bn)
         self.rows: Tensor | None = None
-        """A row for each head and place [hBn], if these are not one range."""
+        """The row of each head and place, [hBn]; None if the places are one range."""
         if self.range is None:
             rows = num_places * np.arange(num_heads)[:, None, None] + places_Bn
             self.rows = torch.from_numpy(rows.reshape(-1)).to(device)
 
     def of(self, table: Tensor) -> Tensor:
-        """[N, n, ...]: of one range a view, else a copy."""
+        """The rows of `table`, [N, n, ...]: a view if the places are one range, else a copy."""
         if self.rows is None:
             return table.view(self.num_heads, self._places, *table.shape[1:])[:, self.range]
         return table.index_select(0, self.rows).view(self._num, -1, *table.shape[1:])
@@ -132,14 +134,14 @@ class PlaceRows:
 
 
 class Chunk:
-    """Blocks that are computed at once.
+    """Blocks that are computed together.
 
-    What it holds is small: rows of queries and keys that are not one range, and a mask of the keys that only some of
-    the queries see. The chunks of one block have the same rows of keys.
+    A chunk stores little: the rows of queries and keys that are not one range, and a mask of the keys that only some of
+    the queries see. The chunks of one block share the rows of its keys.
     """
 
     def __init__(self, batch: BlockBatch, q: PlaceRows, k: PlaceRows, *, first: bool) -> None:
-        """`first`: the queries met no keys before."""
+        """`first`: no earlier chunk has these queries."""
         self.first = first
         self._q, self._k, self._keys = q, k, int(batch.seen_BQ.max())
         is_real_BQ = batch.seen_BQ > 0
@@ -151,18 +153,18 @@ class Chunk:
         seen_BQ = np.where(is_real_BQ, batch.seen_BQ, self._keys)
         self._seen_by_all = int(seen_BQ.min())
         self._hidden_BQ1K: Tensor | None = None
-        """−inf where a query does not see a key, 0 elsewhere; of the keys that not all see, if there are any."""
+        """−inf where a query does not see a key, else 0; only for keys that not all queries see. None: no such keys."""
         if self._seen_by_all < self._keys:
             hidden_BQK = torch.from_numpy(np.arange(self._seen_by_all, self._keys) >= seen_BQ[..., None]).to(k.device)
             hidden = torch.zeros(hidden_BQK.shape, device=k.device).masked_fill_(hidden_BQK, -torch.inf)
             self._hidden_BQ1K = hidden[:, :, None]
 
     def queries(self, table: Tensor) -> Tensor:
-        """[N, Q, ...] of the queries; at padding, of some place."""
+        """The queries' rows of `table`, [N, Q, ...]; at padding, the row of an arbitrary place."""
         return self._q.of(table)
 
     def put(self, table: Tensor, rows_NQ: Tensor) -> None:
-        """Write rows of the queries."""
+        """Write the queries' rows of `table`."""
         if self._q.rows is None:
             self._q.of(table).copy_(rows_NQ)
         else:
@@ -177,7 +179,7 @@ class Chunk:
             table.index_add_(0, places, rows)
 
     def keys(self, table: Tensor) -> Tensor:
-        """[N, K, D]"""
+        """The keys' rows of `table`, [N, K, D]."""
         return self._k.of(table)[:, : self._keys]
 
     def add_to_keys(self, table: Tensor, rows_NKD: Tensor) -> None:
@@ -209,18 +211,18 @@ def _range_of(places: Places) -> slice | None:
 
 
 class Cascade:
-    """The blocks of one forest: together, every query meets every key that it sees exactly once."""
+    """The blocks of one forest. In all of them together, every query meets each key that it sees exactly once."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self._num_places, self._device = len(forest), device
         own, behind = _blocks(forest)
         self.own = tuple(alike(own))
-        """Blocks in batches; each place is a query in exactly one of these."""
+        """Blocks in batches; each place is a query in exactly one of these blocks."""
         self.behind = tuple(part for blocks in behind for part in alike(blocks))
         self._chunks: dict[tuple[int, int], tuple[Chunk, ...]] = {}
 
     def chunks(self, q_heads: int, k_heads: int) -> tuple[Chunk, ...]:
-        """What is computed after each other, for a model with so many heads."""
+        """The chunks in the order of computation, for a model with these numbers of heads."""
         if (q_heads, k_heads) not in self._chunks:
             self._chunks[q_heads, k_heads] = tuple(
                 chunk
@@ -241,12 +243,12 @@ class Cascade:
 
 
 def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
-    """(a block for each stem, further blocks in lists without a place that is a query twice)."""
+    """(one block for each stem, lists of further blocks). Within a list, no place is a query twice."""
     place = np.arange(len(forest))
     own: list[KeyBlock] = []
     apart: list[KeyBlock] = []
     behind: defaultdict[int, list[KeyBlock]] = defaultdict(list)
-    repeated: list[tuple[int, Places]] = []  # on the way from the root: (where it ends, keys repeated up to there)
+    repeated: list[tuple[int, Places]] = []  # on the path from the root: (end, keys repeated up to there)
     stems = forest.stems()
     for stem, (num, size) in zip(stems, _short_behind(stems), strict=True):
         while repeated and repeated[-1][0] <= stem.start:
@@ -270,7 +272,7 @@ def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
 
 
 def _short_behind(stems: Sequence[Stem]) -> list[tuple[int, int]]:
-    """(number, places) of the stems behind each stem that are not long."""
+    """For each stem, (number, places) of the stems behind it that are not long."""
     sizes = np.array([stem.stop - stem.start for stem in stems])
     sizes[sizes > LONG] = 0
     sums = np.pad(np.stack((sizes > 0, sizes), axis=1).cumsum(axis=0), ((1, 0), (0, 0)))
@@ -279,7 +281,7 @@ def _short_behind(stems: Sequence[Stem]) -> list[tuple[int, int]]:
 
 
 def alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
-    """Blocks in parts of similar sizes, the largest first."""
+    """Lists of blocks of similar sizes, the largest blocks first."""
     part: list[KeyBlock] = []
     used = widest = 0
     for block in sorted(blocks, key=lambda block: (-block.shape[1], -block.shape[0], block.q_start)):
@@ -330,7 +332,7 @@ class _CascadeAttention(torch.autograd.Function):
             chunk.put(lse_table, lse)
         ctx.cascade, ctx.scale = cascade, scale
         out = _by_place(out_table, q.shape[1], k_heads, q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse_table.float())  # the result is what the next layer keeps, too
+        ctx.save_for_backward(q, k, v, out, lse_table.float())  # `out` costs nothing: the next layer keeps it too
         return out
 
     @staticmethod
@@ -365,7 +367,7 @@ class _CascadeAttention(torch.autograd.Function):
 
 
 def _merged(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [N, Q, gD] with log-sum-exps [N, Q, g] to the keys of both."""
+    """Attention [N, Q, gD] to the keys of both results, with its log-sum-exps [N, Q, g]."""
     both = torch.logaddexp(lse, further_lse)
     merged = out.view(*lse.shape, -1) * (lse - both).float().exp_()[..., None]
     merged.addcmul_(further.view_as(merged), (further_lse - both).float().exp_()[..., None])
@@ -378,7 +380,7 @@ def _is_fast_in_bfloat16() -> bool:
 
 
 def _factor_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of factors of products, other than those that give scores and their gradients."""
+    """The dtype of the factors of all products except those that give scores and their gradients."""
     fast = q.dtype == torch.bfloat16 and q.device.type == "cpu" and _is_fast_in_bfloat16()
     return torch.bfloat16 if fast else torch.float32
 

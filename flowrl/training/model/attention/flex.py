@@ -35,12 +35,13 @@ def block_mask(ends_L: Tensor) -> Any:
 
 
 def _seen_blocks(ends_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether some, and whether all queries of the row's block see keys of the column's: (partial, full), both [N, N].
+    """(partial, full), both [N, N]: whether some or all of the row's block of queries see the column's block of keys.
 
-    Those that see a key are one range from the key on. So the range of a key in an earlier block meets a block of
-    queries if it ends behind the block's start, and covers the block if it ends at the block's stop or later: the
-    last and the first of the ends in a block of keys decide. Behind the last place is padding, seen by none and
-    seeing none: a block with padding is never full, and no end reaches its stop.
+    The queries that see a key are one range, which starts at the key. So the range of a key in an earlier block meets a
+    block of queries if the range ends behind the block's start, and covers the block if the range ends at the block's
+    stop or later. For a block of keys, the last end decides the first question, and the first end the second. Behind
+    the last place is padding, which nothing sees and which sees nothing: a block with padding is never full, because no
+    end reaches its stop.
     """
     ends_NP = pad(ends_L, (0, -len(ends_L) % BLOCK)).view(-1, BLOCK)
     start_N1 = torch.arange(len(ends_NP), device=ends_L.device)[:, None] * BLOCK
@@ -50,7 +51,7 @@ def _seen_blocks(ends_L: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the number of its columns that are True, [1, 1, N], and all columns, these first, [1, 1, N, N]."""
+    """For each row, the number of its True columns, [1, 1, N], and all columns, True ones first, [1, 1, N, N]."""
     columns_NN = blocks_NN.int().argsort(dim=-1, descending=True, stable=True)
     return blocks_NN.sum(-1).int()[None, None], columns_NN.int()[None, None]
 

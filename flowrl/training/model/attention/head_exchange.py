@@ -1,10 +1,11 @@
 """Attention of a model whose ranks have a slice of the positions each (Ulysses, arXiv 2309.14509).
 
-Everything but attention works position by position. For attention, the ranks of a group exchange what they have: each
-gives its positions of all heads and receives all positions of its heads, so every kernel sees whole sequences; after
-it, the way back. A forward pass with the keyword `exchange` does that around the implementation that the model was
-loaded with, whichever it is, or has a ring in its place (`ring`); without the keyword nothing changes. Gradient
-checkpointing repeats a layer with the same keywords, and the exchanges with it, in the same order on all ranks.
+Everything except attention works position by position. For attention, the ranks of a group exchange data: each rank
+sends its positions of all heads and receives all positions of its heads, so every kernel sees whole sequences. After
+the kernel, the results are exchanged back. A forward pass with the keyword `exchange` does that around the
+implementation that the model was loaded with, whichever it is, or uses a ring instead of it (`ring`). Without the
+keyword nothing changes. Gradient checkpointing repeats a layer with the same keywords, and so repeats the exchanges, in
+the same order on all ranks.
 
 Axes: R rows, L positions and l of one rank, h heads, D channels, N ranks.
 """
@@ -27,18 +28,18 @@ from flowrl.training.model.attention.sight import Sight
 
 Implementation = Callable[..., tuple[Tensor, Any]]
 WITH_BOUNDS = ("flash", "varlen")
-"""In the names of implementations that separate the sequences of a packed row by their ends, without a mask."""
+"""Parts of names of implementations that separate the sequences of a packed row by their ends, without a mask."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The keyword of a pass over slices."""
+    """The value of the keyword `exchange` in a pass over slices."""
 
     group: SequenceGroup
     sight: Sight
 
     def ring(self, query: Tensor, **kwargs: Any) -> Ring:
-        """A layer's attention by a ring, from the keywords that the layer gives."""
+        """The ring that computes a layer's attention, from the keywords that the layer passes."""
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return Ring(self.group, self.sight, scale, kwargs.get("sliding_window"), kwargs.get("softcap"))
@@ -79,9 +80,9 @@ class Exchanging:
 
 
 def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-    """The "eager" attention of the module's own architecture, which adds a mask and, unlike others, cannot do without.
+    """The "eager" attention of the module's own architecture. It adds a mask and, unlike others, needs one.
 
-    Only some architectures have a soft cap (Gemma 2), and nothing but their own function computes it.
+    Only some architectures have a soft cap (Gemma 2), and only their own function computes it.
     """
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -93,11 +94,11 @@ def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
 
 
 def make_exchanging(name: str) -> None:
-    """Let transformers' implementation `name` know the keyword. Its name stays, because kernels are chosen by it."""
+    """Make transformers' implementation `name` accept the keyword. The name stays, because kernels are chosen by it."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    known = ALL_ATTENTION_FUNCTIONS.get(name, _eager)  # "eager" alone is not in the table
+    known = ALL_ATTENTION_FUNCTIONS.get(name, _eager)  # only "eager" is not in the table
     if not isinstance(known, Exchanging):
         AttentionInterface.register(name, Exchanging(known, name))
 
@@ -105,7 +106,7 @@ def make_exchanging(name: str) -> None:
 def to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Queries, keys and values [R, h, l, D] of this rank's positions as [R, h/N, L, D] of its heads, in one exchange.
 
-    Heads of keys are repeated where their number is no multiple of N: each rank then has those of its queries.
+    Heads of keys are repeated if their number is not a multiple of N, so that each rank has those of its queries.
     """
     repeats = lcm(key.shape[1], group.size) // key.shape[1]
     tensors = [query, *(one.repeat_interleave(repeats, dim=1) if repeats > 1 else one for one in (key, value))]
@@ -135,7 +136,7 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:
 
 
 def _exchanged(group: SequenceGroup, tensor_N: Tensor) -> Tensor:
-    """The nth part goes to rank n, and that from rank n takes its place. DeepSpeed's operator, over NCCL and gloo."""
+    """Send the nth part to rank n; the part from rank n takes its place. Uses DeepSpeed's operator (NCCL and gloo)."""
     from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
 
     register_all_to_all_group(group.process_group)
@@ -145,7 +146,7 @@ def _exchanged(group: SequenceGroup, tensor_N: Tensor) -> Tensor:
 
 @contextmanager
 def _groups(module: nn.Module, queries_a_key: int) -> Iterator[None]:
-    """Within this context the module says that so many heads of queries share one of keys."""
+    """Within this context the module says that `queries_a_key` heads of queries share one head of keys."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == queries_a_key:
         yield

@@ -1,11 +1,13 @@
-"""Ring attention (arXiv 2310.01889): a rank keeps its queries, and the keys and values of all ranks come by.
+"""Ring attention (arXiv 2310.01889): a rank keeps its queries, and gets the keys and values of all ranks.
 
-Every rank begins with its own keys and values. While it computes a block, that block goes on to the next rank and the
-one of the rank before arrives; after as many blocks as there are ranks, each query has met every key. Results of blocks
-are merged by their log-sum-exp. Backward the keys and values come by again, and their gradient travels behind them:
-each rank adds what its queries contribute, and the last hop takes it home. Sums are in fp32 whatever the model's dtype.
+Every rank starts with its own keys and values. While it computes with this block, it sends the block to the next rank
+and receives that of the rank before. After as many blocks as there are ranks, each query has met every key. Results of
+blocks are merged by their log-sum-exps. In the backward pass the keys and values take the same path again, and their
+gradient follows them: each rank adds what its queries contribute, and the last hop brings the gradient back to the rank
+of these keys. Sums are in fp32 whatever the model's dtype.
 
-A rank has two runs of positions (`sequence_group`), so it needs half of each foreign block, and no mask for that half.
+A rank has two runs of positions (`sequence_group`), so with another rank's block it computes half of the scores, and
+needs no mask for them.
 
 Waits: for the neighbours' blocks; all ranks of a group make the same hops in the same order.
 
@@ -36,7 +38,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class RingBlock:
-    """The queries of this rank that see something of a source's keys, and the keys of which they see something."""
+    """The queries of this rank that see any key of a source rank, and the keys that any of these queries sees."""
 
     queries: slice
     keys: slice
@@ -54,7 +56,7 @@ class Ring:
     cap: float | None = None
 
     def block(self, step: int, q: Tensor, v: Tensor) -> RingBlock:
-        """What the rank computes in this step; its own block is first."""
+        """What the rank computes in this step; in step 0 it computes its own block."""
         source, half = (self.group.rank - step) % self.group.size, q.shape[2] // 2
         queries = slice(half, None) if source > self.group.rank else ALL
         keys = slice(0, half) if source < self.group.rank else ALL
@@ -64,7 +66,7 @@ class Ring:
         return RingBlock(queries, keys, flash(self.scale, causal=step == 0))
 
     def _seen(self, source: int, queries: slice, keys: slice) -> Callable[[slice], tuple[slice, Tensor]]:
-        """For some of these queries, the keys neither too late nor beyond their windows, and who sees which."""
+        """Slice of these queries -> (keys neither after them nor before their windows, which query sees which)."""
         length, device = self.sight.length, self.sight.device
         asking_Q = self.group.columns_l(length, self.group.rank)[queries]
         looked_at_K = self.group.columns_l(length, source)[keys]
@@ -119,14 +121,14 @@ class _RingAttention(torch.autograd.Function):
             for part, sums in zip(parts[1:], _parted(gradient, k), strict=True):
                 sums[:, :, block.keys] += part
             arrived = start_hop(ring.group, gradient)
-            del parts, gradient  # before the next block is computed
+            del parts, gradient  # frees them before the next block is computed
         assert arrived is not None
         dk, dv = _parted(arrived(), k)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _coming_by(group: SequenceGroup, own: Tensor) -> Iterator[Tensor]:
-    """The rank's own keys and values and then those of the ranks before it; each goes on while it is looked at."""
+    """The rank's own keys and values, then those of the ranks before it. Each is sent on while the caller uses it."""
     for _ in range(group.size - 1):
         arrived = start_hop(group, own)
         yield own
@@ -135,7 +137,7 @@ def _coming_by(group: SequenceGroup, own: Tensor) -> Iterator[Tensor]:
 
 
 def _parted(keys_values: Tensor, key: Tensor) -> Sequence[Tensor]:
-    """Keys and values, or their gradients, that stand side by side in the channels."""
+    """Keys and values, or their gradients, split: they are concatenated along the channels."""
     return keys_values.tensor_split((key.shape[-1],), dim=-1)
 
 
@@ -149,13 +151,13 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Merged:
-    """What the queries have found at all keys that came by: attended, and the log-sum-exp of the scores."""
+    """The queries' results over all keys so far: attention, and the log-sum-exp of the scores."""
 
     out: Tensor
     lse: Tensor
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what some of the queries found at further keys, which may be nothing: a log-sum-exp of -inf."""
+        """Merge results of some of the queries over further keys. A query that sees none of them has -inf as `lse`."""
         before = self.lse[:, :, queries].clone()
         after = torch.logaddexp(before, lse)
         kept, new = ((one - after).exp_()[..., None] for one in (before, lse))
@@ -164,9 +166,9 @@ class _Merged:
 
 
 def start_hop(group: SequenceGroup, sent: Tensor) -> Callable[[], Tensor]:
-    """Send to the next rank. The result, called once, waits and is what the rank before has sent.
+    """Send to the next rank. The returned function, called once, waits for and returns what the rank before sent.
 
-    Until then `sent` must not change.
+    Until that call returns, `sent` must not change.
     """
     from torch.distributed import P2POp, batch_isend_irecv, get_global_rank, irecv, isend
 
@@ -180,7 +182,7 @@ def start_hop(group: SequenceGroup, sent: Tensor) -> Callable[[], Tensor]:
         while hops:
             hops.pop(0).wait()
         received: Tensor = operations[1].tensor
-        operations.clear()  # what was sent is kept until now, and no longer
+        operations.clear()  # frees what was sent, which was needed until now
         return received
 
     return arrived

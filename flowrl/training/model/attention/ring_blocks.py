@@ -1,10 +1,10 @@
-"""The kernels of a block of ring attention: the queries of one rank at the keys and values of one rank.
+"""The kernels of a block of ring attention: the queries of one rank with the keys and values of one rank.
 
-A kernel gives the attention of each query to these keys alone, and the logarithm of the sum of its weights (its
-log-sum-exp), by which blocks are merged. Backward it is given the result and the log-sum-exp over *all* keys, from
-which the weights of this block follow without the other blocks.
+A kernel computes the attention of each query to only these keys, and the logarithm of the sum of the query's weights
+(its log-sum-exp), by which blocks are merged. In the backward pass it gets the result and the log-sum-exp over *all*
+keys, from which the weights of this block follow without the other blocks.
 
-Axes: R rows, h heads of queries (k of keys, g queries' heads of each), Q queries, K keys, D channels of a head.
+Axes: R rows, h heads of queries, k of keys (g = h/k), Q queries, K keys, D channels of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SCORES_A_CHUNK = 1 << 24
-"""Scores that `PlainBlock` computes at a time, 64 MiB in fp32."""
+"""Number of scores that `PlainBlock` computes at a time, 64 MiB in fp32."""
 CAPABILITY = (8, 0)
 """Lowest compute capability of a GPU that torch's flash attention runs on."""
 WIDEST_HEAD = 256
@@ -37,7 +37,7 @@ class BlockKernel(Protocol):
 
 @dataclass(frozen=True)
 class CpuFlashBlock:
-    """torch's flash attention on a CPU. `causal`: the nth query sees the first n keys; else every query all."""
+    """torch's flash attention on a CPU. `causal`: the nth query sees the first n keys; else every query sees all."""
 
     scale: float
     causal: bool
@@ -57,7 +57,7 @@ class CpuFlashBlock:
 
 @dataclass(frozen=True)
 class CudaFlashBlock:
-    """torch's flash attention on a GPU, in 16 bits. It wants as many heads of keys as of queries."""
+    """torch's flash attention on a GPU, in 16 bits. It needs as many heads of keys as of queries."""
 
     scale: float
     causal: bool
@@ -73,7 +73,7 @@ class CudaFlashBlock:
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, each = k.shape[1], q.shape[1] // k.shape[1]
         k, v = (one.repeat_interleave(each, dim=1) for one in (k, v))
-        rows = (None, None, q.shape[2], k.shape[2])  # all have one length, so no ends
+        rows = (None, None, q.shape[2], k.shape[2])  # all rows have one length
         undropped = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
         dq, *repeated = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), *rows, 0.0, self.causal, *undropped, scale=self.scale
@@ -84,11 +84,11 @@ class CudaFlashBlock:
 
 @dataclass(frozen=True)
 class PlainBlock:
-    """Any mask and a soft cap, in fp32, some queries at a time."""
+    """Attention with any mask and a soft cap, computed in fp32, some queries at a time."""
 
     scale: float
     seen: Callable[[slice], tuple[slice, Tensor]]
-    """Slice of queries -> slice of the keys that any of them sees, and the mask [queries, keys]."""
+    """Slice of queries -> (slice of the keys that any of them sees, mask [queries, keys])."""
     cap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class PlainBlock:
             yield slice(start, min(queries, start + step))
 
     def _scores(self, q_RkgQD: Tensor, k: Tensor, seen_QK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores [R, k, g, Q, K], and the slope of their cap."""
+        """Scores [R, k, g, Q, K], and the slope of the soft cap at them, None without a cap."""
         scores = _apart(q_RkgQD.flatten(2, 3) @ k.mT, q_RkgQD).mul_(self.scale)
         slope = None
         if self.cap is not None:
@@ -159,7 +159,7 @@ def _apart(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor, seen_QK: Tensor) -> Tensor:
-    """Weights from scores, which they overwrite; 0 where nothing is seen, also where the log-sum-exp is of nothing."""
+    """Weights, written over the scores; 0 at keys that are not seen, also for a query that sees none (`lse` -inf)."""
     return scores.sub_(lse[..., None]).exp_().masked_fill_(~seen_QK, 0.0)
 
 

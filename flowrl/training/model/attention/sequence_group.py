@@ -1,7 +1,7 @@
 """The ranks that share each micro-batch, which positions each of them has, and how their results come together.
 
 With Ulysses a rank has one run of neighbouring positions. With a ring it has two, the nth from the beginning and the
-nth from the end: a place looks at every place before it, so all ranks compute the same number of scores.
+nth from the end. Because a place looks at every place before it, this gives all ranks the same number of scores.
 
 Axes: L positions, l of one rank, N values of the micro-batch, M of this rank.
 """
@@ -72,10 +72,10 @@ class _Whole(torch.autograd.Function):
 
 
 def whole(values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
-    """The values of all ranks, [number], on each of them; `mine_M` says which of them are `values_M`.
+    """The values of all ranks, [number], on every rank; `mine_M` are the indices of `values_M` among them.
 
-    Every rank computes the same loss of them, and its gradient goes into its own values only: the gradients of the
-    ranks add up to that of one loss.
+    Every rank computes the same loss from these values, but its gradient flows only into the rank's own values. So the
+    gradients of the ranks add up to that of one loss.
     """
     found: Tensor = _Whole.apply(values_M, mine_M, number, group)  # type: ignore[no-untyped-call]
     return found

@@ -24,7 +24,7 @@ from flowrl.training.model.attention.rule import Kernel, choose_kernel
 TREE = "flowrl_tree"
 """Name of the implementation in transformers' interface."""
 UNKNOWN = ("block_indices", "indices", "position_bias", "s_aux", "softcap")
-"""Keywords of layers whose attention is more than a mask, positions and a scale. Kernels would ignore them."""
+"""Keywords of layers whose attention is more than a mask, positions and a scale. The kernels would ignore them."""
 
 
 class TreeAttention:
@@ -80,12 +80,12 @@ class TreeAttention:
 
 
 def any_mask(device: torch.device) -> Tensor:
-    """A mask that attention does not read: transformers makes no mask of its own if given one of four axes."""
+    """A mask that attention does not read: transformers makes no mask itself if it is given one with four axes."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 class UnknownToTreesError(ConfigError):
-    """Attention of this model is not what mask, positions and the keyword `tree` say; the text is a part sentence."""
+    """The model's attention is not only what mask, positions and `tree` say; the text is part of a sentence."""
 
 
 def tree_attention_forward(
@@ -101,7 +101,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """The implementation `TREE`, with the signature of transformers' interface.
 
-    Raises UnknownToTreesError if a layer does not pass `tree` on, or wants what neither a tree nor "sdpa" computes.
+    Raises UnknownToTreesError if a layer does not pass `tree` on, or needs what neither a tree nor "sdpa" computes.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -118,7 +118,7 @@ def tree_attention_forward(
 
 
 def register() -> str:
-    """Make the implementation known to transformers, under the name that it returns; once, as it may be wrapped."""
+    """Register the implementation with transformers and return its name. Only once, because it may be wrapped later."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

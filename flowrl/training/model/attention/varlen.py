@@ -1,7 +1,7 @@
 """Attention within the sequences of a packed row, by torch's own variable-length kernel (`torch.nn.attention.varlen`).
 
-It is the flash attention that torch has in itself, so no further package is needed. It runs on GPUs of compute
-capability 8.0 or newer, in 16 bits. Axes: L places of the row, D channels of a head.
+It is torch's built-in flash attention, so no further package is needed. It runs on GPUs of compute capability 8.0 or
+newer, in 16 bits. Axes: L places of the row, D channels of a head.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def varlen_attention_forward(
 
 
 def register() -> str:
-    """Make the implementation known to transformers, under the name that it returns; once, as it may be wrapped."""
+    """Register the implementation with transformers and return its name. Only once, because it may be wrapped later."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if VARLEN not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(VARLEN, varlen_attention_forward)
-    AttentionMaskInterface.register(VARLEN, flash_attention_mask)  # makes none: every row is full
+    AttentionMaskInterface.register(VARLEN, flash_attention_mask)  # makes no mask: rows are full
     return VARLEN

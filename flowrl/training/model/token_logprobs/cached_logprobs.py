@@ -1,8 +1,9 @@
-"""Logprobs and entropies on a CPU: what follows the output layer's products is done a few places at a time, in cache.
+"""Logprobs and entropies on a CPU: after the output layer's products, a few places at a time are computed in cache.
 
-The forward keeps ∂ log p(target) / ∂ logits = onehot − p, in the weight's dtype, for as many places as `kept_bytes`
-hold; of the others the backward computes the logits again. With it, the backward is two products: upstream gradients
-are factors of places, so they scale hidden states and results, [N, H], and nothing of the size of the logits.
+The forward keeps ∂ log p(target) / ∂ logits = onehot − p, in the weight's dtype, for as many places as fit into
+`kept_bytes`; for the other places the backward computes the logits again. With these slopes, the backward is two
+products: an upstream gradient is one factor for each place, so it scales hidden states and results, [N, H], and nothing
+of the size of the logits.
 
 onehot − p is rounded as a whole: for a likely target 1 − p is small, and a difference of rounded terms would lose it.
 
@@ -34,8 +35,8 @@ def cached_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy) at every place, in at least fp32; only the logprobs are differentiable.
 
-    `kept_bytes` bounds what the backward needs not compute again, `product_bytes` the logits of one product, in fp32;
-    the weight is read once for each product.
+    `kept_bytes` bounds the slopes that are kept for the backward, `product_bytes` the logits of one product, in fp32.
+    The weight is read once for each product.
     """
     sizes = (
         kept_bytes // (weight_VH.shape[0] * weight_VH.element_size()) if torch.is_grad_enabled() else 0,
@@ -103,7 +104,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _ranges(num_kept: int, num: int, step: int) -> list[tuple[int, int]]:
-    """The places of each pair of products of a backward: all kept ones at once, the others step by step."""
+    """The places of each pair of products of a backward: all kept places at once, the others `step` at a time."""
     kept = [(0, num_kept)] if num_kept else []
     return kept + [(start, min(num, start + step)) for start in range(num_kept, num, step)]
 
@@ -117,7 +118,7 @@ class _CachedRows:
         self._weights_RV = torch.empty(most, vocabulary, dtype=wide)
         self._targets_N1 = targets_N[:, None]
         self._temperature = temperature
-        # Tensors of their own, not views of one: the caller may change what it gets.
+        # Three tensors, not views of one: the caller may change them.
         self.logprobs_N, self.entropies_N, self.log_sums_N = (torch.empty(len(targets_N), dtype=wide) for _ in range(3))
 
     def read(self, logits_CV: Tensor, start: int, kept_KV: Tensor) -> None:
@@ -160,7 +161,7 @@ class _CachedRows:
 
 
 class _Sum:
-    """A sum of matrix products: one alone in its own dtype, several in a wide one."""
+    """A sum of matrix products: a single product keeps its dtype, several are added in a wide one."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
@@ -172,7 +173,7 @@ class _Sum:
     def of(self, like: Tensor) -> Tensor:
         """The sum, with the shape and dtype of `like`.
 
-        0 without any product: ZeRO reduces a gradient of the output layer from every rank, also from one without a
-        policy token.
+        It is 0 without any product: ZeRO reduces a gradient of the output layer from every rank, even from one without
+        a policy token.
         """
         return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)

@@ -1,8 +1,9 @@
 """What a model does with the logits of its output layer: some families multiply them, some cap them softly.
 
-The model's own code is asked, with a stand-in for everything before and inside the output layer: it is given hidden
-states and logits, and what it returns shows the function. So a family needs no entry anywhere, and one whose logits
-are another function is refused. No weights are read: they may be sharded, or on the meta device.
+The model's own code is called, with a stand-in for everything before and inside the output layer. The stand-in gives it
+hidden states and logits, and the logits that the model returns show the function. So a family needs no entry in a
+table, and a family whose logits are another function is refused. No weights are read: they may be sharded, or on the
+meta device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 
 SMALL, LARGE = 2.0**-16, 2.0**40
-"""Logits at which only the factor shows, and only the cap."""
+"""A logit that shows only the factor, and one that shows only the cap."""
 PLACES = 4
 
 
@@ -37,7 +38,7 @@ class LogitScaling:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def backward_(self, grad: Tensor, scaled: Tensor) -> Tensor:
-        """The gradient of the output layer's logits from that of the scaled ones; changes `grad`."""
+        """The gradient of the output layer's logits, from the gradient `grad` of the scaled logits; changes `grad`."""
         if self.cap is not None:
             grad.mul_(1.0 - (scaled / self.cap).square_())
         return grad if self.factor == 1.0 else grad.mul_(self.factor)
@@ -47,7 +48,7 @@ UNSCALED = LogitScaling()
 
 
 def found_scaling(causal_lm: Any) -> LogitScaling:
-    """The scaling of a transformers model. Raises ConfigError with the reason why it cannot be trained."""
+    """The scaling of a transformers model. Raises ConfigError with the reason if the model cannot be trained."""
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise untrainable(causal_lm, f"its output layer is a {type(head).__name__}, and a linear one is needed")
@@ -62,7 +63,7 @@ def found_scaling(causal_lm: Any) -> LogitScaling:
         scaling = _fitted(float(returned[0, 0, 0]) / SMALL, float(returned[0, 0, 1]))
     expected = scaling.apply_(given.clone())
     if returned.shape != given.shape or not torch.allclose(returned.double(), expected, rtol=1e-4, atol=1e-5):
-        raise untrainable(causal_lm, "it changes its logits in another way than by a factor and a soft cap")
+        raise untrainable(causal_lm, "it changes its logits by more than a factor and a soft cap")
     if factor != 1.0 and head.bias is not None:
         raise untrainable(causal_lm, "it scales hidden states before an output layer with a bias")
     return LogitScaling(scaling.factor * factor, scaling.cap)
@@ -82,7 +83,7 @@ def _fitted(factor: float, limit: float) -> LogitScaling:
 
 
 def _round(number: float) -> float:
-    """`number` without the error of a computation in float32, if it seems to have four digits."""
+    """`number` without the rounding error of float32, if it is that close to a number of four digits."""
     short = float(f"{number:.4g}")
     return short if math.isclose(number, short, rel_tol=2e-7) else number
 
@@ -113,7 +114,7 @@ class _Stand:
         try:
             with _replaced([(one, body) for one in bodies.values()] + [(self._head, output)]), torch.no_grad():
                 returned = self._model(input_ids=ids, use_cache=False).logits
-        except Exception as error:  # the boundary to the code of a model, which may do anything
+        except Exception as error:  # the boundary to the code of a model, which may raise anything
             first_line = (str(error).strip().splitlines() or [""])[0]
             raise untrainable(
                 self._model,
@@ -123,7 +124,7 @@ class _Stand:
         return tensor
 
     def hidden_factor(self) -> float:
-        """By what the hidden states were multiplied on their way to the output layer."""
+        """The factor by which the model multiplied the hidden states before the output layer."""
         if len(self._received) != 1 or self._received[0].shape != self._hidden.shape:
             raise untrainable(self._model, "its output layer does not read the last hidden states once")
         received = self._received[0].float()
@@ -134,7 +135,7 @@ class _Stand:
 
 
 class _Lenient:
-    """An output with None for all that it does not have, such as the routing of experts."""
+    """An output that returns None for everything that it does not have, such as the routing of experts."""
 
     def __init__(self, output: Any) -> None:
         self._output = output

@@ -2,10 +2,10 @@
 
 Axes: N places (each predicts one token), H hidden size, K a teacher's, V vocabulary, C places of one chunk.
 
-The forward keeps only hidden states and weight, and the backward computes the chunk's logits again. If all
-places fit into one chunk, the logits are kept and nothing is computed twice. Logits are computed in the
-weight's dtype, as in vLLM, and everything after them in at least fp32. On a CPU, logprobs alone of logits that
-are not scaled go by `cached_logprobs`.
+The forward keeps only hidden states and weight, and the backward computes the chunk's logits again. If all places fit
+into one chunk, the logits are kept and nothing is computed twice. Logits are computed in the weight's dtype, as in
+vLLM, and everything after them in at least fp32. On a CPU, `cached_logprobs` computes logprobs of unscaled logits if
+neither a teacher nor the gradient of the entropy is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowrl.training.model.token_logprobs.logit_scaling import UNSCALED, LogitSc
 from flowrl.training.model.token_logprobs.products import linear
 
 CACHED_ON: tuple[str, ...] = ("cpu",)
-"""Types of devices where logprobs go by `cached_logprobs`. The formulas of `train_memory` bound its memory too."""
+"""Device types that use `cached_logprobs`. The formulas of `train_memory` are an upper bound of its memory too."""
 
 
 def logits_bytes_on(device: torch.device) -> int:
@@ -186,7 +186,7 @@ def _logit_gradient(
     beta: float = 1.0,
 ) -> Tensor:
     """Upstream gradients times ∂/∂logits: onehot − p for log p(target), −p(log p + H) for the entropy, and minus the
-    slope of the divergence for the one relative to a teacher."""
+    slope of the divergence for an entropy relative to a teacher."""
     p_CV = log_p_CV.exp()
     if grad_logprob_C is None:
         grad_logprob_C = torch.zeros_like(entropy_C)

@@ -1,9 +1,9 @@
 """Matrix products in float32 on a CPU.
 
-torch gives these to MKL, which leaves AVX512 to processors of its maker: 112 GFLOP/s on one core of an AMD EPYC, where
-oneDNN, to which torch gives products in bfloat16, reaches 240 in float32 too (`python -m benchmarks.kernels --dtype
-float32`, with and without --plain-products). oneDNN prepares each new shape for 0.15 ms, so small products stay with
-MKL. Both round in float32; sums are taken in another order.
+torch passes these to MKL, which uses AVX512 only on Intel's processors: it reaches 112 GFLOP/s on one core of an AMD
+EPYC. oneDNN, to which torch passes products in bfloat16, reaches 240 there in float32 too (`python -m
+benchmarks.kernels --dtype float32`, with and without --plain-products). oneDNN takes 0.15 ms to prepare each new shape,
+so small products stay with MKL. Both round in float32, but take sums in different orders.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from flowrl.cpu_flags import cpu_flags, cpu_maker
 
 LEAST = 1 << 26
-"""Multiplications of a product for oneDNN: above a millisecond with MKL."""
+"""Fewest multiplications of a product that goes to oneDNN; MKL takes more than a millisecond for so many."""
 PLAIN = "FLOWRL_PLAIN_PRODUCTS"
-"""An environment variable: set, torch's choice stays."""
+"""An environment variable; if it is set, torch's choice is kept."""
 
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether models are computed on this CPU, and oneDNN has instructions for it that MKL leaves out."""
+    """Whether models are computed on this CPU, and oneDNN uses instructions of it that MKL does not use."""
     if os.environ.get(PLAIN) or torch.cuda.is_available() or not torch._C._has_mkldnn:
         return False
     return "avx512f" in cpu_flags() and cpu_maker() not in ("", "GenuineIntel")
@@ -54,9 +54,9 @@ class FastLinear(nn.Linear):
 
 
 def multiply_fast(network: nn.Module) -> None:
-    """Let the linear layers of `network` multiply by `linear`, where that changes anything.
+    """Make the linear layers of `network` multiply by `linear`, if that changes anything on this machine.
 
-    For a model as it is computed: what takes layers apart by their class, as AutoTP does, comes before.
+    Call this last: whatever replaces layers by their class, such as AutoTP, has to run before it.
     """
     for module in network.modules() if prefers_onednn() else ():
         if type(module) is nn.Linear:
