@@ -100,6 +100,13 @@ def read(name: str, body: Mapping[str, Any]) -> ApiCall:
     return api.read(body, OneResponse())  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize(("prompt", "param"), [([], "prompt"), ([""], "prompt[0]"), (["a", []], "prompt[1]")])
+def test_a_completion_without_a_prompt_names_it(prompt: Any, param: str) -> None:
+    with pytest.raises(ApiProblem) as refused:
+        read("completions", {"model": "policy", "prompt": prompt})
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """To every value within `value`."""
     if path:

@@ -28,7 +28,12 @@ from flowrl.environments.tools import PythonTool, ToolResult, Tools, named_tools
 from flowrl.environments.tools.sandbox import sandbox_process
 from flowrl.environments.tools.sandbox.bounded_output import BoundedOutput
 from flowrl.environments.tools.sandbox.python_tool import LOST
-from flowrl.environments.tools.sandbox.sandbox_process import SandboxEnded, SandboxProcess, SandboxSettings
+from flowrl.environments.tools.sandbox.sandbox_process import (
+    SandboxEnded,
+    SandboxProcess,
+    SandboxRefused,
+    SandboxSettings,
+)
 from flowrl.errors import ConfigError
 from flowrl.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.recipes.agent_tools import AgentTools
@@ -302,6 +307,17 @@ def test_every_process_of_the_user_survives_kill(kind: str) -> None:
         ran(kind, "import os\nos.kill(-1, 9)", call_s=2.0)
         assert other.poll() is None
         other.kill()
+
+
+def test_a_sandbox_that_cannot_be_started_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    with pytest.raises(SandboxRefused, match="no process could be started: Resource temporarily unavailable"):
+        SandboxProcess(SandboxSettings("limits"), seed=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("other_kind", KINDS)

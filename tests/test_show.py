@@ -89,6 +89,12 @@ def test_the_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert kept_ids(tmp_path)[-1] == "g:49"
 
 
+def test_a_smaller_number_of_a_resumed_run_holds_for_the_file_that_is_there(tmp_path: Path) -> None:
+    keep(tmp_path, *(record(name, n) for n, name in enumerate(NOT_CHOSEN[:10])), number=20)
+    keep(tmp_path, *(record(name, n) for n, name in enumerate(NOT_CHOSEN[10:16], start=10)), number=3)
+    assert kept_ids(tmp_path) == NOT_CHOSEN[10:16]
+
+
 def test_zero_keeps_nothing(tmp_path: Path) -> None:
     keep(tmp_path, record(cause="env_died"), number=0)
     assert not (tmp_path / "episodes").exists()

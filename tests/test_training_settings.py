@@ -81,6 +81,8 @@ def test_a_kl_loss_without_reference_names_the_missing_node() -> None:
         ({"offload": "all", "stage": 2}, "needs ZeRO stage 3"),
         ({"dtype": "bfloat16", "stage": 0}, "fp32 master weights"),
         ({"clip_grad_norm": -1.0}, "a finite number of at least 0"),
+        ({"betas": (-0.1, 0.999)}, r"^betas is \(-0.1, 0.999\); it has to lie between 0 and 1, 1 excluded$"),
+        ({"ema_decay": 1.0}, "^ema_decay is 1.0; it has to lie between 0 and 1, 1 excluded$"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], says: str) -> None:
