@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -73,7 +74,9 @@ def test_an_endpoint_has_hundreds_of_peers_on_other_machines(raised: None, monke
             await each.close()
         return there - before
 
-    assert asyncio.run(main()) == OF_A_PEER * NUM_PEERS
+    gc.collect()
+    # Sockets of earlier tests may still be closed by zmq's threads meanwhile; one descriptor a peer more or less is 400.
+    assert asyncio.run(main()) == pytest.approx(OF_A_PEER * NUM_PEERS, abs=40)
 
 
 def test_the_soft_limit_is_raised_up_to_the_hard_one_and_to_enough(
