@@ -75,7 +75,7 @@ def test_an_endpoint_has_hundreds_of_peers_on_other_machines(raised: None, monke
         return there - before
 
     gc.collect()
-    # Sockets of earlier tests may still be closed by zmq's threads meanwhile; one descriptor a peer more or less is 400.
+    # zmq's threads may still close sockets of earlier tests; one descriptor more or less for each peer would be 400.
     assert asyncio.run(main()) == pytest.approx(OF_A_PEER * NUM_PEERS, abs=40)
 
 
