@@ -67,6 +67,7 @@ def test_names_are_short_and_differ() -> None:
     assert names("arithmetic") == []
     assert names("reasoning_gym/gsm_symbolic + data/a.jsonl.gz:answer=x") == ["gsm_symbolic", "a"]
     assert names("x/a.jsonl + y/a.jsonl + b.csv as harder") == ["a_1", "a_2", "harder"]
+    assert names("a.jsonl + b/a.jsonl + a_1.jsonl") == ["a_1_1", "a_2", "a_1"]
 
 
 def test_every_online_graph_tells_its_batcher() -> None:

@@ -66,9 +66,12 @@ def test_a_demonstration_is_the_prompt_with_its_answer_trained() -> None:
 
 
 def test_long_demonstrations_are_dropped_with_a_reason() -> None:
-    record = run_node(Demonstrations(TASK, Policy("tiny"), max_tokens=3), {"prompts": prompts(TASK)})
+    node, asked = Demonstrations(TASK, Policy("tiny"), max_tokens=3), prompts(TASK)
+    record = run_node(node, {"prompts": asked[1:]})
     assert not record.sent("groups")
     assert {one.reason for one in record.lost} == {"too_long"}
+    with pytest.raises(ConfigError, match=rf"all {len(asked)} conversations of .* are longer than max_tokens = 3"):
+        run_node(Demonstrations(TASK, Policy("tiny"), max_tokens=3), {"prompts": asked})
 
 
 def test_rows_without_an_answer_are_refused_before_the_run(tmp_path: Path) -> None:

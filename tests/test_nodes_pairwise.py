@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.nodes import PairMaker, Reward
+from flowrl.nodes.groups.failing_rewards import FAILURES_IN_A_ROW
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import NodeRecord, NodeRig, run_node, scored
 from tests.test_rewards_http import Server, served
@@ -61,6 +62,18 @@ def test_a_preference_for_the_first_place_evens_out(file: str) -> None:
 def test_a_comparison_that_says_nothing_sensible_fails_the_group(file: str) -> None:
     record = through(f"{file}:broken", "a", "b")
     assert record.sent("groups") == [] and record.reasons() == [("failed", "reward_malformed")] * 2
+
+
+def test_comparisons_that_only_fail_end_the_run(file: str) -> None:
+    """A failed group counts for no step: such a run would sample without an end."""
+    samples: list[Any] = [
+        scored(member, 0.0, group_id=f"g{group}", sample_id=f"g{group}:{member}")
+        for group in range(FAILURES_IN_A_ROW // 2)
+        for member in range(2)
+    ]
+    node = PairMaker(size=2, prefer=f"{file}:broken", task=Task())
+    with pytest.raises(FlowrlError, match=f"the reward failed for {FAILURES_IN_A_ROW} samples in a row; the last time"):
+        run_node(node, {"scored": samples})
 
 
 def test_the_function_is_tried_before_the_run_and_told_apart_from_rewards(file: str, tmp_path: Path) -> None:

@@ -77,10 +77,39 @@ def test_a_labelled_completion_brings_another_prompts_completion_behind_its_own_
 
 
 def test_a_row_with_a_long_conversation_is_dropped_whole() -> None:
-    groups, record = rendered(data("pairs", max_tokens=9))
-    assert not groups
+    short = data("pairs", max_tokens=9)
+    prompts = [prompt for group in admitted(short)[:-1] for prompt in group]
+    record = run_node(PreferenceDataset(short), {"prompts": prompts})
+    assert not record.sent("groups")
     assert {one.reason for one in record.lost} == {"too_long"}
-    assert len(record.lost) == 2 * len(data("pairs").rows().train)
+    assert len(record.lost) == 2 * (len(data("pairs").rows().train) - 1)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+def test_rows_that_are_all_too_long_end_the_run(kind: Kind) -> None:
+    """No step would count them: epoch would follow epoch without an end."""
+    with pytest.raises(ConfigError, match=r"all \d+ conversations of .* are longer than max_tokens = 8; raise it"):
+        rendered(data(kind, max_tokens=8))
+
+
+def test_a_mismatched_completion_loses_the_beginning_of_its_prompt_too() -> None:
+    whole, _ = rendered(data("labelled"))
+    most = min(len(group.samples[0].token_ids) for group in whole) - 1
+    groups, _ = rendered(data("labelled", max_tokens=most, too_long="truncate"))
+    uncut = {group.group_id: group.samples[0].mismatched for group in whole}
+    assert len(groups) == len(whole)
+    for group in groups:
+        (sample,), before = group.samples, uncut[group.group_id]
+        assert len(sample.token_ids) == most and len(sample.mismatched.token_ids) <= most
+        assert sample.mismatched.token_ids.tolist() == before.token_ids[-most:].tolist()
+        assert sample.mismatched.mask.sum() == before.mask.sum() > 0
+
+
+def test_the_reference_scores_no_row_that_is_dropped() -> None:
+    whole, _ = rendered(data("labelled"))
+    longest = max(len(group.samples[0].token_ids) for group in whole)
+    fitting = PreferenceReference(data("labelled", max_tokens=longest - 1))._fit
+    assert 0 < sum(fitting(group.samples) for group in whole) < len(whole)
 
 
 def row(prompt: str, completion: str) -> Row:

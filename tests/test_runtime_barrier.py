@@ -162,6 +162,27 @@ def test_the_checkpoint_is_written_once_when_all_trainers_stand() -> None:
     assert sorted(events[3:]) == ["a passed 4", "b passed 4"]
 
 
+def test_what_was_due_for_the_first_rank_is_due_for_all() -> None:
+    """An interrupt between two arrivals cancels an evaluation: the first rank must not wait alone."""
+
+    async def main() -> list[int]:
+        written, due = list[int](), [True]
+
+        async def write(version: int) -> None:
+            written.append(version)
+
+        end = BatchEnd(2, lambda version: due[0], write)
+        first = asyncio.ensure_future(end.arrive("h", {"version": 1}))
+        await ticks()
+        due[0] = False
+        await end.arrive("h", {"version": 1})
+        await first
+        await end.arrive("h", {"version": 2})
+        return written
+
+    assert asyncio.run(asyncio.wait_for(main(), 5)) == [1]
+
+
 def test_a_rank_that_gives_up_waiting_at_the_barrier_does_not_count() -> None:
     async def main() -> list[int]:
         written: list[int] = []

@@ -104,8 +104,13 @@ class Task:
             return {}
         short = [(term.name or Path(split_name(term.text)[0]).name.split(".")[0]) for term in self.sources]
         short = [name.replace("/", "_") for name in short]
-        taken = [f"{name}_{n}" if short.count(name) > 1 else name for n, name in enumerate(short, start=1)]
-        return {term.text: name for term, name in zip(self.sources, taken, strict=True)}
+        names = dict[str, str]()
+        for number, (term, name) in enumerate(zip(self.sources, short, strict=True), start=1):
+            unique = f"{name}_{number}" if short.count(name) > 1 else name
+            while unique in names.values() or (unique != name and unique in short):
+                unique += f"_{number}"
+            names[term.text] = unique
+        return names
 
     @property
     def generated(self) -> bool:

@@ -53,7 +53,8 @@ def this_machine() -> str:
 def socket_root() -> Path:
     """The directory of all flowrl sockets of this user; only the user has access."""
     root = Path(tempfile.gettempdir()) / f"flowrl-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):  # a directory, or what the error below names
+        root.mkdir(mode=0o700)
     status = root.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise ConfigError(

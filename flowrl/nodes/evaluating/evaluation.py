@@ -263,6 +263,7 @@ class Evaluation(Node):
             most=self._most,
             generate=self.generate,
             tells_right=by.tells_right,
+            count=self.context.metric,
         )
 
     def _client(self, parts: Sequence[Part]) -> RewardClient:

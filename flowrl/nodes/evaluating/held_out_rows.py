@@ -52,11 +52,12 @@ class HeldOutTask:
         most: int | None,
         generate: Call[Prompt, Sample],
         tells_right: bool,
+        count: Callable[[str, float], None],
     ) -> None:
-        """Prompts of more than `most` tokens lose their beginning."""
+        """Prompts of more than `most` tokens lose their beginning. A prompt that is not answered has no score."""
         self.name, self.num_samples, self.rows, self.tells_right = asked.name, asked.samples, rows, tells_right
         self._chat, self._asked_as, self._most = chat, asked.asked_as, most
-        self._generate, self._scores = generate, scores
+        self._generate, self._scores, self._count = generate, scores, count
 
     def fields(self, row: Row) -> Mapping[str, Any]:
         text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
@@ -64,7 +65,12 @@ class HeldOutTask:
         return {"text": text, "token_ids": asked, "columns": row.columns, **self._asked_as}
 
     async def judge(self, prompt: Prompt, row: Row) -> Marked | None:
-        return await self._scores.of(await self._generate(prompt), row)
+        try:
+            sample = await self._generate(prompt)
+        except SampleFailed as failure:  # such as a prompt beyond --engine.max-model-len
+            self._count(f"evaluation_{failure}", 1)
+            return None
+        return await self._scores.of(sample, row)
 
     async def close(self) -> None:
         await self._scores.close()

@@ -19,6 +19,7 @@ from flowrl.graph.ports import Call, In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.curricula.curriculum import GroupOutcome, Noted, report_outcome
 from flowrl.nodes.groups.dynamic import DynamicSampling, GroupFilter
+from flowrl.nodes.groups.failing_rewards import FailingRewards
 from flowrl.nodes.groups.judged import Judged
 from flowrl.nodes.groups.one_sequence import require_one_sequence
 from flowrl.nodes.groups.pairwise import COMPARED_S, Comparisons
@@ -147,6 +148,7 @@ class PairMaker(Selection):
         self.size = size
         self.task = task
         limit_s = COMPARED_S if timeout_s is None else timeout_s
+        self._failing = FailingRewards()
         self._comparisons = Comparisons(prefer, task or Task(), timeout_s=limit_s, away_s=away_s) if prefer else None
         self.reference: PairReference = reference
 
@@ -190,10 +192,11 @@ class PairMaker(Selection):
             try:
                 compared = await self._compared(members.items)
             except BadReward as bad:
-                self.context.metric(bad.reason, 1)
+                self._failing.failed(self.context, bad.reason, str(bad), samples=len(members.items))
                 for sample in members.items:
                     self.scored.drop(sample, bad.reason, state="failed")
                 continue
+            self._failing.scored()
             pair, reason = self.pair(compared)
             pair = tuple(sample for chosen in pair for sample in members.items if sample.sample_id == chosen.sample_id)
             self._judged.add(members.items, passed_on=pair)

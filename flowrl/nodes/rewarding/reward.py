@@ -2,8 +2,8 @@
 
 Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. While no reward
 server can be reached, the node waits (`context.outside`) until a server answers; after `away_s` the run ends. A sample
-without a verdict fails, with the reason in the ledger. A function that fails `FAILURES_IN_A_ROW` times in a row ends
-the run, because no sample would ever be trained on.
+without a verdict fails, with the reason in the ledger. A function that fails for many samples in a row
+ends the run (`nodes/groups/failing_rewards.py`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.errors import FlowrlError, SampleFailed
+from flowrl.errors import SampleFailed
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
+from flowrl.nodes.groups.failing_rewards import FailingRewards
 from flowrl.nodes.rewarding.reward_functions import RewardFunctions
 from flowrl.nodes.rewarding.shaping import Shaping
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.reward_calls.away import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import adapted_text, names_model, samples_at_once
-
-FAILURES_IN_A_ROW = 256
 
 
 class Reward(Node):
@@ -60,7 +59,7 @@ class Reward(Node):
         self.away_s = away_s
         self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
         self.shaping = shaping or Shaping()
-        self._failures = 0
+        self._failing = FailingRewards()
 
     def facts(self) -> Facts:
         return Facts(drops=True, concurrency=self.concurrency)
@@ -107,9 +106,9 @@ class Reward(Node):
             with self.context.busy("score"):
                 verdicts = await self._functions.ask(sample)
         except BadReward as bad:
-            self._count_failure(bad)
+            self._failing.failed(self.context, bad.reason, str(bad))
             raise SampleFailed(bad.reason) from bad
-        self._failures = 0
+        self._failing.scored()
         scored = self.scored_sample(sample, verdicts)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
@@ -122,12 +121,3 @@ class Reward(Node):
         )
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
         return Scored(**fields, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts, scored_s=time.time())
-
-    def _count_failure(self, bad: BadReward) -> None:
-        """Report the first of consecutive failures, and raise if only failures occur."""
-        self._failures += 1
-        self.context.metric(bad.reason, 1)
-        if self._failures == 1:
-            self.context.progress(f"a sample failed: {bad}")
-        if self._failures >= FAILURES_IN_A_ROW:
-            raise FlowrlError(f"the reward failed for {self._failures} samples in a row; the last time: {bad}")

@@ -27,6 +27,7 @@ from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.models.sizes.model_layout import note, scoring_layout
 from flowrl.models.tokens.tool_form import uses_tools
+from flowrl.nodes.groups.failing_rewards import FailingRewards
 from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.rewarding.reward_functions import RewardFunctions
 from flowrl.nodes.rewarding.shaping import Shaping
@@ -96,6 +97,7 @@ class RewardModel(ScoringNode):
             self._functions = RewardFunctions(task, others, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
         self.token_budget = token_budget
         self.layout: Layout = layout
+        self._failing = FailingRewards()
         self._scorer: Scorer
         self._same_tokens = False
         self._pass = SharedPass(self._score_all)
@@ -185,9 +187,10 @@ class RewardModel(ScoringNode):
         try:
             score, more = await self.model_score(self.question(sample))
         except SampleFailed as failure:
-            self.context.metric(str(failure), 1)
+            self._failing.failed(self.context, str(failure), f"{failure}: the model's score is not a finite number")
             raise
         scored = self.scored_sample(sample, score, await self._verdicts(sample), more)
+        self._failing.scored()
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
@@ -209,7 +212,7 @@ class RewardModel(ScoringNode):
         try:
             return await self._functions.ask(sample)
         except BadReward as bad:
-            self.context.metric(bad.reason, 1)
+            self._failing.failed(self.context, bad.reason, str(bad))
             raise SampleFailed(bad.reason) from bad
 
     async def _score_all(self, token_ids: list[Int32]) -> Sequence[tuple[float, ...]]:

@@ -105,12 +105,16 @@ class PreferenceReference(Node):
         self._judged_on = parts[1]
         return reference_cache(
             model_dir,
-            (sequence for part in parts for samples in part for sequence in _sequences(samples)),
+            (sequence for part in parts for samples in part if self._fit(samples) for sequence in _sequences(samples)),
             dtype=self.dtype,
             open_model=partial(self._open, model_dir),
             token_budget=self.token_budget,
             progress=progress,
         )
+
+    def _fit(self, samples: Sequence[Trainable]) -> bool:
+        """Whether the samples of a row are within the data's `max_tokens`; other rows are dropped."""
+        return max(len(sample.token_ids) for sample in samples) <= self.data.max_tokens
 
     def _open(self, model_dir: str) -> ScoringModel:
         import torch

@@ -19,7 +19,7 @@ from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, t
 from flowrl.nodes.sources.given_sample import given_sample
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.nodes.sources.source import PromptSource
-from flowrl.nodes.sources.too_long import TooLong, refuse_long, shortened
+from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
 
@@ -104,7 +104,9 @@ class Demonstrations(Node):
         self._chat = Chat(tokenizer, self.task.system_prompt)
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
-        self._rows = by_id(await self.blocking(self._read_rows))
+        rows = await self.blocking(self._read_rows)
+        self._rows = by_id(rows)
+        self._long = LongRows(len(rows), self.max_tokens, option="max_tokens", task=self.task.name)
 
     def _read_rows(self) -> Sequence[Row]:
         found = load_demonstrations(self.task, whole=self.part == "all")
@@ -117,7 +119,9 @@ class Demonstrations(Node):
             sample = self.demonstration(prompt)
             if len(sample.token_ids) > self.max_tokens:
                 self.prompts.drop(prompt, "too_long")
+                self._long.dropped()
                 continue
+            self._long.kept()
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))

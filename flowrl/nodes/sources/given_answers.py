@@ -15,7 +15,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Int32, Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.nodes.sources.row_source import RowPart
-from flowrl.nodes.sources.too_long import TooLong, refuse_long, shortened
+from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined
 
@@ -83,7 +83,9 @@ class GivenAnswers(Node):
         self._chat = Chat(tokenizer, self.task.system_prompt)
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
-        self._rows = by_id(await self.blocking(self._all_rows))
+        rows = await self.blocking(self._all_rows)
+        self._rows = by_id(rows)
+        self._long = LongRows(len(rows), self.max_tokens, option="max_answer_tokens", task=self.task.name)
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -102,7 +104,9 @@ class GivenAnswers(Node):
         sample = self.sample(prompt)
         if len(sample.token_ids) > self.max_tokens:
             self.prompts.drop(prompt, "too_long")
+            self._long.dropped()
             return
+        self._long.kept()
         self.context.metric("answers_given", 1)
         self.context.metric("tokens_generated", sample.response_tokens)
         self.context.ledger.generated(sample)

@@ -21,7 +21,7 @@ from flowrl.messages import Group, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
 from flowrl.models.tokens.chat import ReplyMessage
 from flowrl.nodes.sources.source import PromptSource
-from flowrl.nodes.sources.too_long import TooLong, refuse_long
+from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long, shortened
 from flowrl.tasks import Row, Rows, Task, load_preferences
 from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
 from flowrl.tasks.row_reading.tool_shapes import text_of
@@ -117,7 +117,9 @@ class PreferenceDataset(Node):
 
     async def setup(self) -> None:
         chat = await self.blocking(self.data.chat, self.context.progress)
-        self._render = Renderer(self.data, chat, (await self.blocking(self.data.rows)).train)
+        rows = (await self.blocking(self.data.rows)).train
+        self._render = Renderer(self.data, chat, rows)
+        self._long = LongRows(len(rows), self.data.max_tokens, option="max_tokens", task=self.data.task.name)
         if self.data.too_long == "error":
             await self.blocking(self._refuse_long, self._render)
 
@@ -127,7 +129,9 @@ class PreferenceDataset(Node):
             if max(len(sample.token_ids) for sample in samples) > self.data.max_tokens:
                 for prompt in members.items:
                     self.prompts.drop(prompt, "too_long")
+                self._long.dropped()
                 continue
+            self._long.kept()
             await self._send(members, samples)
 
     async def _send(self, members: Members[Prompt], samples: tuple[Trainable, ...]) -> None:
@@ -177,6 +181,8 @@ class Renderer:
         label = 1 if row.columns["label"] else -1
         other = self._mismatches[row_id].columns["completion"]
         ids, mask = self._chat.with_tools(row.tools).completion(row.turns, other)
+        if self._truncates:  # as the sample itself: the completion stays
+            ids, mask = shortened(ids, mask, self._max_tokens)
         mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
         sample = self._sample(row, 0, row.columns["completion"], label)
         return self._shortened((replace(sample, mismatched=mismatched),))

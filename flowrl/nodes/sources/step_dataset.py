@@ -15,7 +15,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
-from flowrl.nodes.sources.too_long import TooLong, refuse_long
+from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
 
@@ -77,6 +77,7 @@ class StepDataset(Node):
             await self.blocking(self._refuse_long, self._chat)
         found = await self.blocking(load_demonstrations, self.task)
         self._rows = by_id(found.train)
+        self._long = LongRows(len(found.train), self.max_tokens, option="max_length", task=self.task.name)
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -84,7 +85,9 @@ class StepDataset(Node):
             sample = self.sample(self._chat, self._rows[prompt.prompt_id], **fields)
             if len(sample.token_ids) > self.max_tokens:
                 self.prompts.drop(prompt, "too_long")
+                self._long.dropped()
                 continue
+            self._long.kept()
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))

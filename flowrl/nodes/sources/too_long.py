@@ -77,6 +77,29 @@ def answer_start(mask: Bool) -> int:
     return int(places[-1]) + 1 if places.size else 0
 
 
+class LongRows:
+    """Counts the rows that a node drops one after the other because they are too long.
+
+    A dropped group counts for no optimizer step, so a run whose rows are all too long would never end.
+    """
+
+    def __init__(self, num_rows: int, most: int, *, option: str, task: str) -> None:
+        self._num_rows = num_rows
+        self._found = f"are longer than {option} = {most}; raise it, or set too_long to truncate"
+        self._task = task
+        self._number = 0
+
+    def kept(self) -> None:
+        """A row was not too long."""
+        self._number = 0
+
+    def dropped(self) -> None:
+        """A row was dropped. Raises ConfigError after as many as there are rows."""
+        self._number += 1
+        if self._number >= self._num_rows:
+            raise ConfigError(f"all {self._num_rows} conversations of {self._task!r} {self._found}")
+
+
 def refuse_long(lengths: Iterable[int], most: int, *, option: str, task: str, noun: str = "conversations") -> None:
     """Raise ConfigError if one of these lengths is above `most`."""
     lengths = list(lengths)

@@ -74,7 +74,7 @@ class PairWriter(Node):
             if not (chosen.response_text and rejected.response_text):
                 self.groups.drop(group, "empty_answer", state="filtered")
                 continue
-            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False)}\n".encode())
+            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False, default=str)}\n".encode())
             self._file.flush()
             self.context.metric("pairs_written", 1)
             self.groups.drop(group, "written")

@@ -221,10 +221,26 @@ def read_terms(db: sqlite3.Connection) -> Terms:
     return Terms() if row is None else Terms.of_row(row)
 
 
+NOT_OPENED = (
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+)
+"""Primary codes of errors that say nothing about the file's content."""
+
+
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> str:
     """The message about a file that SQLite cannot read."""
-    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code == sqlite3.SQLITE_NOTADB:
         return f"{path} is no ledger of flowrl: {error}"
+    if code is not None and code & 0xFF in NOT_OPENED:
+        return (
+            f"{path} cannot be opened ({error}); SQLite needs a directory that its reader may write to, so copy the "
+            "run to one"
+        )
     return (
         f"{path} is damaged ({error}), so nothing can be proven; each checkpoint has a copy, and flowrl run --resume "
         "continues from the newest"
@@ -250,6 +266,8 @@ def create(path: Path, terms: Terms) -> None:
     """Create a ledger with its first commit. No file may exist at `path`."""
     fresh = _beside(path)
     _begin(fresh, terms)
+    for file in _side_files(path):  # of a ledger that was deleted: SQLite would replay them into the new one
+        file.unlink(missing_ok=True)
     fresh.rename(path)
 
 

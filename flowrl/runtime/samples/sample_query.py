@@ -52,7 +52,7 @@ def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
     if query.order in ("best", "worst"):
         return _read(_extreme(files, query))
     if query.order == "failed":
-        chosen = (place for file in reversed(files) for place in _places(file, query))
+        chosen = (place for file in reversed(files) for place in reversed([*_places(file, query)]))
         return _read(list(itertools.islice(chosen, query.limit)))
     step = files[-1].last if query.step is None and files else query.step
     newest = SampleQuery(step, "last", query.held_out, query.limit)

@@ -10,6 +10,9 @@ from rich.text import Text
 from flowrl.runtime.samples.sample_query import SampleRow
 from flowrl.runtime.telemetry.safe_text import shown
 
+MOST_ALIGNED = 100
+"""Lines of texts up to which similar lines are put together: that takes a time of about the square of their number."""
+
 
 def rows_text(rows: Sequence[SampleRow]) -> Iterator[Text]:
     """Each sample: its outcome, its prompt and its response."""
@@ -29,10 +32,21 @@ def pair_text(before: SampleRow, after: SampleRow) -> Iterator[Text]:
     """Two answers to one prompt, and what differs, line by line."""
     yield Text(f"{shown(after['prompt_id'])}  {_change(before, after)}", style="bold")
     yield from _marked("| ", after["prompt"], "dim")
-    lines = difflib.ndiff(shown(before["response"]).split("\n"), shown(after["response"]).split("\n"))
+    lines = _compared(shown(before["response"]).split("\n"), shown(after["response"]).split("\n"))
     styles = {"- ": "red", "+ ": "green", "  ": ""}
     yield from (Text(line, style=styles[line[:2]]) for line in lines if line[:2] in styles)
     yield Text("")
+
+
+def _compared(before: list[str], after: list[str]) -> Iterator[str]:
+    """The lines of both texts, each after "- ", "+ " or "  ". Only in short texts are similar lines put together."""
+    if max(len(before), len(after)) <= MOST_ALIGNED:
+        yield from difflib.ndiff(before, after)
+        return
+    for _, low, high, first, last in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        same = before[low:high] == after[first:last]
+        yield from (f"{'  ' if same else '- '}{line}" for line in before[low:high])
+        yield from (f"+ {line}" for line in after[first:last] if not same)
 
 
 def _change(before: SampleRow, after: SampleRow) -> str:

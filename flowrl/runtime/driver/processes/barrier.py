@@ -141,7 +141,10 @@ class BatchEnd:
 
     async def arrive(self, host: str, body: dict[str, Any]) -> None:
         version = int(body["version"])
-        if body.get("replica_id", "").partition("/")[0] in self._passing or not self._due(version):
+        if body.get("replica_id", "").partition("/")[0] in self._passing:
+            return
+        # The first replica's answer holds for all: an interrupt between two arrivals cancels what was due.
+        if version not in self._open and not self._due(version):
             return
         opened = self._open.setdefault(version, asyncio.Event())
         self._arrived[version] = self._arrived.get(version, 0) + 1
