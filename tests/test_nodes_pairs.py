@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from flowrl.errors import ConfigError
@@ -51,6 +53,16 @@ def test_pairs_are_written_and_read_again_with_the_same_split(task: Task, tmp_pa
         assert [row.turns for row in part] == [row.turns for row in expected]
         assert [row.columns["chosen"] for row in part] == [row.answer for row in expected]
         assert {row.columns["rejected"] for row in part} == {"9é"}
+
+
+def test_a_column_of_bytes_is_written_as_text(tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "image": [b"\x89PNG", b""]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    task = Task(str(tmp_path / "rows.parquet"))
+    found = load_rows(task)
+    (row, *_) = [*found.train, *found.held_out]
+    _, (line,) = written(task, tmp_path / "pairs.jsonl", [pair(row.prompt_id, "2", "3")])
+    assert (line["chosen"], line["rejected"]) == ("2", "3")
 
 
 def test_a_pair_with_an_answer_of_no_text_is_left_out(task: Task, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint_manifest, rundir
 from flowrl.runtime.checkpoints.rundir import RunDir
 
 
@@ -27,6 +29,28 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
         RunDir(tmp_path / "run").claim(resume=False)
     first.release()
     RunDir(tmp_path / "run").claim(resume=False)
+
+
+def test_runs_that_start_in_one_second_have_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RunDir, "fresh", staticmethod(lambda name: Path("runs") / f"{name}-now"))
+    found = [RunDir.claimed_fresh("grpo") for _ in range(3)]
+    assert [one.path.name for one in found] == ["grpo-now", "grpo-now-2", "grpo-now-3"]
+    for one in found:
+        one.release()
+    assert list((tmp_path / "runs").iterdir()) == [], "nothing was written in them"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_one_sentence(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(rundir.fcntl, "flock", failing)
+    with pytest.raises(ConfigError, match=f"cannot be locked .{os.strerror(code)}.; name a directory on a file system"):
+        RunDir.claimed(tmp_path / "run")
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from flowrl.runtime.samples.sample_notes import SampleNotes
 from flowrl.runtime.samples.sample_query import SampleQuery, find, find_sample, pairs
 from flowrl.runtime.samples.sample_record import SampleRecord, record_of, version_spans
 from flowrl.runtime.samples.sample_share import MOST_S, PART_OF_TIME, SampleChoice, SampleShare
+from flowrl.runtime.show.sample_text import pair_text
 from tests.test_runtime_episodes import play
 
 
@@ -361,6 +363,26 @@ def test_rows_are_found_by_step_reward_and_state(run_dir: Path) -> None:
     assert [one["response"] for one in find(run_dir, SampleQuery(0, held_out=True))] == ["no", "yes"]
     found = find_sample(run_dir, "g:15:0")
     assert found is not None and found["step"] == 1 and find_sample(run_dir, "g:1") is None
+
+
+def test_failed_samples_are_shown_newest_first_within_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    failed = [row(step, step=step, reward=None, state="failed", reason="reward_raised") for step in range(1, 10)]
+    write_rollouts(tmp_path, failed[:6], 1)
+    write_rollouts(tmp_path, failed[6:], 2)
+    assert [one["step"] for one in find(tmp_path, SampleQuery(order="failed", limit=5))] == [9, 8, 7, 6, 5]
+
+
+def test_long_answers_are_compared_line_by_line_within_seconds() -> None:
+    """`difflib.ndiff` takes more than a minute for a pair of a thousand lines."""
+    before: Any = row(1, step=1, response="\n".join(f"this is line {n} of the first answer" for n in range(3000)))
+    after = {**before, "response": before["response"].replace("line 7 ", "row 7 ") + "\nend"}
+    other = {**before, "response": "\n".join(f"another text, its part {n}" for n in range(3000))}
+    began_s = time.monotonic()
+    changed = [text.plain for text in pair_text(before, after) if text.plain[:2] in ("- ", "+ ")]
+    assert changed == ["- this is line 7 of the first answer", "+ this is row 7 of the first answer", "+ end"]
+    assert sum(text.plain.startswith("- ") for text in pair_text(before, other)) == 3000
+    assert time.monotonic() - began_s < 20
 
 
 def test_answers_at_two_steps_are_compared_the_largest_change_first(run_dir: Path) -> None:

@@ -117,6 +117,13 @@ def change_rows() -> None:
     path.write_text(json.dumps(before | {"rows": {"evaluation/rows.jsonl": "others"}}))
 
 
+@pytest.mark.parametrize("prompt", ["Answer in ~50 words.", "\u8bf7" * 300, "Look at rules.py ."])
+def test_the_words_of_a_system_prompt_are_no_files(prompt: str) -> None:
+    with_prompt = asked("--task.system-prompt", prompt)
+    assert with_prompt.files.keys() == asked().files.keys()
+    assert with_prompt.options["task.system_prompt"] == prompt
+
+
 def test_the_digest_of_rows_tells_prompts_and_answers_apart() -> None:
     found = {digest_of_rows([Row.ask(text, answer=answer)]) for text in "ab" for answer in "12"}
     assert len(found) == 4 and digest_of_rows([Row.ask("a", answer="1")]) in found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -86,6 +87,24 @@ class RunDir:
         """The directory of a run for which the user names none."""
         return Path("runs") / f"{graph_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
+    @classmethod
+    def claimed_fresh(cls, graph_name: str) -> RunDir:
+        """A new directory, created and locked: runs that start in the same second have one each."""
+        path = first = cls.fresh(graph_name)
+        for number in itertools.count(2):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                path = first.with_name(f"{first.name}-{number}")
+                continue
+            except OSError as error:
+                raise _unwritable(path, error) from None
+            break
+        directory = cls.claimed(path)
+        directory._made = True
+        return directory
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
@@ -106,13 +125,18 @@ class RunDir:
             self.checkpoints.mkdir(mode=0o700, exist_ok=True)
             self._lock = open(self.path / ".lock", "a+", opener=_private_file)  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(f"--run-dir {self.path} cannot be written: {error.strerror}; name another") from None
+            raise _unwritable(self.path, error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"--run-dir {self.path} is in use by the run of process {self._owner()}; wait for it to end, or name "
                 "another directory"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {self.path} cannot be locked ({error.strerror}); name a directory on a file system with "
+                "file locks"
             ) from None
         if not (resume or self.goes_on) and (
             (self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)
@@ -226,3 +250,7 @@ def _git_commit(directory: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--run-dir {path} cannot be written: {error.strerror}; name another")

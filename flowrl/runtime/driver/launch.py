@@ -95,6 +95,8 @@ class Launch:
         named, resume = self.options.run_dir, self.options.resume
         if self.unfinished is not None and (self.unfinished.is_in(named) or not resume):
             return self.unfinished.directory(named)
+        if named is None and not resume:
+            return RunDir.claimed_fresh(self.graph.name)
         return RunDir.claimed(named or RunDir.fresh(self.graph.name), resume=resume)
 
     @cached_property

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -31,6 +32,8 @@ ELSEWHERE = ("generator.", "time_share")
 """Prefixes of the options that say where the model answers, and not how."""
 BETWEEN = re.compile(r"[:,\s]+|(?<![\w.])[\d.]+\*")
 """Matches the text between the names of files in an option."""
+TEXTS = ("system_prompt", "template")
+"""Options that are texts for the model, which name no files."""
 BEGIN_ANEW = (
     "ledger.sqlite",
     "ledger.sqlite-wal",
@@ -72,7 +75,7 @@ class UnfinishedEvaluation:
         """The claimed directory of the run: that of an unfinished evaluation with the same answers, if there is one
         (`named`, or else the newest in `runs/`). Raises ConfigError if the answers in `named` differ."""
         if named is None:
-            return self._found() or RunDir.claimed(RunDir.fresh(self.graph.name))
+            return self._found() or RunDir.claimed_fresh(self.graph.name)
         if self.is_in(named):
             directory = RunDir.claimed(named, goes_on=True)
             if others := self._differing(directory):
@@ -142,13 +145,15 @@ def _different(before: Mapping[str, Any], now: Mapping[str, Any], how: str = "")
 
 def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Every file and directory on this machine that an option names, such as a model, a reward or a template."""
-    texts = [text for value in options.values() for text in (value if isinstance(value, list) else [value])]
+    named = [value for name, value in options.items() if name.rpartition(".")[2] not in TEXTS]
+    texts = [text for value in named for text in (value if isinstance(value, list) else [value])]
     for name in dict.fromkeys(part for text in texts if isinstance(text, str) for part in BETWEEN.split(text) if part):
-        path = user_path(name)
-        if path.is_file():
-            yield name, _stamp(path)
-        elif path.is_dir():
-            yield name, " ".join(f"{one.name} {_stamp(one)}" for one in sorted(path.iterdir()) if one.is_file())
+        with suppress(ConfigError, OSError):  # a word that is no path, such as one of 300 characters
+            path = user_path(name)
+            if path.is_file():
+                yield name, _stamp(path)
+            elif path.is_dir():
+                yield name, " ".join(f"{one.name} {_stamp(one)}" for one in sorted(path.iterdir()) if one.is_file())
 
 
 def _stamp(path: Path) -> str:
