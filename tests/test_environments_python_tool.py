@@ -470,6 +470,15 @@ def test_tools_of_the_command_line_come_through_the_name_of_an_environment(tools
     assert EnvironmentName(graph.environment).options == {"tools": tools, "min_value": 30, "digits": [1, 2]}
 
 
+def test_a_mapping_may_have_commas() -> None:
+    assert parse_options("it", """a={'x': 1, 'y': 'b,c'},d={1,2},e={{}},f=1""") == {
+        "a": {"x": 1, "y": "b,c"},
+        "d": {1, 2},
+        "e": "{{}}",
+        "f": 1,
+    }
+
+
 def test_a_value_in_quotes_may_have_commas() -> None:
     text = """a='x,y',b="it's, so",c=(1,2),d=[3,'),'],e=it's,f=\\"""
     assert parse_options("it", text) == {

@@ -136,6 +136,21 @@ def test_without_a_template_the_last_turn_is_the_prompt() -> None:
     assert mask.tolist() == [False, False, True, True]
 
 
+def test_without_a_template_what_is_trained_begins_as_a_rollout_does() -> None:
+    class Begins:
+        """A tokenizer that adds a begin token where special tokens are asked for, as those of base models do."""
+
+        chat_template, eos_token_id = None, 1
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [0] * add_special_tokens + [ord(one) for one in text]}
+
+    turns = [{"role": "user", "content": "ab"}]
+    ids, mask = Chat(Begins()).completion(turns, "c")
+    assert ids.tolist() == [0, 97, 98, 99, 1] and mask.tolist() == [False, False, False, True, True]
+    assert ids[:3].tolist() == Chat(Begins()).prompt(turns)[1].tolist()
+
+
 def test_a_model_is_made_once_and_the_others_wait_for_it(cache: Path) -> None:
     begun, go_on = threading.Event(), threading.Event()
     made, told, found = [], [], []

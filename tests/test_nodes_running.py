@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from flowrl.messages import Batch, Group
+from flowrl.messages import Batch, Branch, Group
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, TokenBatch
-from flowrl.nodes.batching.running import Moments
+from flowrl.nodes.batching.running import Moments, RunningEstimate
 from flowrl.testing import run_node, scored
 from flowrl.training.advantage.estimate import Estimate, Scale
 from tests.groups import members
@@ -61,6 +63,17 @@ def test_the_controller_moves_towards_its_target_within_its_limit() -> None:
     assert controller.next(0.5, 2.2) == pytest.approx(0.5 * 1.01)
     assert controller.next(0.5, 9.0) == pytest.approx(0.5 * 1.02)
     assert controller.next(0.5, 0.0) == pytest.approx(0.5 * 0.98)
+
+
+@pytest.mark.parametrize("further", [0, 1, 3])
+def test_the_kl_of_an_episode_is_that_of_all_its_sequences(further: int) -> None:
+    estimate = Estimate("reinforce", kl_coef=1.0)
+    (one,) = group("a", estimate, 1.0).samples
+    branch = Branch(one.token_ids, one.policy_mask, one.behavior_logprobs, one.versions)
+    whole = dataclasses.replace(one, branches=(branch,) * further, ref_logprobs=np.tile(one.ref_logprobs, 1 + further))
+    running = RunningEstimate(estimate, normalise_rewards=False, adaptive_kl=AdaptiveKL(target=0.1))
+    running.batch([Group("a", (whole,), 1)])
+    assert running.metrics["reward_kl"] == pytest.approx(2 * D * (1 + further))
 
 
 def test_the_kl_coefficient_steps_once_a_batch() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from flowrl.errors import ConfigError
@@ -332,3 +333,23 @@ def test_a_column_that_is_named_is_not_replaced_by_another_shape(tmp_path: Path)
     task = write(tmp_path, "one.jsonl", lines([alpaca(1), alpaca(2)]))
     assert "no column 'question'" in message(Task(f"{task.name}:prompt=question"))
     assert "no column 'prompt'" in message(write(tmp_path, "two.jsonl", lines([{"instruction": "x"}])))
+
+
+def test_a_date_that_python_cannot_hold_is_named_or_skipped(tmp_path: Path) -> None:
+    column = pyarrow.array([0, 10**8], pyarrow.int32()).cast(pyarrow.date32())
+    table = pyarrow.table({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "day": column})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for rows in ("memory", "disk"):
+        name = f"{tmp_path}/a.parquet:rows={rows}"
+        assert "row 2: the column 'day' has a date outside the years 1 to 9999; write it as text" in message(Task(name))
+        assert used(load_rows(Task(f"{name},malformed=skip"), whole=True)) == 1
+
+
+def test_a_pattern_that_cannot_be_searched_is_one_sentence(tmp_path: Path) -> None:
+    assert "**.jsonl cannot be searched" in message(Task(f"{tmp_path}/**.jsonl"))
+
+
+def test_a_missing_answer_that_pandas_wrote_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": NaN}\n{"prompt": "2+2=", "answer": "4"}\n')
+    rows = load_rows(Task(f"{tmp_path}/a.jsonl"))
+    assert {one.prompt: one.answer for one in (*rows.train, *rows.held_out)} == {"1+1=": None, "2+2=": "4"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from flowrl.tasks.reward_calls.judge import BadReward, Judge, Verdicts, load_jud
 from flowrl.tasks.reward_calls.reward_client import route_of
 from flowrl.tasks.reward_calls.worker import RewardWorker
 from flowrl.tasks.rewards import open_reward, parse_reward
+from flowrl.tasks.user_module import user_module
 
 
 def judge(tmp_path: Path, source: str, name: str = "f") -> Judge:
@@ -184,6 +186,22 @@ def test_a_function_object_is_found_again_by_its_place() -> None:
     assert load_judge(place_of(module_level))(["p"], ["r"], [{}]).rewards == (1.0,)
     with pytest.raises(ConfigError, match="cannot be found again"):
         place_of(lambda prompt, response: 1.0)
+    with pytest.raises(ConfigError, match="cannot be found again"):
+        place_of(functools.partial(module_level, "p"))
+
+
+def test_a_decorated_function_is_found_in_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "deco.py").write_text(
+        "import functools\ndef timed(f):\n    @functools.wraps(f)\n"
+        "    def g(*a, **k): return f(*a, **k)\n    return g\n"
+    )
+    (tmp_path / "rew.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom deco import timed\n"
+        "@timed\ndef score(prompt, response): return 2.0\n"
+    )
+    found = user_module(str(tmp_path / "rew.py"), owner="reward").score
+    assert place_of(found) == f"{tmp_path / 'rew.py'}:score"
+    assert load_judge(place_of(found))(["p"], ["r"], [{}]).rewards == (2.0,)
 
 
 def test_an_async_function_is_awaited_and_timed(tmp_path: Path) -> None:

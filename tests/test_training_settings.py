@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,17 @@ def test_tallies_of_parts_add_up_to_the_whole() -> None:
     assert whole.metrics()["tokens_trained"] == trained.size
     assert BatchStats().metrics()["staleness_max"] is None
     assert set(whole.metrics(offline=True)) == {"num_samples", "response_tokens_mean", "tokens_trained"}
+
+
+def test_a_part_of_the_reward_is_a_mean_over_the_samples_that_have_it() -> None:
+    samples = make_batch(3, CASES[0]).samples[:3]
+    with_parts = [
+        replace(one, reward_parts={"exact": float(n)} | ({"step_1": 0.8} if n == 2 else {}))
+        for n, one in enumerate(samples)
+    ]
+    parts = [BatchStats.of([one], [one.policy_mask], 3) for one in with_parts]
+    metrics = BatchStats.total(parts).metrics()
+    assert (metrics["reward/exact"], metrics["reward/step_1"]) == (pytest.approx(1.0), pytest.approx(0.8))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 
-_PIECE = re.compile(r"""(?<=[=\[(,\s])(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|.""", re.DOTALL)
+_PIECE = re.compile(r"""(?<=[=\[({:,\s])(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|.""", re.DOTALL)
 """A text in quotes, or one character."""
 
 
@@ -42,7 +42,7 @@ def _parts(text: str) -> Iterator[str]:
     """The texts between those commas that are outside brackets and quotes."""
     start = depth = 0
     for piece in _PIECE.finditer(text):
-        depth = max(0, depth + (piece[0] in ("[", "(")) - (piece[0] in ("]", ")")))
+        depth = max(0, depth + (piece[0] in ("[", "(", "{")) - (piece[0] in ("]", ")", "}")))
         if piece[0] == "," and depth == 0:
             yield text[start : piece.start()]
             start = piece.end()
@@ -65,5 +65,5 @@ def _option(what: str, part: str) -> tuple[str, Any]:
         raise ConfigError(f"{what}: {part!r} is no option; write them as SOURCE:key=value,key=value")
     try:
         return key.strip(), ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return key.strip(), text.strip()

@@ -90,7 +90,7 @@ class Row:
         """The reference response; None if the data have none. A list or mapping is returned as JSON text."""
         answer = self.columns.get("answer")
         if isinstance(answer, tuple | Mapping):
-            return json.dumps(answer, ensure_ascii=False)
+            return json.dumps(answer, ensure_ascii=False, default=str)
         return None if answer is None else str(answer)
 
     @property

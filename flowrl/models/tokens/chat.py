@@ -197,7 +197,7 @@ class Chat:
         return ids[:end], mask[:end]
 
     def _bare(self, turns: Messages) -> tuple[Int32, Bool]:
-        prompt = self._ids(turns[-2]["content"])
+        prompt = self.prompt(turns[:-1])[1]  # as a rollout begins: with the tokenizer's begin token, if it adds one
         answer = np.append(self._ids(turns[-1]["content"]), np.int32(self.tokenizer.eos_token_id))
         mask = np.zeros(prompt.size + answer.size, np.bool_)
         mask[prompt.size :] = True

@@ -96,7 +96,7 @@ class RunningEstimate:
         sums = []
         for group in groups:
             for sample, kl_T in zip(group.samples, self._estimate.kl(group.samples), strict=True):
-                sums.append(float(kl_T[: len(sample.policy_mask)][sample.policy_mask].sum()))
+                sums.append(float(kl_T[: sample.num_tokens][sample.whole_mask].sum()))
         return float(np.mean(sums))
 
     @property

@@ -205,7 +205,7 @@ def rows_of_batch(batch: Any) -> Iterator[RawRow | str]:
     """The rows of an Arrow batch, or in place of a malformed row a text that says what is wrong."""
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, OverflowError):
         for number in range(batch.num_rows):
             try:
                 yield arrow_row("", batch, number)

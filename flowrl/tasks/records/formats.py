@@ -248,7 +248,7 @@ def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator
     """The rows of an Arrow batch that comes after `before` other rows. Arrow has not checked that texts are UTF-8."""
     try:
         found = batch.to_pylist()
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, OverflowError):
         found = None
     for number in range(batch.num_rows):
         place = f"{path}, row {before + number + 1}"
@@ -258,7 +258,7 @@ def _of_batch(path: Path, batch: Any, before: int, reading: Reading) -> Iterator
 
 
 def arrow_row(place: str, batch: Any, number: int) -> RawRow:
-    """One row of an Arrow batch. Raises Malformed for text that is not UTF-8."""
+    """One row of an Arrow batch. Raises Malformed for text that is not UTF-8, and for dates that Python cannot hold."""
     record: dict[str, Any] = {}
     for name in batch.schema.names:
         try:
@@ -267,6 +267,10 @@ def arrow_row(place: str, batch: Any, number: int) -> RawRow:
             raise Malformed(
                 f"{place}: the column {name!r} has the byte 0x{problem.object[problem.start]:02x} at position "
                 f"{problem.start}, which is not UTF-8; write it as UTF-8"
+            ) from None
+        except OverflowError:
+            raise Malformed(
+                f"{place}: the column {name!r} has a date outside the years 1 to 9999; write it as text"
             ) from None
     return record
 
@@ -313,7 +317,12 @@ def _matching(pattern: Path) -> list[Path]:
     """The files that match a pattern, in the order of their names."""
     base = Path(*(part for part in pattern.parts[: _first_pattern(pattern)])) if pattern.parts else Path()
     rest = str(Path(*pattern.parts[_first_pattern(pattern) :]))
-    found = sorted(path for path in base.glob(rest) if path.is_file())
+    try:
+        found = sorted(path for path in base.glob(rest) if path.is_file())
+    except (ValueError, OSError) as problem:
+        raise ConfigError(
+            f"the pattern {pattern} cannot be searched: {problem}; write ** as a part of its own"
+        ) from None
     if not found:
         raise ConfigError(f"no file matches {pattern}; quote the pattern, and look at its folder")
     if other := [path for path in found if not format_of(path)]:

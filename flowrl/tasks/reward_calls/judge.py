@@ -200,13 +200,17 @@ def load_judge(place: str) -> Judge:
 
 def place_of(function: Callable[..., Any]) -> str:
     """`file.py:function` of a function object, by which a worker process can load it again."""
-    file = inspect.getsourcefile(function)
-    if file is None or "." in function.__qualname__ or "<" in function.__qualname__:
+    name = getattr(function, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # an object that is no function, such as a partial
+        file = None
+    if file is None or not name or "." in name or "<" in name:
         raise ConfigError(
-            f"the reward {function.__qualname__} cannot be found again by a worker process; define it with def at the "
+            f"the reward {name or function} cannot be found again by a worker process; define it with def at the "
             "top of a file, or name it as file.py:function"
         )
-    return f"{Path(file).resolve()}:{function.__qualname__}"
+    return f"{Path(file).resolve()}:{name}"
 
 
 def _judge(place: str, function: Callable[..., Any]) -> Judge:

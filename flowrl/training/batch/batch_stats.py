@@ -24,7 +24,8 @@ class BatchStats:
     raw_reward: float = 0.0
     raw_reward_squares: float = 0.0
     shaped_reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_parts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Name -> (sum, number of samples that have this part)."""
     response_tokens: int = 0
     trained_tokens: int = 0
     stale_tokens: int = 0
@@ -47,8 +48,7 @@ class BatchStats:
             stats.raw_reward += sample.raw_reward
             stats.raw_reward_squares += sample.raw_reward**2
             stats.shaped_reward += sample.reward
-            for name, value in sample.reward_parts.items():
-                stats.reward_parts[name] = stats.reward_parts.get(name, 0.0) + value
+            stats._add_reward_parts({name: (value, 1) for name, value in sample.reward_parts.items()})
             stats.response_tokens += sample.response_tokens
             stats.stale_tokens += int((trained_mask(sample) & sample.whole_mask & ~mask).sum())
             stats.truncated += sample.truncated
@@ -71,8 +71,7 @@ class BatchStats:
             whole.raw_reward += part.raw_reward
             whole.raw_reward_squares += part.raw_reward_squares
             whole.shaped_reward += part.shaped_reward
-            for name, value in part.reward_parts.items():
-                whole.reward_parts[name] = whole.reward_parts.get(name, 0.0) + value
+            whole._add_reward_parts(part.reward_parts)
             whole.response_tokens += part.response_tokens
             whole.trained_tokens += part.trained_tokens
             whole.aged_tokens += part.aged_tokens
@@ -84,13 +83,19 @@ class BatchStats:
             whole.lengths += part.lengths
         return whole
 
+    def _add_reward_parts(self, parts: Mapping[str, tuple[float, int]]) -> None:
+        for name, (value, samples) in parts.items():
+            before = self.reward_parts.get(name, (0.0, 0))
+            self.reward_parts[name] = (before[0] + value, before[1] + samples)
+
     def _add_turn_ages(self, ages: Mapping[str, tuple[int, int]]) -> None:
         for name, (age, tokens) in ages.items():
             before = self.turn_ages.get(name, (0, 0))
             self.turn_ages[name] = (before[0] + age, before[1] + tokens)
 
     def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
-        """Means over samples or trained tokens; staleness is None if nothing was trained.
+        """Means over samples or trained tokens; of a part of the reward, over the samples that have it. Staleness is
+        None if nothing was trained.
 
         `offline` leaves out what only rollouts have: rewards and ages.
         """
@@ -112,7 +117,7 @@ class BatchStats:
             "tokens_stale": self.stale_tokens,
             "staleness_mean": self.age / self.aged_tokens if self.aged_tokens else None,
             "staleness_max": self.oldest_age if self.aged_tokens else None,
-            **{f"reward/{name}": value / n for name, value in self.reward_parts.items()},
+            **{f"reward/{name}": value / samples for name, (value, samples) in self.reward_parts.items()},
             **self._of_turns(),
         }
 
