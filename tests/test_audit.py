@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -17,7 +19,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit.audit import CHECKS, _tickets_out, audit
 from flowrl.runtime.ledger.ledger import Ledger
-from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.ledger_file import LEDGER, unreadable
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import read
 from tests.audit_damages import DAMAGES, DAMAGES_OF_TWO
@@ -332,3 +334,38 @@ def test_two_turns_may_be_answered_alike_in_the_same_context(two: Path, tmp_path
     assert not [text for text in tale if "times" in text or "in the same context" in text], tale
     damage(copy, "INSERT INTO spans SELECT * FROM spans WHERE sample_id = 'g0/2' AND trainer = 'actor' LIMIT 1")
     assert any("actor was fed the" in text and text.endswith("3 times") for _, text in found(copy))
+
+
+def test_a_new_ledger_takes_nothing_over_from_a_deleted_one(tmp_path: Path) -> None:
+    """A killed run leaves its WAL, which SQLite would replay into a new file of the same name."""
+    killed = (
+        "import os, pathlib\n"
+        "from flowrl.runtime.ledger.ledger import Ledger\n"
+        f"ledger = Ledger(pathlib.Path({str(tmp_path / LEDGER)!r}))\n"
+        "ledger.add('ticket', 0, 'old', '{}')\nledger.commit()\nos._exit(9)\n"
+    )
+    assert subprocess.run((sys.executable, "-c", killed), timeout=60, check=False).returncode == 9
+    assert (tmp_path / f"{LEDGER}-wal").stat().st_size > 0
+    (tmp_path / LEDGER).unlink()
+    ledger = Ledger(tmp_path / LEDGER)
+    ledger.add("ticket", 0, "new", "{}")
+    ledger.commit()
+    ledger.close()
+    with closing(sqlite3.connect(tmp_path / LEDGER)) as db:
+        assert db.execute("SELECT group_id FROM tickets").fetchall() == [("new",)]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (sqlite3.SQLITE_READONLY, "cannot be opened"),
+        (sqlite3.SQLITE_READONLY_DIRECTORY, "cannot be opened"),
+        (sqlite3.SQLITE_CANTOPEN, "cannot be opened"),
+        (sqlite3.SQLITE_CORRUPT, "is damaged"),
+        (sqlite3.SQLITE_NOTADB, "is no ledger"),
+    ],
+)
+def test_only_a_damaged_ledger_is_called_damaged(code: int, says: str, tmp_path: Path) -> None:
+    error = sqlite3.OperationalError("as SQLite says")
+    error.sqlite_errorcode = code
+    assert f"{tmp_path / LEDGER} {says}" in unreadable(tmp_path / LEDGER, error)

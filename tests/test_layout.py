@@ -245,7 +245,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "scoring": {"groups", "model_memory", "sources"},
         "training": {"model_memory"},
         "writers": {"sources"},
-        "rewarding": {"scoring"},
+        "rewarding": {"groups", "scoring"},
         "episodes": {"generation", "rewarding", "sources", "vllm_engine"},
         "evaluating": {"rewarding", "sources", "writers"},
         "agent_programs": {"episodes", "generation", "rewarding", "vllm_engine"},
