@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from flowrl.channel.links.address import run_name, run_prefix, socket_root
 from flowrl.channel.links.presence import Presence, mark
 from flowrl.channel.links.slab import SHM
 from flowrl.channel.links.sweep import remove_run, sweep
+from flowrl.errors import ConfigError
 
 NO_PID = 1 << 30
 """Of no process here; one in another container may well have a number that nobody has in this one."""
@@ -38,6 +40,13 @@ def files(run_id: str, pid: int = NO_PID) -> list[Path]:
     folder.mkdir()
     (folder / "socket").write_bytes(b"")
     return [segment, folder]
+
+
+def test_a_file_in_the_place_of_the_socket_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"flowrl-{os.getuid()}").write_text("")
+    with pytest.raises(ConfigError, match=r"is not a directory of this user; remove it, or set TMPDIR"):
+        socket_root()
 
 
 def there(paths: list[Path]) -> list[bool]:

@@ -190,6 +190,20 @@ def test_long_answers_are_dropped_and_counted(path: str) -> None:
     assert not record.sent("rollouts") and {one.reason for one in record.lost} == {"too_long"}
 
 
+def test_answers_that_are_all_too_long_end_the_run(path: str) -> None:
+    """Two epochs have more groups than there are rows."""
+    prompts = [
+        prompt(0, group=f"prompts:{epoch}:{row.prompt_id}", prompt_id=row.prompt_id, group_size=1)
+        for epoch in range(2)
+        for row in load_rows(TASK).train
+    ]
+    node = GivenAnswers(TASK, Policy(path), share=1.0, max_tokens=3)
+    with pytest.raises(
+        ConfigError, match=r"all \d+ conversations of .* are longer than max_answer_tokens = 3; raise it"
+    ):
+        run_node(node, {"prompts": prompts}, timeout_s=60)
+
+
 def test_a_long_prompt_of_an_answer_can_be_cut_or_refused(path: str) -> None:
     whole = run_node(GivenAnswers(TASK, Policy(path), share=1.0), {"prompts": asked(2, 1)}, timeout_s=60)
     lengths = {one.prompt_id: one.token_ids for one in whole.sent("rollouts")}

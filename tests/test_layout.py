@@ -386,6 +386,11 @@ def test_the_table_of_rooms_is_complete_and_has_no_circle(of: str) -> None:
     assert set(order) == set(ROOMS[of])
 
 
+def test_a_folder_says_what_it_holds() -> None:
+    packages = [path for path in (ROOT / "flowrl").rglob("__init__.py") if "recipes" not in path.parts]
+    assert [str(path) for path in packages if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
 def test_a_folder_has_few_modules() -> None:
     of_folder = Counter(path.parent for path in modules() if path.name != "__init__.py" and "recipes" not in path.parts)
     assert {str(path): number for path, number in of_folder.items() if number > MOST_MODULES} == {}

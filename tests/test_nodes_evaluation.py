@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.errors import ConfigError, FlowrlError
+from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.models.policy import CHARACTER_CONTEXT
@@ -83,6 +83,22 @@ def test_only_held_out_prompts_are_asked_with_seeds_that_stay() -> None:
     assert len(first.asked) == len({prompt.seed for prompt in first.asked}) == 10
     assert [(p.prompt_id, p.seed) for p in first.asked] == [(p.prompt_id, p.seed) for p in again.asked]
     assert not {p.sample_id for p in first.asked} & {p.sample_id for p in again.asked}
+
+
+def test_a_prompt_that_is_refused_has_no_score_and_is_counted() -> None:
+    class Refusing(Answers):
+        """As a generator whose --engine.max-model-len some prompts exceed."""
+
+        async def __call__(self, prompt: Prompt) -> Sample:
+            if len(self.asked) == 1:
+                self.asked.append(prompt)
+                raise SampleFailed("prompt_too_long")
+            return await super().__call__(prompt)
+
+    answers = Refusing()
+    figures, record = evaluate(answers, num_prompts=5)
+    assert (len(answers.asked), figures["num_answers"]) == (5, 4)
+    assert record.metrics["evaluation_prompt_too_long"] == 1
 
 
 def of_lengths(path: Path, lengths: Sequence[int]) -> Task:

@@ -98,7 +98,6 @@ def test_preflight_names_what_cannot_work(tmp_path: Path, head: str, body: str, 
     assert says in str(error.value)
 
 
-@pytest.mark.slow
 def told_of(tmp_path: Path, head: str, returned: str) -> str | None:
     """What the preflight says of a function where a later row has a column `response`."""
     place = reward_file(tmp_path, f"return {returned}", head)

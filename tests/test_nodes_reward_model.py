@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.errors import ConfigError, SampleFailed
+from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Int32, Sample
 from flowrl.models import Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
+from flowrl.nodes.groups.failing_rewards import FAILURES_IN_A_ROW
 from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.rewarding.reward_model import renders_alike
 from flowrl.tasks import Row, Task, reward_parts
@@ -135,6 +136,19 @@ def test_in_a_sum_the_functions_are_asked_too_and_every_part_is_logged(
     assert score(plain, [given]).sent("scored")[0].reward_parts["verifier"] == 1.0
     held_out = Evaluation(summed, Policy(str(policy))).scored_by[summed.name]
     assert (held_out.weight, held_out.functions) == (0.5, reward_parts(replace(task, reward="3*verifier as right")))
+
+
+def test_scores_that_are_never_finite_end_the_run(
+    policy: Path, reward_model: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed sample counts for no step: the run would sample without an end."""
+    monkeypatch.setattr(Scorer, "label_scores", lambda self, asked: [(float("nan"),)] * len(asked))
+    node = RewardModel(str(reward_model), Policy(str(policy)), task)
+    given = [sample(n, token_ids=np.array([1, 2, EOS], np.int32)) for n in range(FAILURES_IN_A_ROW)]
+    few = score(node, given[:3])
+    assert few.reasons() == [("failed", "reward_not_finite")] * 3 and few.metrics == {"reward_not_finite": 3}
+    with pytest.raises(FlowrlError, match=f"failed for {FAILURES_IN_A_ROW} samples in a row; .*not a finite number"):
+        score(RewardModel(str(reward_model), Policy(str(policy)), task), given)
 
 
 def test_another_template_means_rendering_the_row_anew(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def test_what_becomes_of_long_rows_is_an_option(policy: Path, tmp_path: Path) ->
         ConfigError, match=r"9 of 9 conversations of .* are longer than max_length = 8, the longest has 9"
     ):
         StepDataset(long, Policy(str(policy)), separator=" w5", max_tokens=8, too_long="error").preflight()
+    train = load_demonstrations(long).train
+    all_long = [
+        replace(asked, sample_id=f"s{n}", group_id=f"g{n}", prompt_id=one.prompt_id) for n, one in enumerate(train)
+    ]
+    node = StepDataset(long, Policy(str(policy)), separator=" w5", max_tokens=8)
+    with pytest.raises(
+        ConfigError, match=rf"all {len(train)} conversations of .* are longer than max_length = 8; raise"
+    ):
+        run_node(node, {"prompts": all_long})
     file = load_file("process_reward_model")
     built: Any = file.build(file.parse(["--too-long", "truncate"]))
     assert [built.nodes[name].too_long for name in ("dataset", "prompts")] == ["truncate", "truncate"]

@@ -345,6 +345,15 @@ def test_a_date_that_python_cannot_hold_is_named_or_skipped(tmp_path: Path) -> N
         assert used(load_rows(Task(f"{name},malformed=skip"), whole=True)) == 1
 
 
+def test_an_answer_with_bytes_is_text(tmp_path: Path) -> None:
+    """An image's column named as the answer: it can be shown in the error of whoever needs another answer."""
+    table = pyarrow.table({"prompt": ["1+1="], "image": [{"bytes": b"\x89PNG", "path": "a.png"}]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = load_rows(Task(f"{tmp_path}/a.parquet:answer=image"), whole=True)
+    (row,) = (*rows.train, *rows.held_out)
+    assert row.answer is not None and "PNG" in row.answer and "a.png" in row.answer
+
+
 def test_a_pattern_that_cannot_be_searched_is_one_sentence(tmp_path: Path) -> None:
     assert "**.jsonl cannot be searched" in message(Task(f"{tmp_path}/**.jsonl"))
 

@@ -1,0 +1,1 @@
+"""Lanes between processes: messages, credits, tickets and the connections that carry them."""

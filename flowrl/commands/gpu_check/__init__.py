@@ -1,0 +1,1 @@
+"""`make gpu-check`: what only a machine with GPUs can show, in stages."""

@@ -154,7 +154,7 @@ class Generator(Node):
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
         problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
-            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a finite number of at least 0")
+            problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number of at least 0")
         problems += parser_problems(tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
         if self.every < 1:
             problems.append(f"every is {self.every}; it needs at least 1; to keep version 0, ignore the weights port")

@@ -21,6 +21,7 @@ from flowrl.models.sizes.model_layout import note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import gpu_problems, opened
 from flowrl.nodes.sources.preference_source import Preferences, Renderer
+from flowrl.nodes.sources.too_long import within_limit
 from flowrl.tasks import Row
 from flowrl.tasks.row_reading.indexed_rows import asked_ids, lowest_asked
 from flowrl.training.layouts import refused
@@ -105,16 +106,16 @@ class PreferenceReference(Node):
         self._judged_on = parts[1]
         return reference_cache(
             model_dir,
-            (sequence for part in parts for samples in part if self._fit(samples) for sequence in _sequences(samples)),
+            (sequence for part in parts for samples in part if self._kept(samples) for sequence in _sequences(samples)),
             dtype=self.dtype,
             open_model=partial(self._open, model_dir),
             token_budget=self.token_budget,
             progress=progress,
         )
 
-    def _fit(self, samples: Sequence[Trainable]) -> bool:
-        """Whether the samples of a row are within the data's `max_tokens`; other rows are dropped."""
-        return max(len(sample.token_ids) for sample in samples) <= self.data.max_tokens
+    def _kept(self, samples: Sequence[Trainable]) -> bool:
+        """Whether the data keep the row of these samples."""
+        return within_limit(samples, self.data.max_tokens)
 
     def _open(self, model_dir: str) -> ScoringModel:
         import torch

@@ -117,11 +117,9 @@ class Demonstrations(Node):
     async def run(self) -> None:
         async for prompt in self.prompts:
             sample = self.demonstration(prompt)
-            if len(sample.token_ids) > self.max_tokens:
+            if not self._long.fits([sample]):
                 self.prompts.drop(prompt, "too_long")
-                self._long.dropped()
                 continue
-            self._long.kept()
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))

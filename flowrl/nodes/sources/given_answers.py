@@ -102,11 +102,9 @@ class GivenAnswers(Node):
 
     async def _give(self, prompt: Prompt) -> None:
         sample = self.sample(prompt)
-        if len(sample.token_ids) > self.max_tokens:
+        if not self._long.fits([sample]):
             self.prompts.drop(prompt, "too_long")
-            self._long.dropped()
             return
-        self._long.kept()
         self.context.metric("answers_given", 1)
         self.context.metric("tokens_generated", sample.response_tokens)
         self.context.ledger.generated(sample)

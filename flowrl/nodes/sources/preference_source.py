@@ -126,12 +126,10 @@ class PreferenceDataset(Node):
     async def run(self) -> None:
         async for members in self.prompts.groups(self.data.group_size):
             samples = self.samples(members.items)
-            if max(len(sample.token_ids) for sample in samples) > self.data.max_tokens:
+            if not self._long.fits(samples):
                 for prompt in members.items:
                     self.prompts.drop(prompt, "too_long")
-                self._long.dropped()
                 continue
-            self._long.kept()
             await self._send(members, samples)
 
     async def _send(self, members: Members[Prompt], samples: tuple[Trainable, ...]) -> None:

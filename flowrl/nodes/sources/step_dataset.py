@@ -83,11 +83,9 @@ class StepDataset(Node):
         async for prompt in self.prompts:
             fields = {name: getattr(prompt, name) for name in ("sample_id", "group_id", "epoch", "member")}
             sample = self.sample(self._chat, self._rows[prompt.prompt_id], **fields)
-            if len(sample.token_ids) > self.max_tokens:
+            if not self._long.fits([sample]):
                 self.prompts.drop(prompt, "too_long")
-                self._long.dropped()
                 continue
-            self._long.kept()
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))

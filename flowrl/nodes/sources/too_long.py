@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.messages import Bool, Int32
+from flowrl.messages import Bool, Int32, Sample, Trainable
 from flowrl.models import Chat
 from flowrl.tasks import Row
 from flowrl.tasks.row_reading.indexed_rows import picked
@@ -77,6 +77,11 @@ def answer_start(mask: Bool) -> int:
     return int(places[-1]) + 1 if places.size else 0
 
 
+def within_limit(samples: Iterable[Trainable | Sample], most: int) -> bool:
+    """Whether none of the samples of a row has more than `most` tokens: else the row is dropped whole."""
+    return all(len(sample.token_ids) <= most for sample in samples)
+
+
 class LongRows:
     """Counts the rows that a node drops one after the other because they are too long.
 
@@ -85,19 +90,22 @@ class LongRows:
 
     def __init__(self, num_rows: int, most: int, *, option: str, task: str) -> None:
         self._num_rows = num_rows
-        self._found = f"are longer than {option} = {most}; raise it, or set too_long to truncate"
+        self._most = most
+        self._option = option
         self._task = task
         self._number = 0
 
-    def kept(self) -> None:
-        """A row was not too long."""
-        self._number = 0
-
-    def dropped(self) -> None:
-        """A row was dropped. Raises ConfigError after as many as there are rows."""
-        self._number += 1
+    def fits(self, samples: Iterable[Trainable | Sample]) -> bool:
+        """Whether the samples of a row are short enough; else the caller drops the row. Raises ConfigError if as many
+        rows as there are were too long, one after the other."""
+        fits = within_limit(samples, self._most)
+        self._number = 0 if fits else self._number + 1
         if self._number >= self._num_rows:
-            raise ConfigError(f"all {self._num_rows} conversations of {self._task!r} {self._found}")
+            raise ConfigError(
+                f"all {self._num_rows} conversations of {self._task!r} are longer than {self._option} = {self._most}; "
+                "raise it, or set too_long to truncate"
+            )
+        return fits
 
 
 def refuse_long(lengths: Iterable[int], most: int, *, option: str, task: str, noun: str = "conversations") -> None:

@@ -1,0 +1,1 @@
+"""The run directory, and checkpoints: written, found and resumed from."""

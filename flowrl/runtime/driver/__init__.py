@@ -1,0 +1,1 @@
+"""The driver's process: it starts the hosts of a run, watches them and writes its records."""

@@ -1,0 +1,1 @@
+"""A host's process: it builds its node replicas, wires their ports and runs them."""

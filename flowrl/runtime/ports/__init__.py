@@ -1,0 +1,1 @@
+"""The live side of a node's ports: items, acks, tombstones, requests."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
 from flowrl.channel.lanes.dispatch import OutEdge
@@ -120,7 +120,7 @@ class Outbound:
 
     async def admit(self, items: Sequence[Message]) -> bool:
         """Wait for a ticket and send one group's prompts under it. False if no further group is wanted."""
-        prompts = [item for item in items if isinstance(item, Prompt)]
+        prompts = cast(Sequence[Prompt], items)  # `Out.admit` has checked that they are
         began = time.time_ns()
         with self._activity.waiting("ticket", self.port, inside=in_invocation.get()):
             ticket = await self._owner.admit(prompts, sorted(self.trainers))

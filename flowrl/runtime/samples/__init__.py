@@ -1,0 +1,1 @@
+"""Samples that a run keeps as Parquet, and the queries on them."""

@@ -1,0 +1,1 @@
+"""What `flowrl show` and `flowrl samples` print."""

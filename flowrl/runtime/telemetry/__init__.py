@@ -1,0 +1,1 @@
+"""Metrics, statistics, traces, alarms and what the terminal shows of a run."""

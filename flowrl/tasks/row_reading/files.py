@@ -320,8 +320,9 @@ def _answer(place: str, record: RawRow, keys: Keys) -> ReplyTurns:
         return plain_reply(place, messages(place, value, "answer"), "answer")
     if isinstance(value, list | Mapping):
         return Structured(value)
-    missing = value is None or value != value  # pandas writes NaN for what is missing
-    return None if missing else _text(place, str(value), "answer")
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # pandas writes NaN for what is missing
+        return None
+    return _text(place, str(value), "answer")
 
 
 def _text(place: str, text: str, what: str) -> str:

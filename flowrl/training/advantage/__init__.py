@@ -1,0 +1,1 @@
+"""Advantages and returns, from rewards to one number for each token."""

@@ -1,0 +1,1 @@
+"""Micro-batches, masks and statistics of a batch."""

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import TypeVar
 
 import numpy as np
 
 from flowrl.messages import Bool, Trainable
 from flowrl.training.batch.masks import trained_mask
+
+N = TypeVar("N", int, float)
 
 SHORT = 16
 """The end of the first range of lengths, in policy tokens."""
@@ -48,7 +51,7 @@ class BatchStats:
             stats.raw_reward += sample.raw_reward
             stats.raw_reward_squares += sample.raw_reward**2
             stats.shaped_reward += sample.reward
-            stats._add_reward_parts({name: (value, 1) for name, value in sample.reward_parts.items()})
+            _add(stats.reward_parts, {name: (value, 1) for name, value in sample.reward_parts.items()})
             stats.response_tokens += sample.response_tokens
             stats.stale_tokens += int((trained_mask(sample) & sample.whole_mask & ~mask).sum())
             stats.truncated += sample.truncated
@@ -58,7 +61,7 @@ class BatchStats:
                 stats.aged_tokens += ages.size
                 stats.age += int(ages.sum())
                 stats.oldest_age = max(stats.oldest_age, int(ages.max()))
-                stats._add_turn_ages(ages_by_turn(sample, mask, version))
+                _add(stats.turn_ages, ages_by_turn(sample, mask, version))
                 stats.lengths[length_name(sample.response_tokens)] += 1
         return stats
 
@@ -71,7 +74,7 @@ class BatchStats:
             whole.raw_reward += part.raw_reward
             whole.raw_reward_squares += part.raw_reward_squares
             whole.shaped_reward += part.shaped_reward
-            whole._add_reward_parts(part.reward_parts)
+            _add(whole.reward_parts, part.reward_parts)
             whole.response_tokens += part.response_tokens
             whole.trained_tokens += part.trained_tokens
             whole.aged_tokens += part.aged_tokens
@@ -79,19 +82,9 @@ class BatchStats:
             whole.truncated += part.truncated
             whole.age += part.age
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
-            whole._add_turn_ages(part.turn_ages)
+            _add(whole.turn_ages, part.turn_ages)
             whole.lengths += part.lengths
         return whole
-
-    def _add_reward_parts(self, parts: Mapping[str, tuple[float, int]]) -> None:
-        for name, (value, samples) in parts.items():
-            before = self.reward_parts.get(name, (0.0, 0))
-            self.reward_parts[name] = (before[0] + value, before[1] + samples)
-
-    def _add_turn_ages(self, ages: Mapping[str, tuple[int, int]]) -> None:
-        for name, (age, tokens) in ages.items():
-            before = self.turn_ages.get(name, (0, 0))
-            self.turn_ages[name] = (before[0] + age, before[1] + tokens)
 
     def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
         """Means over samples or trained tokens; of a part of the reward, over the samples that have it. Staleness is
@@ -127,6 +120,13 @@ class BatchStats:
             return {}
         ages = {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items())}
         return ages | {f"lengths_trained/{name}": number for name, number in sorted(self.lengths.items())}
+
+
+def _add(sums: dict[str, tuple[N, int]], more: Mapping[str, tuple[N, int]]) -> None:
+    """Add the pairs of `more`, (sum, number), to those of the same names in `sums`."""
+    for name, (value, number) in more.items():
+        known = sums.get(name)
+        sums[name] = (value, number) if known is None else (known[0] + value, known[1] + number)
 
 
 def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO: one engine for each rank, its optimizer, memory and checkpoints."""

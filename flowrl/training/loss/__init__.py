@@ -1,0 +1,1 @@
+"""Losses, and the objectives that say which columns of a batch they need."""

@@ -1,0 +1,1 @@
+"""A transformers model as the trainer uses it: placement of tokens, logprobs, values, adapters."""
