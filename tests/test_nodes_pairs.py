@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,10 @@ def test_a_column_of_bytes_is_written_as_text(tmp_path: Path) -> None:
     task = Task(str(tmp_path / "rows.parquet"))
     found = load_rows(task)
     (row, *_) = [*found.train, *found.held_out]
-    _, (line,) = written(task, tmp_path / "pairs.jsonl", [pair(row.prompt_id, "2", "3")])
-    assert (line["chosen"], line["rejected"]) == ("2", "3")
+    group = pair(row.prompt_id, "2", "3")
+    group = replace(group, samples=tuple(replace(one, columns=row.columns) for one in group.samples))
+    _, (line,) = written(task, tmp_path / "pairs.jsonl", [group])
+    assert (line["chosen"], line["rejected"], line["image"]) == ("2", "3", str(row.columns["image"]))
 
 
 def test_a_pair_with_an_answer_of_no_text_is_left_out(task: Task, tmp_path: Path) -> None:
