@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle templates mutants random-graphs kills test-nvme docs docs-serve gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle matrices templates mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -39,10 +39,10 @@ lint: setup
 	.venv/bin/mypy flowrl flowrl_setup.py graphs benchmarks
 
 quick: setup
-	$(PY) -m pytest -q -x -m "not slow and not thorough" -n 2 --dist loadfile tests
+	$(PY) -m pytest -q -x -m "not slow and not thorough and not matrix" -n 2 --dist loadfile tests
 
 fast: setup
-	$(PY) -m pytest -q -x -m "not slow" -n 2 --dist loadfile tests
+	$(PY) -m pytest -q -x -m "not slow and not matrix" -n 2 --dist loadfile tests
 
 # What most slow tests start from, made once on a machine; after `lint`, while `fast` has the other core.
 models: setup lint
@@ -55,6 +55,10 @@ test: setup
 # Offload to a disk: needs libaio with its headers, and compiles an extension for three minutes.
 test-nvme: setup
 	$(PY) -m pytest -q -m nvme tests
+
+# The rest of every grid of which `test` runs a part, the oracle's included; half an hour on two cores.
+matrices: setup
+	$(PY) -m pytest -q -m matrix -n 2 --dist loadfile tests
 
 # Every case of the oracle of gradients in rows and in trees; some five minutes.
 oracle: setup

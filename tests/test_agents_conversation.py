@@ -199,11 +199,17 @@ def asked(played: Played) -> list[tuple[Any, ...]]:
 
 
 def cases(*tokenizers: str) -> list[Any]:
-    """All; with smollm2's tokenizer, and templates' variants for training with the merging one, among the slow."""
+    """All; with smollm2's tokenizer, and templates' variants for training with the merging one, among the slow, of
+    which `make test` has every third."""
+    slow_ones = [(name, tokenizer) for tokenizer in tokenizers for name in templates() if slow(name, tokenizer)]
+
+    def marks(name: str, tokenizer: str) -> list[pytest.MarkDecorator]:
+        if not slow(name, tokenizer):
+            return []
+        return [pytest.mark.slow] if (name, tokenizer) in slow_ones[::3] else [pytest.mark.slow, pytest.mark.matrix]
+
     return [
-        pytest.param(
-            name, tokenizer, id=f"{name}-{tokenizer}", marks=[pytest.mark.slow] if slow(name, tokenizer) else []
-        )
+        pytest.param(name, tokenizer, id=f"{name}-{tokenizer}", marks=marks(name, tokenizer))
         for tokenizer in tokenizers
         for name in templates()
     ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 
 from tests.chat_templates import ADD
 from tests.endpoint_rig import EndpointRig, an_endpoint
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic  # 3,000 modules, imported by the tests that need them
 
 pytestmark = pytest.mark.timeout(30)
 ASK: list[Any] = [{"role": "user", "content": "7+5="}]
@@ -31,6 +32,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 @asynccontextmanager
 async def a_client(*answers: Any, **settings: Any) -> AsyncIterator[tuple[EndpointRig, AsyncAnthropic]]:
+    from anthropic import AsyncAnthropic
+
     async with an_endpoint(*answers, **settings) as rig:
         access = rig.access
         async with AsyncAnthropic(base_url=access.anthropic_base_url, api_key=access.api_key, max_retries=0) as client:
@@ -91,6 +94,8 @@ def test_a_stream_is_what_the_whole_message_is() -> None:
 
 
 def test_a_stream_shows_signs_of_life_and_then_an_error() -> None:
+    import anthropic
+
     async def work() -> None:
         async with a_client(RuntimeError("no such luck"), keep_alive_s=0.01) as (rig, client):
             rig.backend.gate = asyncio.Event()
@@ -127,6 +132,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("more", "told"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_trained_is_refused(more: dict[str, Any], told: str) -> None:
+    import anthropic
+
     async def work() -> None:
         async with a_client() as (rig, client):
             with pytest.raises(anthropic.BadRequestError, match=told) as caught:
@@ -137,6 +144,8 @@ def test_what_cannot_be_trained_is_refused(more: dict[str, Any], told: str) -> N
 
 
 def test_models_and_keys() -> None:
+    import anthropic
+
     async def work() -> None:
         async with a_client() as (rig, client):
             assert [model.id async for model in client.models.list()] == ["policy"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
-from anthropic import AsyncAnthropic, beta_async_tool
 from openai import AsyncOpenAI
 
 from tests.chat_templates import ADD
 from tests.endpoint_rig import EndpointRig, an_endpoint
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic  # 3,000 modules, imported by the tests that need them
 
 pytestmark = pytest.mark.timeout(30)
 ASK: list[Any] = [{"role": "user", "content": "7+5="}]
@@ -33,6 +34,8 @@ def with_openai(work: Callable[[EndpointRig, AsyncOpenAI], Awaitable[None]], *an
 def with_anthropic(
     work: Callable[[EndpointRig, AsyncAnthropic], Awaitable[None]], *answers: Any, **settings: Any
 ) -> None:
+    from anthropic import AsyncAnthropic
+
     async def life() -> None:
         async with an_endpoint(*answers, **settings) as rig:
             url, key = rig.access.anthropic_base_url, rig.access.api_key
@@ -79,6 +82,8 @@ def test_tools_that_ask_to_be_followed_strictly_are_served_and_a_header_says_tha
 
 
 def test_anthropics_tool_runner_goes_on_without_conversations_kept_by_the_server() -> None:
+    from anthropic import beta_async_tool
+
     @beta_async_tool
     async def add(a: str) -> str:
         """Adds two numbers.
@@ -100,6 +105,8 @@ def test_anthropics_tool_runner_goes_on_without_conversations_kept_by_the_server
 
 @pytest.mark.parametrize("known_by", ["prompt is too long", "this model's maximum context length is 12 tokens"])
 def test_a_full_context_is_told_in_the_words_that_harnesses_look_for(known_by: str) -> None:
+    import anthropic
+
     async def with_chat(rig: EndpointRig, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=known_by) as caught:
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "12345678901"}])
@@ -167,6 +174,8 @@ def test_what_stateless_clients_of_responses_ask_for_is_taken() -> None:
 
 
 def test_tokens_are_counted_without_a_trace_in_the_session() -> None:
+    import anthropic
+
     async def work(rig: EndpointRig, client: AsyncAnthropic) -> None:
         tool: Any = {"name": "add", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
         few = await client.messages.count_tokens(model="policy", messages=ASK)

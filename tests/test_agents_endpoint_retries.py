@@ -9,7 +9,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from flowrl.agents.endpoint import Unavailable
@@ -80,6 +79,8 @@ async def gone(task: asyncio.Task[Any]) -> None:
 
 @pytest.mark.parametrize("sdk", ["openai", "anthropic"])
 def test_an_sdk_that_times_out_and_asks_again_gets_the_first_answer(sdk: str) -> None:
+    from anthropic import AsyncAnthropic
+
     async def work() -> None:
         async with an_endpoint("first", "second") as rig:
             rig.backend.gate = asyncio.Event()

@@ -6,19 +6,21 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.agents import ReplyParser, examine, reply_parser
+from flowrl.agents import ReplyParser, examine, parser_trial, reply_parser
 from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
 from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.environments import Action
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve
 from flowrl.models.tokens.characters import character_tokenizer
+from tests import warm
 from tests.chat_templates import ADD, characters, templates, with_template
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -120,8 +122,11 @@ def test_preflight_renders_a_call_and_reads_it_back(name: str, parser: str, othe
     assert "add" in examine(known, [ADD], reply_parser(known, tool_parser=other)).no_parsing
 
 
-@pytest.mark.timeout(600)  # vLLM is imported anew by each process
-def test_a_run_tries_the_generators_parsers_in_a_process_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # vLLM takes long to import
+def test_a_run_tries_the_generators_parsers_in_a_process_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parser_trial, "sys", SimpleNamespace(executable=warm.python()))
     with_template(tokenizer(), templates()["qwen2_5"]).save_pretrained(tmp_path)
 
     def tried(tool: str) -> str:

@@ -72,6 +72,7 @@ def test_a_generator_on_another_machine_may_die(tmp_path: Path, cluster: dict[st
     assert states(tmp_path / "run") == {("trained", None): 36}
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_trainer_and_vllm_are_on_machines_of_their_own() -> None:
     """The job of `benchmarks.clusters --learn`, for a few steps: real ZeRO-3, real vLLM, real weights over tcp."""

@@ -178,6 +178,7 @@ def test_the_probe_runs_where_there_is_no_flowrl(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # of one machine; tests/test_clusters.py examines one of three
 @pytest.mark.timeout(120)
 def test_a_joined_cluster_is_examined(ray: dict[str, str], tmp_path: Path) -> None:
     root = Path(__file__).parent.parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 
 from flowrl.training.model.loading import ModelLoad
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
+from flowrl.training.scoring import sharded_model
 from flowrl.training.scoring.local_model import LocalModel, scored
 from flowrl.training.scoring.passes import judgements_of, logprobs_of, scores_of_pass, values_of_pass
 from flowrl.training.scoring.sharded_model import ShardedModel, ShardFailed
 from flowrl.weights.module import load_published
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
+from tests import warm
 from tests.test_nodes_critic import Source
 from tests.training_cases import VOCABULARY, make_model
 
@@ -77,7 +80,8 @@ def require_shards(model: Any) -> None:
     assert sum(p.ds_tensor.numel() for p in parameters) < 0.51 * sum(p.ds_numel for p in parameters)
 
 
-def test_a_sharded_critic_takes_published_weights(policy: ModelLoad) -> None:
+def test_a_sharded_critic_takes_published_weights(policy: ModelLoad, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_model, "sys", SimpleNamespace(executable=warm.python()))
     trained = load_scalar_model(policy.path, start="policy", seed=11).eval()
     with torch.no_grad():
         for parameter in trained.parameters():

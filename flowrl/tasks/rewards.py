@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -68,7 +69,7 @@ class Part:
         """Whether requests of an HTTP reward also have OpenRLHF's fields."""
         return self.place.startswith(OPENRLHF)
 
-    @property
+    @cached_property
     def convention(self) -> Convention | None:
         """The convention of a function; None if it is no function, or if it is not loaded yet and no file declares
         it."""

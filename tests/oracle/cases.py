@@ -7,7 +7,7 @@ from case to case, so that all of it meets all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from flowrl.training.settings import Layout
@@ -132,6 +132,45 @@ CASES = tuple(
     for number, choice in enumerate(product(ESTIMATORS, RATIOS, AGGREGATIONS))
 )
 """Every choice once; every estimator with every ratio in both layouts."""
+
+
+def _is_in_square(case: OracleCase) -> bool:
+    """In a Latin square, each estimator meets each ratio once, and each of the two meets each aggregation."""
+    place = ESTIMATORS.index(case.estimator) + tuple(RATIOS).index(case.ratio) + 1
+    return case.aggregation == AGGREGATIONS[place % len(AGGREGATIONS)]
+
+
+CHOICES = (
+    "estimator",
+    "ratio",
+    "aggregation",
+    "layout",
+    "optimizer_steps",
+    "epochs",
+    "mask_staleness",
+    "whiten",
+    "kl_in_reward",
+)
+
+
+def pairs_of(case: OracleCase) -> set[object]:
+    """Each two choices that meet in this case."""
+    return {(two, *(getattr(case, choice) for choice in two)) for two in combinations(CHOICES, 2)}
+
+
+def _each_pair() -> tuple[OracleCase, ...]:
+    """The square, and of the other cases those in which two choices meet that have not met before."""
+    chosen = [case for case in CASES if _is_in_square(case)]
+    met = set().union(*map(pairs_of, chosen))
+    for case in CASES:
+        if pairs_of(case) - met:
+            chosen.append(case)
+            met |= pairs_of(case)
+    return tuple(chosen)
+
+
+EACH_PAIR = _each_pair()
+"""Some third of `CASES` in which each two choices meet that meet in all of them."""
 OTHER_CASES = tuple(case.in_other_layout for case in CASES)
 """Every choice in the layout that it does not have in `CASES`."""
 PIECE_CASES = tuple(

@@ -19,7 +19,14 @@ with open(f"{DIRECTORY}/paths") as paths:
     REAL, SERVER = paths.read().splitlines()
 KINDS = {"default_worker.py": "host"}
 """Scripts, this one Ray's -> what their server has imported."""
-MODULES = {"flowrl.cli": "trainer", "flowrl.commands.gpu_check.rank_process": "trainer", "tests": "trainer"}
+MODULES = {
+    "flowrl.cli": "trainer",
+    "flowrl.commands.gpu_check.rank_process": "trainer",
+    "flowrl.commands.gpu_check.stage_process": "trainer",
+    "flowrl.training.scoring.rank": "trainer",
+    "flowrl.agents.parser_trial": "generator",
+    "tests": "trainer",
+}
 SPAWNED = "from multiprocessing.spawn import spawn_main"
 """So begins a process of `multiprocessing`; that is vLLM's engine."""
 OF_ONE_PROCESS = (
