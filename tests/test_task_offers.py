@@ -47,6 +47,19 @@ def test_workers_are_served_in_the_order_of_their_asking() -> None:
     run(work())
 
 
+def test_a_worker_that_asks_when_a_task_comes_does_not_go_before_one_that_waits() -> None:
+    async def work() -> None:
+        offers = TaskOffers()
+        waits = await begun(offers.next())
+        first = asyncio.create_task(offers.taken(SessionTask("a"), 0))
+        asks = asyncio.create_task(offers.next())  # runs after the offer, and before the worker that it has woken
+        await begun(offers.taken(SessionTask("b"), 0))
+        assert ((await waits).session_id, (await asks).session_id) == ("a", "b")
+        await first
+
+    run(work())
+
+
 def test_a_worker_that_leaves_takes_no_task_even_if_one_comes_at_that_moment() -> None:
     async def work() -> None:
         offers = TaskOffers()

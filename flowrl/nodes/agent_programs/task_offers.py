@@ -40,6 +40,8 @@ class TaskOffers:
         """A heap."""
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        """The worker that holds it is the next to be served; a lock is acquired in the order of asking."""
         self._ended = False
 
     async def taken(self, task: SessionTask, place: int) -> None:
@@ -52,7 +54,7 @@ class TaskOffers:
     async def next(self) -> SessionTask:
         """Hand a task out. A cancelled call takes none. Raises Unavailable if there is none in time, and RunEnded."""
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self._wait_s), self._turn:
                 while (offer := self._first()) is None:
                     if self._ended:
                         raise RunEnded("the run has ended, so there is no further task")
