@@ -163,6 +163,12 @@ def test_a_graph_without_a_trainer_has_no_steps(told: Told, option: str) -> None
     assert f"{option} counts the batches of a trainer" in told("run", graph, "--pairs", "pairs.jsonl", option, 3)
 
 
+def test_a_graph_without_a_trainer_has_no_best_checkpoint(told: Told) -> None:
+    graph = ROOT / "graphs" / "evaluate.py"
+    found = told("run", graph, "--task", "arithmetic:max_value=20", "--keep-best")
+    assert "--keep-best chooses among the checkpoints of a trainer, and the graph has none" in found
+
+
 NUMBERS = """\
 from dataclasses import dataclass
 from flowrl import Graph

@@ -61,6 +61,14 @@ def test_a_run_that_has_begun_ends_in_order_and_by_the_second_signal_at_once() -
     assert driver.told == ["interrupt", "stopping at once"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_to_a_run_that_is_ending_early_is_not_the_second(number: signal.Signals) -> None:
+    driver = NotingDriver(begun=True, interrupted=True)
+    assert not asyncio.run(signalled(driver, number))
+    assert len(driver.told) == 1 and driver.told[0] in ("interrupt", "terminate")
+    assert asyncio.run(signalled(NotingDriver(begun=True, interrupted=True), number, number))
+
+
 def test_a_run_that_only_evaluates_ends_at_once() -> None:
     driver = NotingDriver(begun=True)
     assert asyncio.run(signalled(driver, signal.SIGTERM, at_once=True))

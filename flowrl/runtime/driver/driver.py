@@ -175,13 +175,15 @@ class Driver:
     def stop_early(self, reason: str) -> None:
         """End the run as an interrupt does, with a checkpoint soon, unless the run is already ending."""
         if not self.interrupted:
-            self.view.progress("driver", f"ending early: {reason}; an interrupt stops at once")
+            self.view.progress("driver", f"ending early: {reason}; finishing what is in flight")
             self.checkpoints.soon()
             self._finish()
 
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint after the current batch: the run may be killed before it has ended."""
-        self.stop_early("terminated; a checkpoint follows the current batch")
+        self.view.progress("driver", "terminated; a checkpoint follows the current batch; an interrupt stops at once")
+        self.checkpoints.soon()
+        self._finish()
 
     @property
     def interrupted(self) -> bool:

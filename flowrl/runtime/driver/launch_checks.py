@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowrl.errors import ConfigError
+from flowrl.graph.analysis.branches import trainers
 from flowrl.graph.graph import Graph
 from flowrl.runtime.driver.options import RunOptions
 
@@ -25,6 +26,10 @@ def _check_stepless(options: RunOptions) -> None:
 
 
 def _check_keep_best(options: RunOptions, graph: Graph) -> None:
+    if options.keep_best and not trainers(graph):
+        raise ConfigError(
+            "--keep-best chooses among the checkpoints of a trainer, and the graph has none; leave --keep-best out"
+        )
     if options.keep_best and not any(hasattr(node, "evaluate") for node in graph.nodes.values()):
         raise ConfigError(
             "--keep-best needs held-out scores, but the graph evaluates nothing; add an Evaluation node (in the "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RunSignals:
     """SIGINT and SIGTERM end the run in order, and a second one ends it at once. During the set-up, the first one ends
     it at once, because nothing is in flight yet and a model may take minutes to load. SIGUSR1 shows which node waits
-    for what.
+    for what. A run that is ending by itself (`stop_early`) has had no signal yet, so that the next one is its first.
 
     The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible. A run that
     only evaluates ends `at_once`: nothing is trained, and the same command continues with the answers that exist.
@@ -26,6 +26,7 @@ class RunSignals:
         self._driver = driver
         self._view = view
         self._at_once = at_once
+        self._signalled = False
         self._describing: set[asyncio.Task[None]] = set()
 
     def __enter__(self) -> Self:
@@ -48,7 +49,8 @@ class RunSignals:
             self._driver.stop_early(reason)
 
     def _stop(self, begin: Callable[[], None]) -> None:
-        if self._driver.begun and not (self._at_once or self._driver.interrupted):
+        if self._driver.begun and not (self._at_once or self._signalled):
+            self._signalled = True
             begin()
         else:
             self._stop_at_once()
