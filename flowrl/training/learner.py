@@ -9,6 +9,7 @@ Invariants
 - KTO's baseline is also a mean over the whole optimizer step, computed with the weights from before the step.
 - π_p is the policy with the weights from before the batch's first optimizer step. If a batch has only one step, these
   are the weights being trained, so no extra pass is needed.
+- The gap to behavior logprobs is that of π_p; without a pass for π_p, of the tokens up to the first applied step.
 - A batch that arrives in pieces is one optimizer step. The gradient is accumulated as a sum. When the last piece has
   arrived, the sum is divided once by the count over all pieces of all ranks, before norm, clipping and optimizer. The
   result differs from that of a whole batch only by rounding.
@@ -156,11 +157,7 @@ class Learner:
         """
         part, masks, shares = in_rows(part, masks)
         self._assert_bounds(part, masks, version)
-        if self.objective.needs_reference and self.engine.lora.rank:
-            mismatched = self.objective.needs_mismatched
-            part = with_reference(
-                self.engine, part, self._placing(part), mismatched=mismatched, temperature=self._temperature
-            )
+        part = self._referenced(part)
         starts = (0, *part.step_ends[:-1])
         planned = [
             self._passes(part, masks, part.micro_batches[start:end])
@@ -175,6 +172,15 @@ class Learner:
             for step in planned
         ]
         return steps, self._totals(steps)
+
+    def _referenced(self, part: Batch) -> Batch:
+        """The part with the logprobs of the reference, which is the base of an adapter; collective."""
+        if not (self.objective.needs_reference and self.engine.lora.rank):
+            return part
+        mismatched = self.objective.needs_mismatched
+        return with_reference(
+            self.engine, part, self._placing(part), mismatched=mismatched, temperature=self._temperature
+        )
 
     def _passes(self, part: Batch, masks: Sequence[Bool], micro_batches: Sequence[Sequence[int]]) -> StepPasses:
         """The passes of one optimizer step, padded to the largest number of each kind on any rank; collective."""
@@ -192,6 +198,7 @@ class Learner:
     def judge(self, part: Batch) -> dict[str, float | None]:
         """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
         part, masks, shares = in_rows(part, loss_masks(part.samples, -1, 0))
+        part = self._referenced(part)
         micro_batches = [self._micro_batch(part, masks, shares, indices, 0) for indices in part.micro_batches]
         (total,), sums = self._totals([micro_batches]), Sums()
         with torch.no_grad():
@@ -232,7 +239,8 @@ class Learner:
             for micro_batches, total in zip(steps, totals, strict=True):
                 if not self.objective.enough(total):
                     continue
-                result = self._optimize(micro_batches, total, old, sums, share=1 / planned, first_epoch=epoch == 0)
+                before = epoch == 0 and (bool(old) or not norms)
+                result = self._optimize(micro_batches, total, old, sums, share=1 / planned, measures_gap=before)
                 if result is None:
                     skipped += 1
                 else:
@@ -248,7 +256,7 @@ class Learner:
         sums: Sums,
         *,
         share: float,
-        first_epoch: bool,
+        measures_gap: bool,
     ) -> float | None:
         """Run one optimizer step; return its gradient norm, or None if the step was not applied."""
         mismatched_kl = self._mismatched_kl(micro_batches) if self.objective.needs_mismatched else 0.0
@@ -262,7 +270,7 @@ class Learner:
                 loss = loss + self._balance_coef * balance
             if micro_batch.backward:
                 self.engine.backward(loss, last=position == len(micro_batches) - 1)
-            if first_epoch:
+            if measures_gap:
                 self._add_gaps(sums, micro_batch, inputs)
         step = self.engine.step()
         return step.grad_norm if step.applied else None

@@ -89,7 +89,8 @@ class Update:
     stats: Mapping[str, float | None]
     """loss and the objective's stats, means over the batch's optimizer steps; None without a value."""
     behavior_gap: float | None
-    """Mean |log π_p − log π_b| over trained tokens."""
+    """Mean |log π_p − log π_b| over the trained tokens whose log π_p is computed: all tokens, or those up to the first
+    applied step if the objective needs no pass for π_p."""
     behavior_gap_by_staleness: Mapping[int, float]
 
     @classmethod
