@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -93,7 +94,14 @@ def remove_socket(path: str) -> None:
 
 
 def local_ip() -> str:
-    """The IP address at which other machines reach this one (sends no packet)."""
+    """The IP address at which other machines reach this one (sends no packet).
+
+    In a process that has joined Ray, the address that Ray uses for this machine: it may be of another network than the
+    default route.
+    """
+    ray = sys.modules.get("ray")  # never imported here
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
