@@ -11,6 +11,8 @@ A server of OpenRLHF's kind gets `query` (prompts with responses) and `labels` a
 Waits: a question waits for its answer, at most until `retries` further tries of `timeout_s` each have failed. A try
 that reaches no server does not count, unless servers answer other requests meanwhile: it is repeated until the outage
 ends, with an answer or with ServersAway (`flowrl.tasks.reward_calls.away`).
+A request for several samples that fails for a reason that one of them may have caused is asked again in halves, until
+the samples that fail are alone (`flowrl.tasks.reward_calls.halves`); what concerns the server itself is not.
 While a server works on its requests, further questions accumulate and form the next request.
 """
 
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.tasks.reward_calls.away import BACKOFF_S, PATIENT, Outage, Patience, ServersAway, pause_s, retry_after_s
 from flowrl.tasks.reward_calls.conventions import label_of, openrlhf_answer
+from flowrl.tasks.reward_calls.halves import Halves, may_be_one
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts, as_verdicts, is_finite, joined
 from flowrl.tasks.reward_calls.question import Question, fail, one_of
 
@@ -141,26 +144,29 @@ class HttpReward:
 
     async def _answer(self, questions: Sequence[Question]) -> None:
         """Set verdicts for all questions. A problem with one sample does not affect the others."""
-        try:
-            verdicts = await self._ask_until(questions)
-        except (BadReward, ServersAway) as bad:
-            if len(questions) > 1 and isinstance(bad, BadReward) and bad.reason in ALONE:
-                for question in questions:
-                    await self._answer([question])
+        halves = Halves(questions)
+        while part := halves.take():
+            try:
+                verdicts = await self._ask_until(part, again=halves.num_asked > 1)
+            except (BadReward, ServersAway) as bad:
+                if isinstance(bad, ServersAway) or not halves.split(part, bad.reason):
+                    for question in part:
+                        if not question.verdict.done():
+                            question.verdict.set_exception(_same(bad))
+                continue
+            except Exception as defect:  # every waiting question has to receive the error
+                fail(questions, defect)
                 return
-            for question in questions:
+            halves.num_answered += 1
+            for index, question in enumerate(part):
                 if not question.verdict.done():
-                    question.verdict.set_exception(_same(bad))
-            return
-        except Exception as defect:  # every waiting question has to receive the error
-            fail(questions, defect)
-            return
-        for index, question in enumerate(questions):
-            if not question.verdict.done():
-                question.verdict.set_result(one_of(verdicts, index))
+                    question.verdict.set_result(one_of(verdicts, index))
 
-    async def _ask_until(self, questions: Sequence[Question]) -> Verdicts:
-        """Return the answer of the first successful try; each try uses the server with the fewest requests."""
+    async def _ask_until(self, questions: Sequence[Question], *, again: bool) -> Verdicts:
+        """Return the answer of the first successful try; each try uses the server with the fewest requests.
+
+        `again`: a part of a request that has failed, for which a failure that one sample may cause is final.
+        """
         avoided, attempt, answers = "", 0, self._outage.answers
         while True:
             url = await self._server(avoided)
@@ -171,7 +177,7 @@ class HttpReward:
                 if outlasts and self._outage.answers == answers:
                     continue
                 attempt += 1
-                if attempt > self.retries:
+                if attempt > (0 if again and may_be_one(failure.bad.reason) else self.retries):
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
                     raise BadReward(failure.bad.reason, f"{failure.bad}{tries}") from None
                 avoided, answers = url, self._outage.answers
@@ -236,8 +242,6 @@ class HttpReward:
 
 
 JSON = {"Content-Type": "application/json"}
-ALONE = frozenset({"reward_malformed", "reward_not_finite", "reward_wrong_length", "reward_raised", "reward_http_413"})
-"""Failures that a single sample of a request may cause; after one, each sample is requested separately."""
 
 
 def body_of_openrlhf(questions: Sequence[Question]) -> bytes:
