@@ -24,6 +24,7 @@ from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names, summary
+from flowrl.output import let_go, say
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     0: it succeeded; 1: an audit, doctor or gpu-check failed; 2: a mistake or failure, which was printed; 130:
-    interrupted; 141: the reader of stdout has closed it.
+    interrupted; 141: the reader of stdout has closed it, which a run does not mind.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
@@ -81,14 +82,14 @@ def _status(args: Sequence[str]) -> int:
         sys.stdout.flush()  # a closed pipe is noticed here, and not when Python exits
         return status
     except GraphError as error:
-        print(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", file=sys.stderr)
+        say(f"flowrl: the graph cannot run, {_count(error)}:\n{error}", sys.stderr)
     except FlowrlError as error:
-        print(f"flowrl: {error}", file=sys.stderr)
+        say(f"flowrl: {error}", sys.stderr)
     except KeyboardInterrupt:
-        print("flowrl: interrupted", file=sys.stderr)
+        say("flowrl: interrupted", sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it once more at exit
+        let_go(sys.stdout)
         return 141
     return 2
 

@@ -15,6 +15,7 @@ from flowrl.errors import GraphError
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
+from flowrl.output import say
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def run_graph(args: Sequence[str]) -> int:
     if result.audit is None:
         print_figures(result.outcome.evaluations)
         return 0
-    print(result.audit)
+    say(str(result.audit), sys.stdout)
     return 0 if result.audit.ok else 1
 
 

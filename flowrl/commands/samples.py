@@ -68,9 +68,9 @@ def samples(args: Sequence[str]) -> int:
         for row in _rows(run_dir, options):
             print(json.dumps(row))
         return 0
-    from rich.console import Console
+    from flowrl.commands.reader import readers_console
 
-    console = Console(force_terminal=False if options.plain else None, color_system=None if options.plain else "auto")
+    console = readers_console(plain=options.plain)
     for line in _lines(run_dir, options):
         console.print(line, soft_wrap=True, highlight=False)
     return 0

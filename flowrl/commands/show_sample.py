@@ -16,10 +16,8 @@ def show_sample(args: Sequence[str]) -> int:
         raise ConfigError("flowrl show needs a run directory, and maybe a sample: flowrl show runs/NAME prompts:0:1")
     if not Path(names[0]).is_dir():
         raise ConfigError(f"there is no run directory {names[0]}; name the one given to flowrl run --run-dir")
-    from rich.console import Console
-
+    from flowrl.commands.reader import readers_console
     from flowrl.runtime.show.show import show as print_sample
 
-    console = Console(force_terminal=False if plain else None, color_system=None if plain else "auto")
-    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, console)
+    print_sample(Path(names[0]), names[1] if len(names) == 2 else None, readers_console(plain=plain))
     return 0

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
@@ -28,6 +28,7 @@ from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
+from flowrl.output import LastingOutput, say
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.launch_checks import check_options
@@ -182,7 +183,8 @@ class Launch:
             bound=plan.numbers.max_staleness,
             capacities={edge.name: edge.capacity for edge in plan.edges},
         )
-        return open_view(board, Console(force_terminal=False if self.options.plain else None))
+        output = cast(TextIO, LastingOutput(sys.stdout, _going_on(run_dir, sys.stderr)))
+        return open_view(board, Console(file=output, force_terminal=False if self.options.plain else None))
 
     def _check_steps(self, version: int) -> None:
         if self.options.steps is not None and self.options.steps <= version:
@@ -346,6 +348,19 @@ class PreparedRun:
             stand_ins=self.plan.stand_ins,
             weight_routes=routes_of(self.plan, node),
         )
+
+
+def _going_on(run_dir: Path, stream: TextIO) -> Callable[[OSError], None]:
+    """Says once, on `stream`, that the view's output cannot be written."""
+
+    def lost(error: OSError) -> None:
+        say(
+            f"flowrl: the output of the run cannot be written ({error.strerror or error}); the run goes on without it, "
+            f"and its records go to {run_dir}",
+            stream,
+        )
+
+    return lost
 
 
 def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:
