@@ -7,6 +7,7 @@ inside the command that needs them.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,10 @@ from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names, summary
-from flowrl.output import let_go, say
+from flowrl.runtime.telemetry.standard_output import flush, let_go, open_closed, say
+
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What the system says of a write to a stream; such an error names no file."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: it succeeded; 1: an audit, doctor or gpu-check failed; 2: a mistake or failure, which was printed; 130:
     interrupted; 141: the reader of stdout has closed it, which a run does not mind.
     """
+    open_closed()
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
     if (
@@ -91,7 +96,20 @@ def _status(args: Sequence[str]) -> int:
     except BrokenPipeError:
         let_go(sys.stdout)
         return 141
+    except OSError as error:
+        flush(sys.stdout)
+        say(f"flowrl: {_of_system(error)}", sys.stderr)
     return 2
+
+
+def _of_system(error: OSError) -> str:
+    """An error of the operating system in one sentence."""
+    files = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    unnamed = "its output cannot be written" if error.errno in UNWRITTEN else type(error).__name__
+    text = f"{' and '.join(files) or unnamed}: {error.strerror or error}"
+    if isinstance(error, PermissionError):
+        return f"{text}; ask its owner to let you use it, or run the command as its owner (a run is its owner's alone)"
+    return text
 
 
 def setup(args: Sequence[str]) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,8 @@ from flowrl.runtime.samples.rollout_files import write_rollouts
 from flowrl.runtime.telemetry.view import LiveView, PlainView, View
 from tests.graph_nodes import MACHINE, grpo
 from tests.test_samples import row
+
+ROOT = Path(__file__).parent.parent
 
 
 class Output:
@@ -100,3 +104,51 @@ def test_samples_end_quietly_when_their_reader_has_left(
     output.end()
     assert main(["samples", str(tmp_path)]) == 141
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "told"),
+    [
+        (">&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        ("> /dev/full", 2, "flowrl: its output cannot be written: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written_is_no_traceback(redirected: str, status: int, told: str) -> None:
+    command = ["bash", "-c", f"{sys.executable} -m flowrl.cli graphs {redirected}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", told)
+
+
+def test_a_closed_stream_keeps_its_number() -> None:
+    """A file that got it would be written by every process that is started later."""
+    code = (
+        "import os, sys; from flowrl.runtime.telemetry.standard_output import open_closed; open_closed(); "
+        "sys.exit(os.open('/', os.O_RDONLY))"
+    )
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&-'], cwd=ROOT, check=False)
+    assert done.returncode > 2
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["audit", "a" * 300], "flowrl: " + "a" * 300 + ": File name too long\n"),
+        (["samples", "a" * 300], "flowrl: " + "a" * 300 + ": File name too long\n"),
+    ],
+)
+def test_an_error_of_the_system_is_one_message(args: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert capsys.readouterr().err == told
+
+
+def test_a_run_of_another_user_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert main(["audit", "runs/theirs"]) == 2
+    assert capsys.readouterr().err == (
+        "flowrl: runs/theirs: Permission denied; ask its owner to let you use it, or run the command as its owner "
+        "(a run is its owner's alone)\n"
+    )

@@ -28,7 +28,6 @@ from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
-from flowrl.output import LastingOutput, say
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.launch_checks import check_options
@@ -41,6 +40,7 @@ from flowrl.runtime.driver.unfinished import UnfinishedEvaluation
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.samples.sample_share import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
+from flowrl.runtime.telemetry.standard_output import LastingOutput, say
 
 if TYPE_CHECKING:
     from flowrl.channel.links.endpoint_transport import EndpointTransport

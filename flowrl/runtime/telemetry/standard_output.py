@@ -4,8 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
+
+
+def open_closed() -> None:
+    """Give a process that was started without a standard stream (`>&-`) an empty one.
+
+    Python has None in place of it, and the next file that is opened would get its number.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            _occupy(number)
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _occupy(number: int) -> None:
+    """Open the file descriptor on nothing, for processes that are started later, unless it is open."""
+    try:
+        os.fstat(number)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if nowhere != number:
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+        os.set_inheritable(number, True)
+
+
+def flush(stream: TextIO) -> None:
+    """Write what `stream` holds back; if that fails, let go of it."""
+    try:
+        stream.flush()
+    except OSError:
+        let_go(stream)
 
 
 def let_go(stream: TextIO) -> None:
