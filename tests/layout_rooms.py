@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ROOMS: dict[str, dict[str, set[str]]] = {
     "graph": {
+        "annotations": set(),
         "dispatch_rules": set(),
         "facts": set(),
         "footprint": {"routes"},
@@ -13,15 +14,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "ports": set(),
         "routes": set(),
         "mapping_option": set(),
-        "command_line": {"mapping_option"},
+        "command_line": {"annotations", "mapping_option"},
         "shipped": set(),
-        "option_types": set(),
+        "option_types": {"annotations"},
         "yaml_text": set(),
         "run_file": {"option_types", "yaml_text"},
-        "node": {"facts", "footprint", "ports", "routes"},
+        "node": {"annotations", "facts", "footprint", "ports", "routes"},
         "graph": {"dispatch_rules", "node", "ports"},
-        "load": {"command_line", "graph", "shipped"},
+        "load": {"annotations", "command_line", "graph", "shipped"},
         "analysis": {
+            "annotations",
             "dispatch_rules",
             "facts",
             "footprint",

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from flowrl import ConfigError
+from flowrl import check as flowrl_check
+from flowrl.cli import main
 from flowrl.graph.load import dump, load_file, rebuild
+from tests.graph_nodes import MACHINE
 
 GOOD = '''
 from collections.abc import Mapping
@@ -211,3 +214,124 @@ def test_modules_beside_the_file_can_be_imported(tmp_path: Path) -> None:
         )
     )
     assert load_file(path).parse([]).staleness == 4
+
+
+MESSAGE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl import Graph, In, Message, Node, Out
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+@dataclass(frozen=True)
+class Price(Message):
+    value: Decimal
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: int = 1
+
+
+class Source(Node):
+    prices: Out[Price]
+
+
+class Sink(Node):
+    prices: In[Price]
+
+
+def graph(cfg: Settings) -> Graph:
+    g = Graph("prices")
+    g.connect(g.add("source", Source()).prices, g.add("sink", Sink()).prices)
+    return g
+"""
+
+
+def test_an_annotation_of_a_message_is_named_before_a_run(write) -> None:  # type: ignore[no-untyped-def]
+    path = write(MESSAGE)
+    (problem,) = flowrl_check(load_file(path).build(load_file(path).parse([])), MACHINE).problems
+    assert problem.startswith(f"{path}: the annotation 'Decimal' of Price.value cannot be read: name 'Decimal'")
+
+
+TYPED = """
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flowrl import Graph, In, Node, Out, Prompt, Sample
+from tests.graph_nodes import grpo
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    part: Part = Part()
+
+
+class Sink(Node):
+    prompts: In[Prompt]
+
+
+def graph(cfg: Settings) -> Graph:
+    Sink()
+    return grpo().graph
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        (
+            "size: int",
+            "size: Decimal",
+            "the annotation 'Decimal' of Part.size cannot be read: name 'Decimal' is not defined; import Decimal at "
+            "the top of the file, outside of `if TYPE_CHECKING:`, or write another type",
+        ),
+        (
+            "part: Part",
+            "part: Prat",
+            "the annotation 'Prat' of Settings.part cannot be read: name 'Prat' is not defined; did you mean Part?",
+        ),
+        (
+            "cfg: Settings",
+            "cfg: Setings",
+            "the annotation 'Setings' of cfg of graph cannot be read: name 'Setings' is not defined; did you mean "
+            "Settings?",
+        ),
+        (
+            "-> Graph",
+            "-> typing.Grahp",
+            "the annotation 'typing.Grahp' of what graph returns cannot be read: module 'typing' has no attribute "
+            "'Grahp'; write a type that exists when the file is run",
+        ),
+        (
+            "prompts: In[Prompt]",
+            "prompts: In[Promt]",
+            "the annotation 'In[Promt]' of Sink.prompts cannot be read: name 'Promt' is not defined; did you mean "
+            "Prompt?",
+        ),
+    ],
+)
+def test_an_annotation_without_a_meaning_is_named(
+    write, right: str, wrong: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
+    assert main(["check", str(write(TYPED)), "--cluster", "cpus=8"]) == 0
+    capsys.readouterr()
+    path = write(TYPED.replace(right, wrong), "wrong.py")
+    assert main(["check", str(path), "--cluster", "cpus=8"]) == 2
+    assert capsys.readouterr().err == f"flowrl: {path}: {told}\n"

@@ -9,9 +9,10 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from flowrl.errors import ConfigError
+from flowrl.graph.annotations import declared_types
 from flowrl.graph.mapping_option import registry
 
 REWORDED = (
@@ -76,7 +77,7 @@ def parse_options(
 
 def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
     """Every option as spelled on the command line, with the leaf field it sets."""
-    hints = get_type_hints(config_type)
+    hints = declared_types(config_type)
     found: dict[str, str] = {}
     for field in dataclasses.fields(config_type):
         name = f"{prefix}{field.name}".replace("_", "-")

@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, get_type_hints
+from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.annotations import declared_types
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.shipped import find_graph, shipped_names
@@ -69,7 +70,7 @@ def load_file(graph: str | Path) -> GraphFile:
     with user_code(path):
         module = _module(str(path.resolve()))
         function = _graph_function(path, module)
-        hints = get_type_hints(function)
+        hints = declared_types(function)
     parameters = list(inspect.signature(function).parameters)
     config_type = hints.get(parameters[0]) if len(parameters) == 1 else None
     if config_type is None:

@@ -33,9 +33,9 @@ from typing import (
     TypeVar,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
+from flowrl.graph.annotations import declared_types
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.ports import Call, In, Out, Port, Serve
@@ -105,7 +105,7 @@ class Context(Protocol):
 @functools.cache
 def _port_hints(kind: type[Node]) -> Mapping[str, Any]:
     """The ports that a node class declares. Cached: reading annotations is most of the cost of making a node."""
-    return {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) in PORT_KINDS}
+    return {name: hint for name, hint in declared_types(kind).items() if get_origin(hint) in PORT_KINDS}
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,17 @@ import json
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from flowrl.errors import ConfigError
+from flowrl.graph.annotations import declared_types
 
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path", type(None): "null"}
 
 
 def leaves_of(kind: type[Any], prefix: str = "") -> dict[str, Any]:
     """Option -> type, for every leaf: "lr", "task.name"."""
-    hints = get_type_hints(kind)
+    hints = declared_types(kind)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         name, hint = f"{prefix}{field.name}", hints[field.name]
@@ -27,7 +28,7 @@ def leaves_of(kind: type[Any], prefix: str = "") -> dict[str, Any]:
 
 def blocks_of(kind: type[Any], prefix: str = "") -> dict[str, str]:
     """Block of options -> its first leaf: "task" -> "task.name"."""
-    hints = get_type_hints(kind)
+    hints = declared_types(kind)
     found: dict[str, str] = {}
     for field in dataclasses.fields(kind):
         name, hint = f"{prefix}{field.name}", hints[field.name]
@@ -58,7 +59,7 @@ def filled(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base:
     """
     import tyro
 
-    hints, instance = get_type_hints(kind), object.__new__(kind)
+    hints, instance = declared_types(kind), object.__new__(kind)
     for field in dataclasses.fields(kind):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         value = _default(field) if base is None else getattr(base, field.name)

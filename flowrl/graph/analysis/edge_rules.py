@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import get_type_hints
 
+from flowrl.errors import ConfigError
+from flowrl.graph.annotations import declared_types
 from flowrl.graph.graph import Edge, Graph, a_kind, owner, port_name
 from flowrl.graph.node import PORT_KINDS
 from flowrl.graph.ports import Call, In, Out, Port, Serve
@@ -18,7 +20,7 @@ PARTNER: dict[type[Port], type[Port]] = {In: Out, Out: In, Call: Serve, Serve: C
 def type_problems(graph: Graph) -> Iterator[str]:
     """Check 1: every edge carries the message type that both its ports declare."""
     for name, node in graph.nodes.items():
-        for attribute, hint in get_type_hints(type(node)).items():
+        for attribute, hint in declared_types(type(node)).items():
             if hint in PORT_KINDS:
                 kind = hint.__name__
                 yield f"{name}.{attribute} is declared as {kind} without a message type; write it as in {kind}[Sample]."
@@ -29,9 +31,21 @@ def type_problems(graph: Graph) -> Iterator[str]:
                     f"{port_name(port)} is declared with {kind!r}, which is not a message class; use a subclass of "
                     f"Message."
                 )
+            elif problem := _unreadable(kind):  # type: ignore[arg-type]  # a class can be hashed
+                yield problem
     for edge in graph.edges:
         if all(_is_message(kind) for port in (edge.out, edge.into) for kind in port.types) and not _fits(edge):
             yield _misfit(graph, edge)
+
+
+@functools.cache
+def _unreadable(message: type[Message]) -> str:
+    """Why the fields of a message class cannot be sent: an annotation without a meaning; "" if there is none."""
+    try:
+        declared_types(message)
+    except ConfigError as error:
+        return f"{error}."
+    return ""
 
 
 def _misfit(graph: Graph, edge: Edge) -> str:
