@@ -152,7 +152,7 @@ def check(args: Sequence[str]) -> int:
     (options,) = prepared.own
     cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
     report = report_of(prepared, cluster)
-    for path in options.draw:
+    for path in options.draw if report.planned else ():
         draw(prepared.graph, report.plan, path)
     print_report(report, proposal(prepared, cluster, report))
     print_origins(prepared.origins)

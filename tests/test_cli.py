@@ -89,6 +89,13 @@ def test_a_wrong_graph_is_drawn_too(capsys: Capture, graph_file: str, tmp_path: 
     assert (tmp_path / "g.svg").exists()
 
 
+def test_a_graph_whose_numbers_are_none_has_no_picture(capsys: Capture, graph_file: str, tmp_path: Path) -> None:
+    Path(graph_file).write_text(GRAPH.replace("=cfg.staleness", "=str(cfg.staleness)"))
+    text = errors(capsys, "check", graph_file, "--draw", str(tmp_path / "g.mmd"))
+    assert "- g.admit has staleness='1'; it needs a whole number." in text
+    assert not (tmp_path / "g.mmd").exists()
+
+
 TRIED = """
 from dataclasses import dataclass
 

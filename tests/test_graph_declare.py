@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from flowrl import Graph, GraphError, In, Node, Sample, check
+from flowrl import Facts, Graph, GraphError, In, Node, Sample, check
 from tests.graph_nodes import MACHINE, Advantage, Evaluation, Generator, Prompts, Reward, Trainer, grpo
 
 
@@ -104,3 +106,78 @@ def test_ports_belong_to_instances() -> None:
     one, other = Two(), Two()
     assert one.samples is not other.samples
     assert one.samples.types == (Sample,)
+
+
+class Declaring(Reward):
+    """Declares these facts."""
+
+    def __init__(self, **facts: Any) -> None:
+        self._facts = facts
+
+    def facts(self) -> Facts:
+        return Facts(**self._facts)
+
+
+class Locked(Reward):
+    gang = "yes"  # type: ignore[assignment]
+
+
+def more(parts: Any, node: Node, **placed: Any) -> None:
+    """Add a node that stays unconnected."""
+    parts.graph.ignore(parts.graph.add("more", node, **placed).rollouts)
+
+
+def connected(parts: Any, capacity: Any) -> None:
+    parts.graph.edges.pop(1)
+    parts.graph.connect(parts.generator.rollouts, parts.reward.rollouts, capacity=capacity)
+
+
+def admitted(parts: Any, **numbers: Any) -> None:
+    parts.graph.admission = replace(parts.graph.admission, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda p: more(p, Reward(), replicas=2.0), "node more has replicas=2.0; it needs a whole number."),
+        (lambda p: more(p, Reward(), replicas="2"), "node more has replicas='2'; it needs a whole number."),
+        (lambda p: more(p, Reward(), replicas=True), "node more has replicas=True; it needs a whole number."),
+        (lambda p: more(p, Reward(), cpus="1"), "node more has cpus='1'; it needs a number."),
+        (lambda p: more(p, Reward(), gpus=math.nan), "node more has gpus=nan; it needs a number."),
+        (lambda p: more(p, Locked()), "node more has gang='yes'; it needs True or False."),
+        (
+            lambda p: connected(p, "8"),
+            "generator.rollouts -> reward.rollouts has capacity='8'; it needs a whole number, or None.",
+        ),
+        (
+            lambda p: connected(p, 2.5),
+            "generator.rollouts -> reward.rollouts has capacity=2.5; it needs a whole number, or None.",
+        ),
+        (lambda p: admitted(p, staleness="1"), "g.admit has staleness='1'; it needs a whole number."),
+        (lambda p: admitted(p, look_ahead=1.5), "g.admit has look_ahead=1.5; it needs a whole number."),
+        (
+            lambda p: more(p, Declaring(group_size="4")),
+            "node more has group_size='4'; it needs a whole number, or None.",
+        ),
+        (
+            lambda p: more(p, Declaring(concurrency=2.5)),
+            "node more has concurrency=2.5; it needs a whole number, or None.",
+        ),
+        (lambda p: more(p, Declaring(expected_s="1")), "node more has expected_s='1'; it needs a number, or None."),
+        (lambda p: more(p, Declaring(drops="no")), "node more has drops='no'; it needs True or False."),
+    ],
+)
+def test_a_value_of_another_kind_is_named(act: Any, told: str) -> None:
+    parts = grpo()
+    act(parts)
+    assert told in check(parts.graph, MACHINE).problems
+
+
+def test_facts_that_are_none_are_named() -> None:
+    class Silent(Reward):
+        def facts(self) -> Facts:
+            return None  # type: ignore[return-value]
+
+    parts = grpo()
+    more(parts, Silent())
+    assert "node more has facts() that return None; return Facts(...)." in check(parts.graph, MACHINE).problems

@@ -293,12 +293,12 @@ def _node_mistakes(
             f"the node name {name!r} is not allowed; use lower-case letters, digits and _, with a letter first, and "
             f"neither {' nor '.join(RESERVED_NAMES)}."
         )
-    if replicas < 1:
+    if isinstance(replicas, int) and replicas < 1:  # `analysis.value_rules` tells of other kinds
         yield f"node {name!r} has replicas={replicas}; it needs at least 1; to have none, leave the node out."
     for key, value in (("cpus", cpus), ("gpus", gpus)):
-        if value is not None and value < 0:
+        if isinstance(value, int | float) and value < 0:
             yield f"node {name!r} has {key}={value}; it needs 0 or more."
-    if node.cpus > 0 and cpus == 0 and not (node.gpus if gpus is None else gpus):
+    if node.cpus and cpus == 0 and not (node.gpus if gpus is None else gpus):
         yield (
             f"node {name!r} has cpus=0 and no gpus, but a {type(node).__name__} needs a process of its own; give it "
             "cpus or gpus above 0."

@@ -5,7 +5,7 @@ change that fixes it. torch is loaded only if a node tries a user's loss functio
 
 The checks by module. edge_rules: 1 types, 2 unconnected ports, 8 dispatch, calls, adapters. flow_rules: 3 cycles,
 4 feedback, 6 lineage. size_rules: 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings. quantized_rules:
-quantized engines.
+quantized engines. value_rules comes before them: a number that is none has to be corrected first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flowrl.graph.analysis import (
     quantized_rules,
     residents,
     size_rules,
+    value_rules,
 )
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.analysis.residents import DeviceUse, MachineUse, Resident
@@ -45,6 +46,8 @@ class Report:
 
     too_large: bool = False
     """Whether the only problem is that the graph asks for more GPUs, cores or memory than the cluster has."""
+    planned: bool = True
+    """Whether the graph has a plan. If values of a wrong kind prevent it, `plan` is that of an empty graph."""
 
     @property
     def ok(self) -> bool:
@@ -59,6 +62,9 @@ class Report:
 def check(graph: Graph, cluster: Cluster | None = None) -> Report:
     """Check `graph` for `cluster` (default: this machine). Never raises for a mistake in the graph."""
     cluster = cluster or Cluster.here()
+    if wrong := tuple(value_rules.value_problems(graph)):
+        problems = dict.fromkeys((*graph.mistakes, *wrong))
+        return Report(tuple(problems), (), make_plan(Graph(graph.name), cluster), planned=False)
     plan = make_plan(graph, cluster)
     others = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
     too_large = tuple(size_rules.resource_problems(graph, plan, cluster)) if graph.nodes else ()
