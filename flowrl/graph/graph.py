@@ -101,6 +101,8 @@ class Graph:
         """Node names that share a process, by `together`."""
         self.time_shared: list[tuple[str, ...]] = []
         """Node names that use the same devices alternately, by `time_share`."""
+        self.sharing_known = True
+        """False if `together` or `time_share` got anything but nodes of this graph: what it needs cannot be counted."""
         self.mistakes: list[str] = []
         """Mistakes found while the graph was declared, as complete sentences."""
 
@@ -213,6 +215,7 @@ class Graph:
     def _names(self, verb: str, nodes: Iterable[Node]) -> tuple[str, ...]:
         nodes = tuple(nodes)
         strange = [node for node in nodes if not isinstance(node, Node) or node.name not in self.nodes]
+        self.sharing_known &= not strange
         self.mistakes += [
             f"{verb} got {_what(node)}, which is not in this graph; add it with g.add first." for node in strange
         ]

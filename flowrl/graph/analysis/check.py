@@ -67,9 +67,7 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
         return Report(tuple(problems), (), make_plan(Graph(graph.name), cluster), planned=False)
     plan = make_plan(graph, cluster)
     others = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
-    too_large = tuple(size_rules.resource_problems(graph, plan, cluster)) if graph.nodes else ()
-    if not plan.homeless:
-        too_large += tuple(residents.memory_problems(graph, plan, cluster))
+    too_large = tuple(_too_large(graph, plan, cluster))
     problems = dict.fromkeys((*others, *too_large))
     warnings = (
         *size_rules.idle_warnings(graph, plan.numbers),
@@ -95,6 +93,15 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
     )
 
 
+def _too_large(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """What the cluster has too little of; nothing where a mistake leaves open which nodes share it."""
+    if not graph.nodes or not graph.sharing_known or any(size_rules.sharing_problems(graph)):
+        return
+    yield from size_rules.resource_problems(graph, plan, cluster)
+    if not plan.homeless:
+        yield from residents.memory_problems(graph, plan, cluster)
+
+
 def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     if not graph.nodes:
         yield f"the graph {graph.name!r} has no nodes; add them with g.add."
@@ -116,6 +123,8 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from flow_rules.lineage_problems(graph)
         yield from flow_rules.branch_problems(graph)
     yield from size_rules.batch_problems(graph, numbers)
+    yield from size_rules.sharing_problems(graph)
+    yield from size_rules.transport_problems(plan)
     yield from edge_rules.dispatch_problems(graph)
     yield from edge_rules.call_problems(graph)
     yield from edge_rules.adapter_problems(graph)

@@ -157,8 +157,7 @@ def _lengths(graph: Graph) -> str:
 
 
 def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """Check 9: the cluster has what the hosts need, and weights have a transport."""
-    yield from _sharing_problems(graph)
+    """Check 9: the cluster has what the hosts need."""
     units = [(lease, pool) for lease, pool in pools(graph, cluster)]
     cores, gpus = (
         (sum(amounts) for amounts in zip(*(need(pool) for _, pool in units), strict=True)) if units else (0, 0)
@@ -186,6 +185,10 @@ def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[st
     most = min((machine.max_files for machine in cluster.machines if machine.max_files), default=0)
     if most and (problem := files_problem(len(plan.hosts), most)):  # the peers: all hosts and the driver, less itself
         yield f"{problem}."
+
+
+def transport_problems(plan: Plan) -> Iterator[str]:
+    """Check 9: weights have a transport."""
     for weights in plan.weights:
         if not weights.transport:
             yield (
@@ -217,7 +220,8 @@ def _memory_problems(graph: Graph, cluster: Cluster, where: str) -> Iterator[str
         )
 
 
-def _sharing_problems(graph: Graph) -> Iterator[str]:
+def sharing_problems(graph: Graph) -> Iterator[str]:
+    """Check 9: nodes that share a process or devices can do so."""
     for names in merged(graph.sharing):
         counts = {name: graph.placed[name].replicas for name in names}
         if len(set(counts.values())) > 1 and any(graph.placed[name].heavy for name in names):
