@@ -44,7 +44,15 @@ class SetupFailed(Exception):
 
 
 def entry() -> int:
-    """The command `flowrl`: `setup` works without any other package."""
+    """The command `flowrl`: `setup` works without any other package. 130 when Ctrl-C ends it, be it at an import."""
+    try:
+        return _command()
+    except KeyboardInterrupt:
+        print("flowrl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _command() -> int:
     if sys.argv[1:2] == ["setup"]:
         return main(sys.argv[2:])
     try:

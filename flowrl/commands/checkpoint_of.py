@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.runtime.checkpoints.best import BEST
+from flowrl.runtime.checkpoints.checkpoint import steps_of
 
 
 def model_dir(path: Path) -> Path:
@@ -25,7 +26,7 @@ def _of_run(run_dir: Path) -> Path:
         best = run_dir / str(json.loads((run_dir / BEST).read_text())["checkpoint"])
         if best.is_dir():
             return best
-    found = sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
+    found = steps_of(run_dir / "checkpoints")
     if not found:
         raise ConfigError(f"{run_dir} has no checkpoint yet; wait for one, or name another run")
-    return found[-1]
+    return found[-1][1]

@@ -92,8 +92,12 @@ def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Pa
         raise ConfigError(
             f"{adapter}/adapter_config.json is not valid JSON ({problem}); save the adapter again"
         ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{adapter}/adapter_config.json holds {type(config).__name__} and no mapping; save the adapter again"
+        )
     base = named or config.get("base_model_name_or_path")
-    found = _with_commit(base, None if named else config.get("revision")) if base else ""
+    found = _with_commit(base, None if named else config.get("revision")) if base and isinstance(base, str) else ""
     if not found or (Policy(found).hub_name is None and not (user_path(found) / "config.json").is_file()):
         raise ConfigError(f"the adapter's base model {base!r} is no model directory here; name it with --base")
     policy = Policy(found, trust_remote_code=trust_remote_code)

@@ -103,11 +103,23 @@ def _lines() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-        line = sys.stdin.readline()
+        line = _read()
         if not line:
             return
         if line.strip():
             yield line.strip()
+
+
+def _read() -> str:
+    """The next line of the standard input, "" at its end. Raises ConfigError if it is not in the input's encoding."""
+    try:
+        line = sys.stdin.readline()
+        line.encode()  # in some locales, other bytes are read as halves of characters
+    except UnicodeError:
+        raise ConfigError(
+            f"the input is not {sys.stdin.encoding.upper()}; convert it first, as with iconv -f LATIN1 -t UTF-8"
+        ) from None
+    return line
 
 
 class Talk:

@@ -12,6 +12,8 @@ from flowrl.errors import ConfigError
 
 def require_free(target: Path) -> None:
     """Raise ConfigError unless a directory can be written at `target`."""
+    if target.name in ("", ".."):  # `.`, `..` and `/` cannot be replaced
+        raise ConfigError(f"{target} is no name for a directory to write; name a new one, such as ./model")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} already exists; name another directory, or remove it")
 
@@ -21,7 +23,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
     """An empty directory next to `target` that takes its place at the end of the block, and is removed if that fails.
 
     What a killed command has left in it is removed first. Raises ConfigError if `target` exists and is not an empty
-    directory, or for an OSError.
+    directory, or for an OSError, which may also be one of a file that is read for it.
     """
     require_free(target)
     temporary = target.with_name(f".{target.name}.tmp")
@@ -33,6 +35,18 @@ def whole_directory(target: Path) -> Iterator[Path]:
             target.rmdir()
         temporary.replace(target)
     except OSError as error:
+        if _is_of_another(error, target, temporary):
+            raise ConfigError(
+                f"{error.filename} cannot be read: {error.strerror}; nothing was written to {target}"
+            ) from None
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}; name another directory") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_of_another(error: OSError, target: Path, temporary: Path) -> bool:
+    """Whether the error names a file that is neither written for `target` nor a directory above it."""
+    if not isinstance(error.filename, str | Path):
+        return False
+    file, written = Path(error.filename).absolute(), (target.absolute(), temporary.absolute())
+    return not any(one.is_relative_to(file) or file.is_relative_to(one) for one in written)
