@@ -13,11 +13,12 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 from unittest import mock
 
 from flowrl.channel.links import sweep
 from flowrl.graph import node
+from flowrl.graph.annotations import declared_types
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.driver import launch
 from flowrl.runtime.driver.driver import Driver
@@ -117,12 +118,12 @@ def _spared() -> Iterator[None]:
         mock.patch.object(launch, "provenance", lambda file: {}),
         mock.patch.object(sweep, "sweep", lambda: None),
         mock.patch.object(host_engine, "REPORT_EVERY_S", REPORT_EVERY_S),
-        mock.patch.object(node, "get_type_hints", _hints),
+        mock.patch.object(node, "declared_types", _hints),
     ):
         yield
 
 
-_hints = functools.cache(get_type_hints)
+_hints = functools.cache(declared_types)
 
 
 def _newest(here: Path) -> Path | None:
