@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM before and after a run has begun; on a driver that only notes what it is told."""
+"""Ctrl-C, SIGTERM and SIGHUP before and after a run has begun; on a driver that only notes what it is told."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,9 @@ class NotingDriver:
         self.told.append("terminate")
 
     def progress(self, replica_id: str, text: str) -> None:
+        self.told.append(text)
+
+    def warning(self, text: str) -> None:
         self.told.append(text)
 
 
@@ -73,3 +77,28 @@ def test_a_run_that_only_evaluates_ends_at_once() -> None:
     driver = NotingDriver(begun=True)
     assert asyncio.run(signalled(driver, signal.SIGTERM, at_once=True))
     assert driver.told == ["stopping at once; the same command continues with the existing answers"]
+
+
+@pytest.fixture
+def hangup() -> Iterator[list[int]]:
+    """The signals of a terminal's end that ended nothing so far; without a handler, one would end the tests."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_goes_on_without_its_terminal(begun: bool, hangup: list[int]) -> None:
+    driver = NotingDriver(begun=begun)
+    assert not asyncio.run(signalled(driver, signal.SIGHUP))
+    assert driver.told == ["the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order"]
+    assert not hangup
+
+
+def test_a_run_under_nohup_stays_so(hangup: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    driver = NotingDriver(begun=True)
+    assert not asyncio.run(signalled(driver, signal.SIGHUP))
+    assert not driver.told
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

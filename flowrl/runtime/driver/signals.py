@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class RunSignals:
     """SIGINT and SIGTERM end the run in order, and a second one ends it at once. During the set-up, the first one ends
     it at once, because nothing is in flight yet and a model may take minutes to load. SIGUSR1 shows which node waits
-    for what. A run that is ending by itself (`stop_early`) has had no signal yet, so that the next one is its first.
+    for what. SIGHUP says that the terminal is gone, and ends nothing. A run that is ending by itself (`stop_early`) has
+    had no signal yet, so that the next one is its first.
 
     The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible. A run that
     only evaluates ends `at_once`: nothing is trained, and the same command continues with the answers that exist.
@@ -28,16 +29,19 @@ class RunSignals:
         self._at_once = at_once
         self._signalled = False
         self._describing: set[asyncio.Task[None]] = set()
+        self._hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup, also after the run
 
     def __enter__(self) -> Self:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         loop.add_signal_handler(signal.SIGINT, self._stop, self._driver.interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._stop, self._driver.terminate)
         loop.add_signal_handler(signal.SIGUSR1, self._describe)
+        if self._hangs_up:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if self._hangs_up else ())):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def stop_early(self, reason: str) -> None:
@@ -61,6 +65,9 @@ class RunSignals:
             again = "; the same command continues with the existing answers" if self._at_once else ""
             self._view.progress("driver", f"stopping at once{again}")
             self._task.cancel()
+
+    def _hung_up(self) -> None:
+        self._view.warning("the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order")
 
     def _describe(self) -> None:
         async def report() -> None:
