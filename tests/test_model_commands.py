@@ -92,6 +92,24 @@ def test_a_file_that_cannot_be_read_is_not_blamed_on_the_one_to_write(tmp_path: 
         pass
 
 
+def test_a_file_that_cannot_be_read_is_not_blamed_on_the_hub(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    class Hub:
+        def create_repo(self, name: str, **how: object) -> huggingface_hub.RepoUrl:
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, **how: object) -> None:
+            (model / "gone").read_bytes()
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert main(["export", str(model), "--to", "hub", "--name", "me/mine"]) == 2
+    told = f"flowrl: {model / 'gone'} cannot be read: No such file or directory; nothing was uploaded\n"
+    assert capsys.readouterr().err == told
+
+
 def test_the_newest_checkpoint_has_the_largest_step(tmp_path: Path) -> None:
     for step in (7, 999_999, 1_000_000):
         (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)

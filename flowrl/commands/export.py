@@ -102,6 +102,8 @@ def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
             commit_message=options.message,
         )
     except failures() as error:
+        if isinstance(error, OSError) and error.filename is not None:  # an error of a file here
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; nothing was uploaded") from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "log in with hf auth login, or set HF_TOKEN to a token that may write there"
         if not isinstance(error, OSError | ValueError):  # an error of the HTTP library: there was no answer
