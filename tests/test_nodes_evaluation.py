@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
+from flowrl.graph.analysis.check import check
+from flowrl.graph.graph import Graph
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.models.policy import CHARACTER_CONTEXT
-from flowrl.nodes import Evaluation
+from flowrl.nodes import Evaluation, Generator
 from flowrl.nodes.evaluating.evaluation_figures import draws, pass_at_k
 from flowrl.nodes.sources.too_long import PromptLimit, TooLong
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
@@ -212,6 +214,27 @@ def test_tasks_have_to_be_different_ones() -> None:
         "it needs one or more tasks or environments, each once"
     ]
     assert len(Evaluation((), Policy("tiny")).check(None)) == 1
+
+
+def problems_of_two(second: EvaluationSet) -> tuple[str, ...]:
+    """The problems of a graph in which one evaluation asks TASK and another one `second`."""
+    policy, g = Policy("tiny"), Graph("two")
+    generator = g.add("generator", Generator(policy, trained=False))
+    for name, node in {
+        "evaluation": Evaluation(TASK, policy, num_prompts=5),
+        "second": Evaluation((), policy, sets=(second,)),
+    }.items():
+        g.call(g.add(name, node).generate, generator.requests)
+    for port in (generator.prompts, generator.rollouts, generator.weights):
+        g.ignore(port)
+    return check(g).problems
+
+
+def test_two_evaluations_that_ask_one_set_are_refused() -> None:
+    """The ledger would have two answers to each prompt, and the audit of the run would fail."""
+    (problem,) = problems_of_two(EvaluationSet(TASK.name, TASK, num=3))
+    assert f"evaluation and second both ask the held-out set {TASK.name!r}" in problem
+    assert problems_of_two(EvaluationSet("other", TASK, num=3)) == ()
 
 
 @pytest.mark.parametrize(("answers", "ks"), [(1, []), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6])])

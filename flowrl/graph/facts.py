@@ -40,6 +40,8 @@ class Facts:
     """Trainers and generators: versions are sent as LoRA adapters of this rank; 0: as whole weights."""
     saves: str | None = None
     """Trainers: the name of their model's directory in a checkpoint."""
+    held_out_sets: tuple[str, ...] = ()
+    """Evaluations: the names under which answers are recorded; two nodes of a graph may not share one."""
     layout: str | None = None
     """Batchers: how they pack micro-batches. Trainers: which packing they compute. rows: one row for each sequence."""
     ranks_per_part: int = 1

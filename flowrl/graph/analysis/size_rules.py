@@ -103,6 +103,20 @@ def model_problems(graph: Graph) -> Iterator[str]:
             )
 
 
+def held_out_problems(graph: Graph) -> Iterator[str]:
+    """The ledger has one answer to a prompt of a set at a step: two nodes that ask one set would record two."""
+    askers: dict[str, list[str]] = {}
+    for name, node in graph.nodes.items():
+        for asked in node.facts().held_out_sets:
+            askers.setdefault(asked, []).append(name)
+    for asked, names in askers.items():
+        if len(set(names)) > 1:
+            yield (
+                f"{' and '.join(names)} both ask the held-out set {asked!r}, so its answers would be recorded twice; "
+                f"leave it out of {names[-1]}, or give it another name there, as in EvaluationSet('other', ...)."
+            )
+
+
 MOST_SAMPLES = 16_000
 """The most samples in one rank's part of a batch, which is sent as one message. `flowrl.channel.encoding.cost` allows
 somewhat more single-turn samples. It allows fewer episodes with dozens of rewards each; the sender then refuses the

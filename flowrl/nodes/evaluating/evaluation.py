@@ -117,6 +117,10 @@ class Evaluation(Node):
         return tuple(one.task for one in self.sets)
 
     @property
+    def _set_names(self) -> tuple[str, ...]:
+        return (*(one.name for one in (*self.sets, *self.agent_sets)), *self.environments)
+
+    @property
     def asks_model(self) -> bool:
         """Whether a reward model scores answers."""
         return any(by.by_model for by in self.scored_by.values())
@@ -127,6 +131,7 @@ class Evaluation(Node):
         return Facts(
             concurrency=self.concurrency,
             longest_context=self.limit.tokens,
+            held_out_sets=self._set_names,
             optional=("score", *unused),
             unconnected={"score": self._unscored} if self.asks_model else {},
         )
@@ -138,7 +143,7 @@ class Evaluation(Node):
             for name, low in least.items()
             if getattr(self, name) < low
         ]
-        names = [*(one.name for one in (*self.sets, *self.agent_sets)), *self.environments]
+        names = self._set_names
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
         problems += self.limit.problems()
