@@ -189,7 +189,7 @@ class EvaluationOptions(TimedReward, TrainerOptions, GeneratorOptions):
     @property
     def held_out_prompts(self) -> PromptLimit:
         """How long a held-out prompt may be."""
-        return PromptLimit(self.evaluate_max_prompt_tokens)
+        return PromptLimit(self.evaluate_max_prompt_tokens, engine=self.engine.max_model_len)
 
     @property
     def evaluates(self) -> bool:

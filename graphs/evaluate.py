@@ -114,7 +114,7 @@ def graph(cfg: Evaluate) -> Graph:
         (),
         cfg.model,
         sets=cfg.sets,
-        prompt_limit=PromptLimit(cfg.evaluate_max_prompt_tokens, cfg.too_long),
+        prompt_limit=PromptLimit(cfg.evaluate_max_prompt_tokens, cfg.too_long, engine=cfg.engine.max_model_len),
         concurrency=cfg.engine.concurrency * cfg.generator.replicas,
         **cfg.held_out_asking,
     )

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.load import load_file
+from flowrl.models import Policy
+from flowrl.nodes import Generator, Sampling
 from flowrl.nodes.vllm_engine.engine import Engine
 from flowrl.nodes.vllm_engine.vllm_start import longest_sequence
 from flowrl.weights.probe import PROBE_TOKENS
@@ -73,3 +76,31 @@ def test_graphs_say_how_long_their_prompts_are(name: str, options: list[str], ex
     file = load_file(GRAPHS / f"{name}.py")
     graph = file.build(file.parse(options))
     assert longest_asked(graph, "generator") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "least"),
+    [
+        ("grpo", [], 512 + 32),
+        ("grpo", ["--max-prompt-tokens", "100", "--max-tokens", "60", "--evaluate", "0"], 160),
+        ("grpo", ["--evaluate-max-prompt-tokens", "600"], 632),
+        ("evaluate", ["--evaluate-max-prompt-tokens", "64"], 96),
+        ("dpo", ["--evaluate-max-prompt-tokens", "64"], 96),
+        ("agent_tools", ["--limits.tokens", "300"], 300),  # its limit is that of context and reply together
+    ],
+)
+def test_an_engine_that_takes_less_than_it_is_asked_is_refused(name: str, options: list[str], least: int) -> None:
+    """It would cut answers off, and refuse prompts: a held-out one would then have no score."""
+
+    def problems(most: int) -> tuple[str, ...]:
+        file = load_file(GRAPHS / f"{name}.py")
+        return check(file.build(file.parse([*options, "--engine.max-model-len", str(most)]))).problems
+
+    found = problems(least - 1)
+    assert found and all(f"raise --engine.max-model-len to {least}" in one for one in found)
+    assert f"at most {least - 1} tokens" in found[0] and problems(least) == ()
+
+
+def test_an_answer_to_a_held_out_prompt_may_be_longer_than_those_of_training() -> None:
+    facts = Generator(Policy("tiny"), evaluation=Sampling(max_tokens=999), engine=Engine(max_model_len=64)).facts()
+    assert (facts.longest_response, facts.longest_answer, facts.max_model_len) == (256, 999, 64)

@@ -169,6 +169,17 @@ def test_without_a_limit_prompts_leave_room_for_an_answer_in_the_context(tmp_pat
     assert len(answers.asked) == 1 and record.metrics == {"evaluation_prompts_too_long": 1}
 
 
+def test_without_a_limit_prompts_leave_room_for_an_answer_in_the_engine(tmp_path: Path) -> None:
+    """Longer ones were asked, refused by vLLM, and had no score."""
+    whole = EvaluationSet("long", of_lengths(tmp_path / "rows.jsonl", [5, 60, 5]), whole=True)
+    answers = Answers()
+    _, record = evaluate(answers, tasks=(), sets=(whole,), prompt_limit=PromptLimit(engine=20))
+    assert len(answers.asked) == 2 and record.metrics == {"evaluation_prompts_too_long": 1}
+    limit = PromptLimit(None, "error", engine=20)
+    with pytest.raises(ConfigError, match=r"the 19 tokens that --engine.max-model-len 20 has room for.*; raise it"):
+        evaluate(Answers(), tasks=(), sets=(whole,), prompt_limit=limit)
+
+
 def test_figures_and_books_say_the_same() -> None:
     figures, record = evaluate(Answers(right=1), num_prompts=6, num_samples=4)
     assert figures["exact_match"] == figures["score"] == 0.25

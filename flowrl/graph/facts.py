@@ -24,8 +24,16 @@ class Facts:
     """Tokens of the longest prompt this node lets through."""
     longest_context: int | None = None
     """Nodes that call a generator: the most tokens that they ask it to continue; None: `longest_prompt` applies."""
+    context_by: str = "max_prompt_tokens"
+    """Nodes that call a generator: the option that sets `longest_context` or `longest_prompt`."""
+    context_with_reply: bool = False
+    """Nodes that call a generator: whether `longest_context` limits a context and the reply to it together."""
     longest_response: int | None = None
     """The most policy tokens that this node samples for one prompt."""
+    longest_answer: int | None = None
+    """Generators: the most tokens that are sampled at once, held-out answers included; None: `longest_response`."""
+    max_model_len: int | None = None
+    """Generators: the most tokens of prompt and response together, if a user has set it."""
     concurrency: int | None = None
     """Items that one replica works on at a time (a generator's slots); `flowrl check` warns if some stay idle."""
     episodes: int | None = None

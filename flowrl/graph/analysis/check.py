@@ -126,6 +126,7 @@ def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from size_rules.batch_problems(graph, numbers)
     yield from size_rules.sharing_problems(graph)
     yield from size_rules.transport_problems(plan)
+    yield from size_rules.engine_length_problems(graph)
     yield from edge_rules.dispatch_problems(graph)
     yield from edge_rules.call_problems(graph)
     yield from edge_rules.adapter_problems(graph)

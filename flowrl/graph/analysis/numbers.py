@@ -107,14 +107,29 @@ def _longest(facts: Iterable[Facts]) -> int | None:
 
 def longest_asked(graph: Graph, name: str) -> int | None:
     """Tokens of the longest prompt or context that the node `name` has to continue; None if a caller declares none."""
-    askers = [
-        graph.nodes[owner(edge.out)].facts()
-        for edge in graph.edges
-        if owner(edge.into) == name and edge.kind != "latest"
-    ]
-    lengths = [fact.longest_prompt if fact.longest_context is None else fact.longest_context for fact in askers]
+    lengths = [_context_of(graph.nodes[asker].facts()) for asker in askers(graph, name)]
     known = [length for length in lengths if length is not None]
     return max(known) if known and len(known) == len(lengths) else None
+
+
+def askers(graph: Graph, name: str) -> list[str]:
+    """The nodes whose messages or calls the node `name` answers."""
+    edges = [edge for edge in graph.edges if owner(edge.into) == name and edge.kind != "latest"]
+    return list(dict.fromkeys(owner(edge.out) for edge in edges))
+
+
+def longest_sequence_for(graph: Graph, name: str, asker: str) -> int | None:
+    """Tokens of the longest prompt of `asker` and its answer by the node `name` together; None if one is not known."""
+    facts, answering = graph.nodes[asker].facts(), graph.nodes[name].facts()
+    context = _context_of(facts)
+    answer = answering.longest_response if answering.longest_answer is None else answering.longest_answer
+    if context is None or facts.context_with_reply:
+        return context
+    return None if answer is None else context + answer
+
+
+def _context_of(facts: Facts) -> int | None:
+    return facts.longest_prompt if facts.longest_context is None else facts.longest_context
 
 
 def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:

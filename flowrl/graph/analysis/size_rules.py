@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrl.graph.analysis.numbers import Numbers
+from flowrl.graph.analysis.numbers import Numbers, askers, longest_sequence_for
 from flowrl.graph.analysis.place import PlacedUnit, merged, need, pools
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
@@ -115,6 +115,20 @@ def held_out_problems(graph: Graph) -> Iterator[str]:
                 f"{' and '.join(names)} both ask the held-out set {asked!r}, so its answers would be recorded twice; "
                 f"leave it out of {names[-1]}, or give it another name there, as in EvaluationSet('other', ...)."
             )
+
+
+def engine_length_problems(graph: Graph) -> Iterator[str]:
+    """A generator's engine has to take what it is asked: it refuses longer prompts, and cuts answers off."""
+    for name, node in graph.nodes.items():
+        most = node.facts().max_model_len
+        for asker in askers(graph, name) if most is not None else ():
+            longest, option = longest_sequence_for(graph, name, asker), graph.nodes[asker].facts().context_by
+            if longest is not None and most is not None and longest > most:
+                yield (
+                    f"{name} takes sequences of at most {most} tokens (--engine.max-model-len), but a prompt of "
+                    f"{asker} and its answer can have {longest} ({option}, max_tokens); raise --engine.max-model-len "
+                    f"to {longest} or leave it out, or lower --{option.replace('_', '-')} or --max-tokens."
+                )
 
 
 MOST_SAMPLES = 16_000

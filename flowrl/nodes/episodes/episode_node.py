@@ -94,6 +94,8 @@ class EpisodeNode(Node):
     def facts(self) -> Facts:
         return Facts(
             longest_context=self.limits.tokens,
+            context_by="limits.tokens",
+            context_with_reply=True,
             longest_response=self.limits.tokens,
             concurrency=self.limits.episodes,
             episodes=self.limits.episodes,

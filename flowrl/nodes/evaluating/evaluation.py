@@ -131,6 +131,7 @@ class Evaluation(Node):
         return Facts(
             concurrency=self.concurrency,
             longest_context=self.limit.tokens,
+            context_by=self.limit.option,
             held_out_sets=self._set_names,
             optional=("score", *unused),
             unconnected={"score": self._unscored} if self.asks_model else {},
@@ -283,14 +284,15 @@ class Evaluation(Node):
 
     @property
     def _most(self) -> int | None:
-        """Most tokens of a prompt; None: the model's files do not say."""
+        """Most tokens of a prompt; None: neither the engine's options nor the model's files say."""
         if self.limit.tokens is not None:
             return self.limit.tokens
         try:
             context = known_context(self.policy)
         except ConfigError:
-            return None
-        return None if context is None else context - 1
+            context = None
+        known = [one for one in (context, self.limit.engine) if one is not None]
+        return min(known) - 1 if known else None
 
     async def run(self) -> None:
         with self.context.waiting("the end of training"):

@@ -129,6 +129,8 @@ class Generator(Node):
     def facts(self) -> Facts:
         return Facts(
             longest_response=self.sampling.max_tokens,
+            longest_answer=self._longest_response,
+            max_model_len=self.engine.max_model_len,
             concurrency=self.engine.concurrency,
             adapter_rank=self.adapter_rank,
             weights_dtype=self.engine.dtype,

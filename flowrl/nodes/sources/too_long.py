@@ -22,11 +22,14 @@ class PromptLimit:
     """How many tokens a prompt may have."""
 
     tokens: int | None = None
-    """Most tokens of a prompt; None: as many as fit the model's context together with one token of an answer."""
+    """Most tokens of a prompt; None: as many as fit the model's context, or the longest sequence that its engine
+    takes, together with one token of an answer."""
     too_long: TooLong = "drop"
     """Longer prompts are left out and counted, lose their beginning, or are an error before training."""
     option: str = "evaluate_max_prompt_tokens"
     """The option with which a user raises `tokens`."""
+    engine: int | None = None
+    """The longest sequence that the generator's engine takes (`Engine.max_model_len`), if it is below the context."""
 
     def problems(self) -> list[str]:
         """What is wrong with the limit, as complete sentences."""
@@ -54,6 +57,8 @@ def within(rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, ta
     bound, change = f"{limit.option} = {most}", "raise it"
     if limit.tokens is None:
         bound, change = f"the {most} tokens that the model's context has room for", "shorten them"
+        if limit.engine == most + 1:
+            bound, change = f"the {most} tokens that --engine.max-model-len {limit.engine} has room for", "raise it"
     raise ConfigError(
         f"{num_long} of {len(rows)} held-out prompts of {task!r} are longer than {bound}, the longest has "
         f"{max(lengths)}; {change}, or set too_long to {'truncate' if not fitting else 'drop or truncate'}"
