@@ -26,6 +26,7 @@ from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
 from flowrl.nodes.vllm_engine.quantization import CHANNEL, FP8, LEAST_CAPABILITY
 from flowrl.orphans import has_ended
+from flowrl.runtime.checkpoints.directory_lock import locked
 from tests import warm
 from tests.run_process import ROOT
 
@@ -98,6 +99,8 @@ import sys
 from pathlib import Path
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, gpu_check
 from flowrl.commands.gpu_check.stage_list import CheckStage
+from flowrl.runtime.checkpoints.directory_lock import locked
+from flowrl.runtime.checkpoints.directory_lock import locked
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 gpu_check(GpuCheckOptions(out=Path(sys.argv[1]), device="cpu"), [CheckStage("e", "", "tests.gpu_check_stages:endless")])
 """
@@ -152,6 +155,19 @@ def test_a_finished_stage_is_not_repeated_unless_asked(tmp_path: Path, capsys: p
     known["machine"]["versions"]["torch"] = "1.0"
     (tmp_path / "results.json").write_text(json.dumps(known))
     assert runs() == 3 and "is about another machine or other packages" in capsys.readouterr().out
+
+
+def test_a_directory_belongs_to_one_gpu_check(tmp_path: Path) -> None:
+    """A second one emptied the directories of the first one's stages."""
+    options = GpuCheckOptions(out=tmp_path / "new", device="cpu")
+    with locked(options.out, option="--out", holder="flowrl gpu-check"):
+        in_use = rf"--out .*new is in use by flowrl gpu-check of process {os.getpid()}; wait for it to end, or name"
+        with pytest.raises(ConfigError, match=in_use):
+            gpu_check(options, [])
+    assert gpu_check(options, []) == 0
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file cannot be written: File exists; name another"):
+        gpu_check(GpuCheckOptions(out=tmp_path / "file", device="cpu"), [])
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints import checkpoint_manifest, rundir
+from flowrl.runtime.checkpoints import checkpoint_manifest, directory_lock
 from flowrl.runtime.checkpoints.rundir import RunDir
 
 
@@ -48,7 +48,7 @@ def test_a_file_system_without_locks_is_one_sentence(
     def failing(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(rundir.fcntl, "flock", failing)
+    monkeypatch.setattr(directory_lock.fcntl, "flock", failing)
     with pytest.raises(ConfigError, match=f"cannot be locked .{os.strerror(code)}.; name a directory on a file system"):
         RunDir.claimed(tmp_path / "run")
 

@@ -24,6 +24,7 @@ from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
 from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
+from flowrl.runtime.checkpoints.directory_lock import locked
 
 StageOutcome = Literal["ok", "failed", "timed out", "skipped"]
 NAMED = ("flowrl", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")
@@ -85,7 +86,13 @@ def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -
         return 0
     chosen = _chosen(options.only, stages)
     machine = examined(options.device)
-    options.out.mkdir(parents=True, exist_ok=True)
+    with locked(options.out, option="--out", holder="flowrl gpu-check"):
+        return _checked(options, chosen, stages, machine)
+
+
+def _checked(
+    options: GpuCheckOptions, chosen: Sequence[CheckStage], stages: Sequence[CheckStage], machine: CheckedMachine
+) -> int:
     results = _known_results(options, machine)
     for stage in chosen:
         if stage.name in results and not options.again and results[stage.name].outcome != "skipped":

