@@ -57,6 +57,64 @@ def test_a_pair_is_the_same_in_every_form(form: str, tmp_path: Path) -> None:
     assert row.columns["rejected"] == "3"
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rows_own_system_message_comes_first(form: str, tmp_path: Path) -> None:
+    """As in other rows; it was a column for rewards, and the model was trained without it."""
+    system = {"role": "system", "content": "Be brief."}
+    rows = everything(written(tmp_path, many(FORMS[form] | {"system": "Be brief."})), "pairs")
+    (row,) = (row for row in rows if row.columns["chosen"] == "2")
+    assert row.turns == (system, user("1+1=")) and row.columns == {"chosen": "2", "rejected": "3"}
+    (whole,) = (
+        row
+        for row in everything(
+            written(tmp_path, many({"prompt": "1+1=", "system": "Be brief.", "completion": "2", "label": True}), ""),
+            "labelled",
+        )
+        if row.columns["completion"] == "2"
+    )
+    assert whole.turns == (system, user("1+1="))
+
+
+CONVERSATION = [user("Hello"), said("Hi"), user("1+1="), said("2")]
+PAIR = {"chosen": "2", "rejected": "3"}
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        (PAIR | {"messages": CONVERSATION[:3]}, ""),
+        (PAIR | {"messages": CONVERSATION}, ""),
+        (PAIR | {"prompt": "other", "messages": CONVERSATION}, ":messages=messages"),
+        (PAIR | {"prompt": "other", "talk": CONVERSATION}, ":messages=talk"),
+        (PAIR | {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"},
+                                   {"from": "human", "value": "1+1="}]}, ""),
+        ({"messages": CONVERSATION, "chosen": CONVERSATION, "rejected": [*CONVERSATION[:3], said("3")]},
+         ":messages=messages"),
+    ],
+)  # fmt: skip
+def test_the_prompt_may_be_a_conversation_in_another_column(
+    record: dict[str, Any], options: str, tmp_path: Path
+) -> None:
+    """As in other rows: `messages=` was ignored."""
+    records = [record, *(record | {"chosen": f"yes {n}", "rejected": "no"} for n in range(20))]
+    for n, other in enumerate(records[1:]):  # enough prompts that some are trained on
+        for column in ("prompt", "messages", "talk", "conversations"):
+            if isinstance(turns := other.get(column), list):
+                key = "content" if "content" in turns[0] else "value"
+                other[column] = [{**turns[0], key: f"Hello {n}"}, *turns[1:]]
+    rows = everything(written(tmp_path, records, options), "pairs")
+    (row,) = (row for row in rows if row.columns["chosen"] == "2")
+    assert row.turns == tuple(CONVERSATION[:3]) and row.columns["rejected"] == "3"
+    assert set(row.columns) - {"prompt"} == {"chosen", "rejected"}
+
+
+def test_a_conversation_that_an_option_names_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no column 'talks', which messages= names"):
+        everything(written(tmp_path, many({"prompt": "1+1=", **PAIR}), ":messages=talks"), "pairs")
+    with pytest.raises(ConfigError, match="'talk' holds only an answer"):
+        everything(written(tmp_path, [{"talk": [said("2")], **PAIR}], ":messages=talk"), "pairs")
+
+
 def test_a_prompt_may_have_many_pairs_all_in_one_part(tmp_path: Path) -> None:
     records = [{"prompt": f"{n % 10}*", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(100)]
     rows = load_preferences(written(tmp_path, records), "pairs")

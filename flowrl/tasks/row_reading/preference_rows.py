@@ -16,8 +16,17 @@ from typing import Any, Literal
 from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.records.formats import RawRow
 from flowrl.tasks.records.malformed import Malformed, missing_column
-from flowrl.tasks.row_reading.files import Keys, conversation, plain, plain_reply, require_score, score_of, tools_of
-from flowrl.tasks.row_reading.shapes import Turns
+from flowrl.tasks.row_reading.files import (
+    CONVERSATIONS,
+    Keys,
+    conversation,
+    plain,
+    plain_reply,
+    require_score,
+    score_of,
+    tools_of,
+)
+from flowrl.tasks.row_reading.shapes import Turns, with_system
 from flowrl.tasks.row_reading.tool_shapes import text_of
 from flowrl.tasks.rows import Row
 
@@ -64,17 +73,19 @@ def of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Prefe
 
 def _of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
-        turns = _prompt(place, record, keys, (keys.completion,))
+        before = _prompt(place, record, keys, (keys.completion,))
+        turns = with_system(before, record)
         tools = tools_of(place, record, keys)
         judged = {
-            "completion": _completion(place, record, keys, "completion", turns),
+            "completion": _completion(place, record, keys, "completion", (turns, before)),
             "label": _label(place, record, keys),
         }
         one = Preference(turns, _others(place, record, keys, tools) | judged, tools=tools, place=place)
         one.require_short()
         return (one,)
-    turns = _prompt(place, record, keys, (keys.chosen, keys.rejected))
-    chosen, rejected = (_completion(place, record, keys, name, turns) for name in PAIR)
+    before = _prompt(place, record, keys, (keys.chosen, keys.rejected))
+    turns = with_system(before, record)
+    chosen, rejected = (_completion(place, record, keys, name, (turns, before)) for name in PAIR)
     if chosen == rejected:
         said = chosen if isinstance(chosen, str) else text_of(chosen)
         raise Malformed(f"{place}: chosen and rejected are the same, {said[:60]!r}; leave the row out")
@@ -93,11 +104,17 @@ def _both(pair: Preference) -> tuple[Preference, ...]:
 
 
 def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
-    """The messages before the completion: those of the prompt, else those with which all whole conversations begin."""
+    """The messages before the completion: those of the column that an option names, or of the prompt, else those with
+    which all whole conversations begin, else those of a conversation."""
+    named = {option: column for option in ("prompt", "messages") if (column := getattr(keys, option))}
+    for option, column in named.items():
+        if column in record:
+            told = record[column]
+            return conversation(place, told, "prompt") if option == "prompt" else _asked(place, told, column)
+    for option, column in named.items():
+        raise missing_column(place, record, column, option)
     if keys.prompt_column in record:
         return conversation(place, record[keys.prompt_column], "prompt")
-    if keys.prompt:
-        raise missing_column(place, record, keys.prompt, "prompt")
     for column in columns:
         if column not in record:
             raise _lacks(place, record, column, column)
@@ -106,10 +123,23 @@ def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) ->
     if wholes and len(wholes) == len(columns):
         told = [conversation(place, whole, column, may_end=True) for whole, column in zip(wholes, columns, strict=True)]
         return conversation(place, list(told[0][: _shared(told)]), f"{columns[0]} without its completion")
+    for column in (keys.messages_column, CONVERSATIONS):
+        if column in record:
+            return _asked(place, record[column], column)
     raise Malformed(
         f"{place}: no column 'prompt', and {columns[0]!r} is not a conversation that begins with the prompt; "
         "add such a column, or name the prompt's after the task's name: FILE:prompt=COLUMN"
     )
+
+
+def _asked(place: str, told: object, column: str) -> Turns:
+    """The messages of a conversation; a last turn of the assistant's is an answer, which the completions replace."""
+    turns = conversation(place, told, f"column {column!r}", may_end=True)
+    if turns[-1]["role"] != "assistant":
+        return turns
+    if len(turns) < 2:
+        raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
+    return turns[:-1]
 
 
 def _shared(told: Sequence[Turns]) -> int:
@@ -120,9 +150,9 @@ def _shared(told: Sequence[Turns]) -> int:
     return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)
 
 
-def _completion(place: str, record: RawRow, keys: Keys, name: str, turns: Turns) -> str | Turns:
+def _completion(place: str, record: RawRow, keys: Keys, name: str, prompts: Sequence[Turns]) -> str | Turns:
     """A completion, given as text or as turns that start with the assistant's, with or without the prompt's turns
-    before.
+    before: `prompts` are these turns, with and without the row's own system message.
 
     The result is text if the completion is one turn without tool calls.
     """
@@ -130,7 +160,7 @@ def _completion(place: str, record: RawRow, keys: Keys, name: str, turns: Turns)
     found = record.get(column)
     if isinstance(found, list) and found:
         told = conversation(place, found, column, may_end=True)
-        told = told[len(turns) :] if told[: len(turns)] == turns else told
+        told = next((told[len(turns) :] for turns in prompts if told[: len(turns)] == turns), told)
         ends = (told[0]["role"], told[-1]["role"]) if told else ()
         found = plain_reply(place, told, column) if ends == ("assistant", "assistant") else None
         if isinstance(found, tuple):
@@ -165,7 +195,9 @@ def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, A
     """The other columns, which rewards may need. Raises Malformed if an option names an answer that is missing."""
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")
-    used = (keys.prompt_column, keys.chosen, keys.rejected, keys.completion, keys.label, keys.answer_column, "answer")
+    used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system"}
+    used |= {keys.chosen, keys.rejected, keys.completion, keys.label}
+    used |= set() if keys.prompt_column in record else {CONVERSATIONS}
     columns = {key: plain(value) for key, value in record.items() if key not in used}
     if (answer := record.get(keys.answer_column)) is not None:
         is_text = not isinstance(answer, list | Mapping)
