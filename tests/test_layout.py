@@ -235,6 +235,7 @@ BROAD_EXCEPTS = {
     "environments/episode_processes/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
+    "models/tokens/chat.py: load_tokenizer",
     "models/tokens/tool_form.py: _text",
     "training/model/token_logprobs/logit_scaling.py: _Stand.logits",
     "runtime/activity/lease.py: Lease._move",

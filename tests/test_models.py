@@ -82,6 +82,25 @@ def test_a_tokenizer_is_the_one_that_transformers_finds(tokenizer: Any, tmp_path
     assert found(text) == expected(text) and found.chat_template == expected.chat_template
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json is damaged .Expecting property name"),
+        ("tokenizer.json", "[]", "tokenizer.json is damaged .a list where an object was needed"),
+        ("tokenizer.json", '{"added_tokens": [], "model": {"type": "?"}}', "tokenizer.json is no tokenizer that can"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is damaged .a list where an object was needed"),
+        ("config.json", "{", "config.json is damaged .Expecting property name"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_names_its_file(
+    tokenizer: Any, tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    directory = saved_with(tokenizer, tmp_path)
+    (directory / name).write_text(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/{message}.*; put the file of the model there$"):
+        load_tokenizer(directory)
+
+
 def test_a_tokenizer_that_names_its_class_loads_without_torch(tokenizer: Any, tmp_path: Path) -> None:
     directory = saved_with(tokenizer, tmp_path)
     code = f"from flowrl.models import load_tokenizer\nprint(len(load_tokenizer({str(directory)!r})('ab').input_ids))"

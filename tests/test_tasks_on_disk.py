@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
 from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.records import row_stores
+from flowrl.tasks.records.extents import ArrayElements, extents_of
 from flowrl.tasks.records.spooled import num_bytes
 from flowrl.tasks.row_reading import row_loading
 from flowrl.tasks.row_reading.indexed_rows import IndexedRows
@@ -121,6 +123,20 @@ def test_mixtures_are_the_same(load: Callable[..., Rows], options: dict[str, str
     require_same(memory, disk)
     assert len(disk.skipped) == 1 and disk.repeated > 0
     assert any(row.columns["of_task"].startswith(f"{tmp_path}/b.jsonl.gz") for row in disk.train)
+
+
+def test_an_array_of_one_line_is_not_read_whole(tmp_path: Path) -> None:
+    """What `rows=disk` is for: the file may be larger than the memory."""
+    file = tmp_path / "rows.json"
+    file.write_text("\ufeff \n" + json.dumps([{"prompt": f"{n}+1=", "answer": "x" * 1000} for n in range(8000)]))
+    tracemalloc.start()
+    try:
+        assert isinstance(extents_of(file, file), ArrayElements)
+        assert tracemalloc.get_traced_memory()[1] < file.stat().st_size // 8
+    finally:
+        tracemalloc.stop()
+    file.write_text(" \n" * 100_000 + '{"prompt": "1"}\n[')
+    assert not isinstance(extents_of(file, file), ArrayElements)
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

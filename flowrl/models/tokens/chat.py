@@ -20,6 +20,8 @@ Messages = Sequence[Mapping[str, Any]]
 ReplyMessage = str | Messages
 """A response: text, or the turns that begin with the assistant's first one."""
 
+TOKENIZER = "tokenizer.json"
+
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The Hugging Face tokenizer of a model directory."""
@@ -27,11 +29,31 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
         return _tokenizer_class(Path(model_dir)).from_pretrained(
             str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as problem:
-        first_line = str(problem).strip().splitlines()[0]
-        raise ConfigError(
-            f"{model_dir} holds no tokenizer that can be loaded ({first_line}); put its tokenizer files there"
-        ) from None
+    except ImportError:
+        raise  # a package is missing, and the files are fine
+    except Exception as problem:  # the boundary to tokenizers, which raises Exception itself, and to transformers
+        raise ConfigError(_not_loaded(Path(model_dir), problem)) from problem
+
+
+def _not_loaded(model_dir: Path, problem: Exception) -> str:
+    """Why a tokenizer cannot be loaded; names the file that is damaged, if one is."""
+    why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    of_tokenizer = model_dir / TOKENIZER
+    for path in (of_tokenizer, model_dir / "tokenizer_config.json", model_dir / "config.json"):
+        if path.is_file() and (defect := _defect(path)):
+            return f"{path} is damaged ({defect}); put the file of the model there"
+    if of_tokenizer.is_file() and type(problem) is Exception:  # what the package tokenizers raises
+        return f"{of_tokenizer} is no tokenizer that can be loaded ({why}); put the file of the model there"
+    return f"{model_dir} holds no tokenizer that can be loaded ({why}); put its tokenizer files there"
+
+
+def _defect(path: Path) -> str:
+    """Why the file is not one JSON object, "" if it is."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        return str(problem)
+    return "" if isinstance(content, dict) else f"a {type(content).__name__} where an object was needed"
 
 
 def _tokenizer_class(model_dir: Path) -> Any:

@@ -228,6 +228,9 @@ def _kept(file: IO[bytes], taken: list[bytes]) -> Iterator[str]:
 
 
 def _is_array(plain: Path) -> bool:
+    """Whether the content begins with a bracket. Read in pieces, for the whole array may be one line."""
     with plain.open("rb") as file:
-        first = next((line for line in file if line.strip(b" \t\r\n\xef\xbb\xbf")), b"")
-    return first.lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"[")
+        while piece := file.read(io.DEFAULT_BUFFER_SIZE):
+            if found := piece.lstrip(b" \t\r\n\xef\xbb\xbf"):
+                return found.startswith(b"[")
+    return False
