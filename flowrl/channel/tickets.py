@@ -53,7 +53,7 @@ class Tickets:
         self.max_groups = max_groups
         self.num_trained = 0
         """Number of groups that the main trainer has trained."""
-        self.closed = False
+        self.closed = max_groups == 0
         """True if no group will be admitted again."""
         begin = start_versions or {}
         self._held = {consumer: begin.get(consumer[1], start_version) for consumer in consumers}

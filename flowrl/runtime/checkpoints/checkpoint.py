@@ -219,6 +219,27 @@ def kept_requests(messages: Iterable[SavedMessage]) -> set[str]:
     return {request_id for record in records if isinstance(record, Record) for request_id in record.request_ids}
 
 
+def link(source: Path, directory: Path, stop: threading.Event) -> bool:
+    """Give `directory`, which has no manifest yet, the files that only the checkpoint `source` has, as hard links.
+
+    Returns False, and changes nothing, if the file system has no hard links. Nobody may write to these files
+    afterwards, because `source` has them too.
+    """
+    tried = directory / checkpoint_manifest.MANIFEST
+    try:
+        os.link(source / checkpoint_manifest.MANIFEST, tried)
+    except OSError:
+        return False
+    tried.unlink()
+    for path in sorted(source.rglob("*")):
+        checkpoint_manifest.go_on(path, stop)
+        target = directory / path.relative_to(source)
+        if path.is_file() and target != tried and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target)
+    return True
+
+
 def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
     """Make a finished directory the checkpoint `final`, durably; replaces a checkpoint of that name.
 

@@ -169,6 +169,14 @@ def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]
         yield from (f"node {name!r}: {text}" for text in node.check_resume(saved))
 
 
+def lacks_evaluation(directory: Path, graph: Graph, version: int) -> bool:
+    """Whether all that a run with the checkpoint in `directory` as its last step lacks is the evaluation after it."""
+    ledger = directory / LEDGER
+    if not any(hasattr(node, "evaluate") for node in graph.nodes.values()) or ledger_file.any_in_flight(ledger):
+        return False
+    return "after" not in ledger_file.phases_evaluated(ledger, version)
+
+
 def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     """Rewind the records of a run to the checkpoint in `directory`; no process may have them open.
 

@@ -1,8 +1,8 @@
 """The driver: one run from its first process to its last record.
 
 It keeps accounting and records, runs the phases one after the other, and ends everything when one part fails. Phases:
-start, restore, evaluation before, training, evaluation after, last checkpoint, end. Admission is closed in all phases
-except training.
+start, restore, evaluation before, training, checkpoint of what is trained, evaluation after, last checkpoint, end.
+Admission is closed in all phases except training.
 
 Waits: for hosts to answer or end (the death of a host ends the wait), for the trainers to end, for generators to hold
 the last weights. An interrupt ends admission, and the groups in flight are finished.

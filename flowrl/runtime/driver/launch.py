@@ -120,7 +120,7 @@ class Launch:
 
         version, resume_from = directory.newest_checkpoint() if self._resumes(directory) else (0, None)
         if resume_from is not None:
-            self._check_steps(version)
+            self._check_steps(version, resume_from)
         check_options(self.options, self.graph)
         plan = make_plan(self.graph, machines)
         versions: dict[str, int] = {}
@@ -186,10 +186,13 @@ class Launch:
         output = cast(TextIO, LastingOutput(sys.stdout, _going_on(run_dir, sys.stderr)))
         return open_view(board, Console(file=output, force_terminal=False if self.options.plain else None))
 
-    def _check_steps(self, version: int) -> None:
-        if self.options.steps is not None and self.options.steps <= version:
+    def _check_steps(self, version: int, resume_from: Path) -> None:
+        steps = self.options.steps
+        if steps == version and resume.lacks_evaluation(resume_from, self.graph, version):
+            return
+        if steps is not None and steps <= version:
             raise ConfigError(
-                f"--resume: the newest checkpoint is of step {version} and --steps is {self.options.steps}, so "
+                f"--resume: the newest checkpoint is of step {version} and --steps is {steps}, so "
                 "nothing is left to do; ask for more steps"
             )
 

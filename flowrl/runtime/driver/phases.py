@@ -80,6 +80,7 @@ class Phases:
         accounting.end_admission()
         if self._evaluations and self.trainers and not state.interrupted:  # else nothing has changed since `before`
             await accounting.until_held(state.version)
+            await self._checkpoints.write_trained(state.version)  # a kill during the evaluation loses no weights
             results["after"] = await self._evaluate("after", self._evaluations)
         for name in self._evaluations:
             await self._orders.on_node(f"{name}/0", "finish")

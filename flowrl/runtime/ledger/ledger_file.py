@@ -214,6 +214,18 @@ def last_commit_s(path: Path) -> float:
         return float(db.execute("SELECT MAX(committed_s) FROM commits").fetchone()[0])
 
 
+def phases_evaluated(path: Path, step: int) -> set[str]:
+    """The phases (before, during, after) of the evaluations of version `step` in the ledger at `path`."""
+    with closing(open_to_read(path)) as db:
+        return {phase for (phase,) in db.execute("SELECT DISTINCT phase FROM evaluations WHERE step = ?", (step,))}
+
+
+def any_in_flight(path: Path) -> bool:
+    """Whether the ledger at `path` has samples whose fate is not known yet."""
+    with closing(open_to_read(path)) as db:
+        return db.execute("SELECT 1 FROM samples WHERE state = 'in_flight' LIMIT 1").fetchone() is not None
+
+
 def read_terms(db: sqlite3.Connection) -> Terms:
     """The terms of the newest incarnation."""
     query = f"SELECT {', '.join(COLUMNS)} FROM incarnations ORDER BY number DESC LIMIT 1"

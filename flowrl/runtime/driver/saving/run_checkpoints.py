@@ -46,6 +46,9 @@ class RunCheckpoints:
         self._view = view
         self._fail = fail
         self._clock = CheckpointClock(job.options)
+        self._resumed = dict(job.start_versions) if job.resume_from is not None else None
+        self._written: dict[str, int] | None = None
+        """Trainer -> its version in the newest checkpoint that this run has written; None: it has written none."""
         plan, nodes = job.plan, job.graph.nodes
         self._own_clocks = [name for name in plan.own_clock if nodes[name].gang]
         """The trainers that have to be halted; the others wait at the end of a batch."""
@@ -89,17 +92,26 @@ class RunCheckpoints:
         finally:
             accounting.resume_admission("checkpoint")
 
+    async def write_trained(self, version: int) -> None:
+        """Write a checkpoint after the last batch, unless the newest checkpoint has these weights."""
+        if self._records.accounting.tickets.versions not in (self._written, self._resumed):
+            await self.write(version)
+
     async def write(self, version: int, *, best: Best | None = None) -> None:
         """Write one consistent snapshot through the graph, and make it the newest checkpoint.
 
+        The weights are not written again if this run has written them in its newest checkpoint.
         The metrics lines of all steps until then are written first: a run that resumes from here never writes them.
         """
         start_s = time.monotonic()
         with self._lookout.doing(f"the checkpoint of step {version}"), writing(self._job.run_dir):
             await self._records.settled()
+            versions = self._records.accounting.tickets.versions
             facts = resume.facts(version, self._job.plan, self._job.options.seed)
             named = best or self.best
             spared = () if named is None else (named.step,)
-            name = await self._snapshotter.write(facts, self._records.accounting, best=best, spared=spared)
-        self.best = best or self.best
+            name = await self._snapshotter.write(
+                facts, self._records.accounting, best=best, spared=spared, unchanged=versions == self._written
+            )
+        self.best, self._written = best or self.best, versions
         self._view.progress("driver", f"checkpoint {name} {self._clock.saved(start_s)}")

@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,12 +56,18 @@ class Snapshotter:
         self._halted = frozenset(halted)
 
     async def write(
-        self, facts: Mapping[str, Any], accounting: Accounting, *, best: Best | None, spared: Collection[int]
+        self,
+        facts: Mapping[str, Any],
+        accounting: Accounting,
+        *,
+        best: Best | None,
+        spared: Collection[int],
+        unchanged: bool = False,
     ) -> str:
         """Write a snapshot as the newest checkpoint, and `best` to best.json; returns the checkpoint's name.
 
         The newest `keep` checkpoints stay, including this one, and so do those of the `spared` steps; `keep` 0 keeps
-        all.
+        all. If the halted nodes are `unchanged` since the checkpoint of this step, their files are taken from there.
         """
         version = facts["version"]
         final = self._run_dir / "checkpoints" / f"step_{version:06d}"
@@ -76,17 +83,25 @@ class Snapshotter:
         try:
             temporary.mkdir()
             async with self._shared.for_trainers() if self._shared is not None else nullcontext():
-                head = await self.take(facts, temporary, accounting)
+                head = await self.take(facts, temporary, accounting, unchanged_in=final if unchanged else None)
             await to_its_end(publish)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final.name
 
-    async def take(self, facts: Mapping[str, Any], directory: Path, accounting: Accounting) -> str:
+    async def take(
+        self,
+        facts: Mapping[str, Any],
+        directory: Path,
+        accounting: Accounting,
+        *,
+        unchanged_in: Path | None = None,
+    ) -> str:
         """Pause the graph, collect its state, resume it, and write the state and `facts` below `directory`.
 
         Nodes write their own files: halted nodes after the others have resumed, all other nodes while the graph is
-        paused. Returns the head of the ledger in the snapshot.
+        paused. If a checkpoint is given as `unchanged_in`, the files of the halted nodes are those that it has.
+        Returns the head of the ledger in the snapshot.
         """
         num_lost = self._orders.num_lost
         snapshot = await self._collected(directory)
@@ -103,8 +118,9 @@ class Snapshotter:
                 checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
 
             await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
-            await self._files(directory, halted=True)
             await to_its_end(write)
+            if unchanged_in is None or not await to_its_end(partial(checkpoint.link, unchanged_in, directory)):
+                await self._files(directory, halted=True)
             return head
 
     async def _collected(self, directory: Path) -> checkpoint.Snapshot:
