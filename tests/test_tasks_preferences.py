@@ -11,7 +11,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes.sources.preference_source import Preferences, PreferenceSource
-from flowrl.tasks import Task, load_preferences
+from flowrl.tasks import Task, load_preferences, load_rows
 from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.tasks.rows import Row
 from flowrl.testing import run_node
@@ -113,6 +113,22 @@ def test_a_conversation_that_an_option_names_has_to_be_there(tmp_path: Path) -> 
         everything(written(tmp_path, many({"prompt": "1+1=", **PAIR}), ":messages=talks"), "pairs")
     with pytest.raises(ConfigError, match="'talk' holds only an answer"):
         everything(written(tmp_path, [{"talk": [said("2")], **PAIR}], ":messages=talk"), "pairs")
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_number_that_is_none_is_refused_by_row_and_column(where: str, tmp_path: Path) -> None:
+    """It went to rewards, which then were no numbers either."""
+    records = many({"prompt": "1+1=", "answer": float("nan"), **PAIR})  # as in other rows, pandas' way to say null
+    rows = everything(written(tmp_path, records, f":rows={where}"), "pairs")
+    assert [row.columns["answer"] for row in rows if "answer" in row.columns] == []
+    for number, column in enumerate(({"margin": float("nan")}, {"of": {"margins": [1.0, float("nan")]}})):
+        (directory := tmp_path / f"{number}").mkdir()
+        told = rf"rows.jsonl:1: the column '{next(iter(column))}' holds NaN.*write null"
+        task = written(directory, many({"prompt": "1+1=", "answer": "2", **PAIR, **column}), f":rows={where}")
+        with pytest.raises(ConfigError, match=told):
+            everything(task, "pairs")
+        with pytest.raises(ConfigError, match=told):
+            load_rows(task)
 
 
 def test_a_prompt_may_have_many_pairs_all_in_one_part(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -207,6 +208,10 @@ def _check(where: str, value: Any, nested: int = 0) -> None:
     if isinstance(value, str | int):
         if problem := scalar_problem(value):
             raise ConfigError(f"{where} holds {problem}")
+    elif isinstance(value, float) and math.isnan(value):
+        raise ConfigError(
+            f"{where} holds NaN, which is no number; write null for what is missing, or leave the row out"
+        )
     elif nested == MAX_NESTED:
         raise ConfigError(f"{where} holds values nested deeper than {MAX_NESTED}; flatten them, or write them as text")
     elif isinstance(value, Mapping):

@@ -320,9 +320,14 @@ def _answer(place: str, record: RawRow, keys: Keys) -> ReplyTurns:
         return plain_reply(place, messages(place, value, "answer"), "answer")
     if isinstance(value, list | Mapping):
         return Structured(value)
-    if value is None or (isinstance(value, float) and math.isnan(value)):  # pandas writes NaN for what is missing
+    if is_missing(value):
         return None
     return _text(place, str(value), "answer")
+
+
+def is_missing(value: object) -> bool:
+    """Whether a cell is empty: pandas writes NaN for what is missing."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _text(place: str, text: str, what: str) -> str:

@@ -20,6 +20,7 @@ from flowrl.tasks.row_reading.files import (
     CONVERSATIONS,
     Keys,
     conversation,
+    is_missing,
     plain,
     plain_reply,
     require_score,
@@ -199,7 +200,7 @@ def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, A
     used |= {keys.chosen, keys.rejected, keys.completion, keys.label}
     used |= set() if keys.prompt_column in record else {CONVERSATIONS}
     columns = {key: plain(value) for key, value in record.items() if key not in used}
-    if (answer := record.get(keys.answer_column)) is not None:
+    if not is_missing(answer := record.get(keys.answer_column)):
         is_text = not isinstance(answer, list | Mapping)
         columns["answer"] = str(answer) if is_text else json.dumps(answer, ensure_ascii=False, default=str)
     return columns | ({"tools": tools} if tools else {})
