@@ -12,11 +12,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.runtime.driver.job import Job
+from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry import sinks
 from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS, NAMES, Metrics, flat, read, rewind
@@ -193,6 +196,20 @@ def test_sinks_get_the_numbers_of_the_same_record(tmp_path: Path) -> None:
     }
     assert sink.written == [(4, scalars), (4, {"evaluation/score": 0.25, "evaluation/step": 3})]
     assert sink.closed
+
+
+def test_an_evaluation_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    records = RunRecords.__new__(RunRecords)  # without a run: its files alone
+    records._job = cast(Job, SimpleNamespace(run_dir=tmp_path))
+    records.metrics = Metrics(tmp_path, Statistics(), roles={})
+    (tmp_path / EVALUATIONS).symlink_to("/dev/full")
+    with pytest.raises(FlowrlError, match="cannot be written: No space left on device; make room there, then continue"):
+        records.evaluated("before", 0, {"score": 0.25})
+    (tmp_path / EVALUATIONS).unlink()
+    records.evaluated("before", 0, {"score": 0.25})
+    records.metrics.close()
+    (line,) = (tmp_path / EVALUATIONS).read_text().splitlines()
+    assert json.loads(line)["evaluation/score"] == 0.25
 
 
 def test_an_evaluation_is_a_line_of_a_file_of_its_own_and_rewinds(tmp_path: Path) -> None:

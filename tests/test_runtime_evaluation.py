@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.commands.checkpoint_of import model_dir
+from flowrl.errors import ConfigError
 from flowrl.runtime.checkpoints.best import Best, read_best
 from flowrl.runtime.checkpoints.checkpoint import prune
 from tests.run_process import GRAPHS, Run, audit
@@ -46,6 +48,16 @@ def test_a_better_score_replaces_the_best_and_an_equal_one_does_not(tmp_path: Pa
     assert first.beats(None)
     assert Best.of(4, {"score": 0.51}).beats(first)
     assert not Best.of(4, {"score": 0.5}).beats(first)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"step": 3}', '{"step": "3", "score": 0.5, "checkpoint": "c"}'])
+def test_a_damaged_record_of_the_best_is_one_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "best.json").write_text(content)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"/best.json is damaged \(.+\); restore it from a copy, or remove it"):
+        read_best(tmp_path, newest_step=5)
+    with pytest.raises(ConfigError, match=r"/best.json is damaged"):
+        model_dir(tmp_path)
 
 
 def test_what_is_named_has_to_be_there_and_not_of_the_future(tmp_path: Path) -> None:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.errors import ConfigError
+from flowrl.commands import quickstart
+from flowrl.commands.quickstart import QuickstartOptions
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.checkpoints import checkpoint_manifest, directory_lock
+from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.checkpoints.rundir import RunDir
+from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.launch import Launch, Result
 
 
 def finished(path: Path, state: str = "state") -> None:
@@ -51,6 +56,52 @@ def test_a_file_system_without_locks_is_one_sentence(
     monkeypatch.setattr(directory_lock.fcntl, "flock", failing)
     with pytest.raises(ConfigError, match=f"cannot be locked .{os.strerror(code)}.; name a directory on a file system"):
         RunDir.claimed(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("content", "why"), [("{", "Expecting property name"), ("[]", "a list where")])
+def test_a_damaged_description_of_the_run_is_one_sentence(content: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    directory = RunDir(tmp_path)
+    for read in (directory.hub_commits, lambda: directory.changed_config({})):
+        with pytest.raises(ConfigError, match=rf"^--resume: .*/config.json is damaged \({why}.*\); restore it from a"):
+            read()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json is damaged .it has no config."):
+        directory.changed_config({})
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What was left kept the directory, which is removed if the run never started, from being removed."""
+    directory = RunDir.claimed(tmp_path / "run")
+    (tmp_path / "run" / ".config.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(FlowrlError, match="No space left on device"):
+        directory.write("config.json", {"config": {}})
+    directory.release()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".best.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        Best(3, 0.5, "checkpoints/step_000003").write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quickstart_has_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two that start in one second: the second was refused, for the first had the directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RunDir, "fresh", staticmethod(lambda name: Path("runs") / f"{name}-now"))
+    taken: list[RunDir] = []
+
+    def claimed(launch: Launch) -> Result:
+        taken.append(launch._directory())
+        return Result(taken[-1].path, Outcome(0, {}, False, 0.0), None)
+
+    monkeypatch.setattr(Launch, "run", claimed)
+    monkeypatch.setattr(quickstart, "report", lambda run_dir, evaluations, *, control: print(run_dir) or 0)
+    assert [quickstart.train(QuickstartOptions(steps=3)) for _ in range(2)] == [0, 0]
+    assert capsys.readouterr().out.split() == ["runs/quickstart-now", "runs/quickstart-now-2"]
+    for one in taken:
+        one.release()
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:

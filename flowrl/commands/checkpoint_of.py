@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints.best import BEST
+from flowrl.runtime.checkpoints.best import recorded_best
 from flowrl.runtime.checkpoints.checkpoint import steps_of
 
 
@@ -22,10 +21,9 @@ def model_dir(path: Path) -> Path:
 
 
 def _of_run(run_dir: Path) -> Path:
-    if (run_dir / BEST).is_file():
-        best = run_dir / str(json.loads((run_dir / BEST).read_text())["checkpoint"])
-        if best.is_dir():
-            return best
+    best = recorded_best(run_dir)
+    if best is not None and (run_dir / best.checkpoint).is_dir():
+        return run_dir / best.checkpoint
     found = steps_of(run_dir / "checkpoints")
     if not found:
         raise ConfigError(f"{run_dir} has no checkpoint yet; wait for one, or name another run")

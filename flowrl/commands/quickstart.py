@@ -10,7 +10,6 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
-from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.options import RunOptions
 
 GRAPH = "grpo"
@@ -41,12 +40,12 @@ def train(options: QuickstartOptions) -> int:
     """Run and report. Returns the exit status, which is 1 if the audit fails. Raises FlowrlError."""
     from flowrl.runtime.driver.launch import run
 
-    run_dir = options.run_dir or RunDir.fresh("quickstart")
     file = load_file(GRAPH)
     args = ["--lr", str(options.lr), "--evaluate", str(options.evaluate)]
     cfg = file.parse([*args, *(["--shuffle-rewards"] if options.control else [])])
-    result = run(file.path, file.build(cfg), cfg, RunOptions(steps=options.steps, run_dir=run_dir))
-    return report(run_dir, result.outcome.evaluations, control=options.control)
+    of_run = RunOptions(steps=options.steps, run_dir=options.run_dir)
+    result = run(file.path, file.build(cfg), cfg, of_run, called="quickstart")
+    return report(result.run_dir, result.outcome.evaluations, control=options.control)
 
 
 def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: bool) -> int:

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from flowrl.errors import ConfigError
+from flowrl.runtime.checkpoints.whole_file import write_whole
+
 BEST = "best.json"
 FIGURE = "score"
 """The figure that decides: the mean verdict on the held-out answers of the first task."""
@@ -35,14 +38,29 @@ class Best:
 
     def write(self, run_dir: Path) -> None:
         """Write `best.json` completely or not at all."""
-        temporary = run_dir / f".{BEST}.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        temporary.replace(run_dir / BEST)
+        write_whole(run_dir / BEST, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_best(run_dir: Path, *, newest_step: int) -> Best | None:
-    """The best checkpoint up to `newest_step`; None if there is none, or if it was removed."""
-    if not (run_dir / BEST).is_file():
+    """The best checkpoint up to `newest_step`; None if there is none, or if it was removed. Raises ConfigError if
+    `best.json` is damaged."""
+    best = recorded_best(run_dir)
+    return best if best is not None and best.step <= newest_step and (run_dir / best.checkpoint).is_dir() else None
+
+
+def recorded_best(run_dir: Path) -> Best | None:
+    """What `best.json` says; None without the file. Raises ConfigError if it is damaged."""
+    path = run_dir / BEST
+    if not path.is_file():
         return None
-    best = Best(**json.loads((run_dir / BEST).read_text()))
-    return best if best.step <= newest_step and (run_dir / best.checkpoint).is_dir() else None
+    try:
+        best = Best(**json.loads(path.read_text()))
+        if isinstance(best.step, int) and isinstance(best.score, int | float) and isinstance(best.checkpoint, str):
+            return best
+        why = "its values have other types"
+    except (OSError, ValueError, TypeError) as problem:
+        why = str(problem)
+    raise ConfigError(
+        f"{path} is damaged ({why}); restore it from a copy, or remove it: the best checkpoint is then that of the "
+        "evaluations to come"
+    )

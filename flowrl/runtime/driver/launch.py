@@ -29,6 +29,7 @@ from flowrl.graph.machine import Cluster
 from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
 from flowrl.runtime.checkpoints import resume
+from flowrl.runtime.checkpoints.best import read_best
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
 from flowrl.runtime.driver.launch_checks import check_options
 from flowrl.runtime.driver.options import RunOptions
@@ -72,6 +73,8 @@ class Launch:
     """Text that says which options, left out by the user, were derived from the model's size; "" if none were."""
     started_s: float = field(default_factory=time.monotonic)
     """When the command was given; --max-hours counts from here."""
+    called: str = ""
+    """The beginning of the name of a directory that the user does not name; "": the graph's name."""
 
     def run(self) -> Result:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
@@ -97,7 +100,7 @@ class Launch:
         if self.unfinished is not None and (self.unfinished.is_in(named) or not resume):
             return self.unfinished.directory(named)
         if named is None and not resume:
-            return RunDir.claimed_fresh(self.graph.name)
+            return RunDir.claimed_fresh(self.called or self.graph.name)
         return RunDir.claimed(named or RunDir.fresh(self.graph.name), resume=resume)
 
     @cached_property
@@ -127,6 +130,7 @@ class Launch:
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
             pins.use(directory.hub_commits())
+            read_best(directory.path, newest_step=version)  # a damaged one is refused before anything starts
         findings = preflight(self.graph, self.graph_file)
         self._check_hours()
         require_logins(self.options.track)
@@ -366,9 +370,9 @@ def _going_on(run_dir: Path, stream: TextIO) -> Callable[[OSError], None]:
     return lost
 
 
-def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions) -> Result:
-    """Run `graph`, built from `graph_file` with `config`."""
-    return Launch(graph_file, graph, config, options).run()
+def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions, *, called: str = "") -> Result:
+    """Run `graph`, built from `graph_file` with `config`; `called` is that of `Launch`."""
+    return Launch(graph_file, graph, config, options, called=called).run()
 
 
 __all__ = ["Launch", "PreparedRun", "Result", "run"]

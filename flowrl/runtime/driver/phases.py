@@ -170,7 +170,7 @@ class Phases:
                 )
             prefix = "" if name == self._evaluations[0] else f"{name}/"
             figures |= {f"{prefix}{key}": value for key, value in answer.items()}
-        self._records.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
+        self._records.evaluated(phase, version, figures)
         if phase == "during":
             self._view.progress("driver", "training")
         return figures

@@ -163,6 +163,11 @@ class RunRecords:
         await self._lines.join()
         await self._samples.flush()
 
+    def evaluated(self, phase: str, version: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of an evaluation of `version`."""
+        with writing(self._job.run_dir):
+            self.metrics.evaluation(phase, version, {f"evaluation/{key}": value for key, value in figures.items()})
+
     def _write_last_lines(self) -> None:
         while not self._lines.empty() and (record := self._lines.get_nowait()) is not None:
             self._write_line(record)
