@@ -1,4 +1,7 @@
-"""A training loop without models that is evaluated, ends at a chosen place, and writes weights."""
+"""A training loop without models that is evaluated, ends at a chosen place, and writes weights.
+
+What happens is written to `events` of the run directory, in its order.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,26 @@ class Generating(SleepingGenerator):
     cpus = 0
 
 
-class Training(SleepingTrainer):
-    """Counts how often it writes its weights, in `writes` of the run directory."""
+def happened(node: Node, event: str) -> None:
+    with (Path(node.context.run_dir) / "events").open("a") as file:
+        file.write(f"{event}\n")
 
+
+class Training(SleepingTrainer):
     cpus = 0
+
+    async def publish(self, version: int) -> None:
+        happened(self, f"version {version}")
+        await super().publish(version)
 
     async def checkpoint(self, path: str) -> None:
         (Path(path) / "part").mkdir()
         (Path(path) / "part" / "weights").write_text(Path(path).name)
-        with (Path(self.context.run_dir) / "writes").open("a") as file:
-            file.write(f"{Path(path).name}\n")
+        happened(self, f"writes {Path(path).name}")
 
 
 class Evaluating(Node):
-    """One answer for each evaluation; each is a line in `asked` of the run directory when it begins."""
+    """One answer for each evaluation."""
 
     cpus = 0
     unused: Out[Sample]
@@ -56,12 +65,13 @@ class Evaluating(Node):
         self.finished.set()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
-        with (Path(self.context.run_dir) / "asked").open("a") as file:
-            file.write(f"{phase} {step}\n")
+        happened(self, f"asks {phase} {step}")
         if f"{phase} {step}" == self.fails_at:
             raise RuntimeError("the evaluation is lost")
         if f"{phase} {step}" == self.stays_at:
             await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(0.02)  # a trainer that does not wait makes a version meanwhile
+        happened(self, f"answers {phase} {step}")
         row = EvaluationRow(
             phase=phase,
             step=step,

@@ -316,17 +316,19 @@ class Evaluation(Node):
         read, place = AnswersSoFar.read, (self.context.run_dir, phase, step)
         self._so_far = await self.blocking(read, *place, total, self.context.progress)
         figures: dict[str, float] = {}
+        booked: list[EvaluationRow] = []
         for index, held_out in enumerate(self._held_out):
             answered = await self._answers(held_out, phase, step, slots)
             rows = [row for row, _ in answered]
             _require_one_version(self.name, phase, rows)
-            self.context.ledger.evaluation(rows)
+            booked += rows
             found = summary(rows, held_out.num_samples, tells_right=held_out.tells_right)
             found |= mean_parts([parts for _, parts in answered])
             if index or held_out.name in self._named:
                 figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
             figures |= found if index == 0 else {}
         self._so_far.end()
+        self.context.ledger.evaluation(booked)  # all or none: a resumed run repeats an evaluation that has no rows
         return figures
 
     async def _answers(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:

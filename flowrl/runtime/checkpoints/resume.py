@@ -191,10 +191,10 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
     ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that lines must follow
-    newest = {METRICS: version, EVALUATIONS: version or -1}  # from version 0 the evaluation before training is repeated
-    for records, step in newest.items():
+    # An evaluation of `version` may have ended after the checkpoint was written: then the ledger lacks its answers.
+    for records, phases in ((METRICS, None), (EVALUATIONS, ledger_file.phases_evaluated(directory / LEDGER, version))):
         if (run_dir / records).exists():
-            rewind_metrics(run_dir / records, step)
+            rewind_metrics(run_dir / records, version, phases=phases)
     last_s = ledger_file.last_commit_s(directory / LEDGER)
     rewind_kept(run_dir, last_s)
     rewind_rollouts(run_dir, last_s)

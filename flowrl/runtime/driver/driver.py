@@ -79,6 +79,7 @@ class Driver:
             records=records,
             checkpoints=self.checkpoints,
             state=state,
+            resumed=job.resume_from is not None,
             unless_cancelled=self.unless_cancelled,
         )
         self.hosts.losses = HostLosses(
@@ -180,10 +181,12 @@ class Driver:
             self._finish()
 
     def terminate(self) -> None:
-        """As `interrupt`, with a checkpoint after the current batch: the run may be killed before it has ended."""
+        """As `interrupt`, with a checkpoint after the current batch, and without the end of an evaluation that goes on:
+        the run may be killed before it has ended."""
         self.view.progress("driver", "terminated; a checkpoint follows the current batch; an interrupt stops at once")
         self.checkpoints.soon()
         self._finish()
+        self.phases.give_up_evaluation()
 
     @property
     def interrupted(self) -> bool:
@@ -220,6 +223,7 @@ class Driver:
         with self.lookout.doing("the set-up of the nodes"):
             await self.hosts.ask("setup")
             await self._begin()
+        await self.phases.hold_resumed()
         running = {host: asyncio.create_task(self.hosts.ask_one(host, "run")) for host in self.hosts}
         self._state.running = True
         try:

@@ -2,7 +2,8 @@
 
 Every evaluation uses one version. Before and after training, admission is closed. An evaluation during training is
 due at the end of a batch: the trainers take no further batch until it has ended, while prompts, generators and
-rewards continue as far as the tickets allow.
+rewards continue as far as the tickets allow. A resumed run makes up for an evaluation that was due at its checkpoint
+and is not in it, before it admits anything, and repeats none that is in it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from flowrl.channel.control import is_cancel
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
 from flowrl.runtime.checkpoints.best import Best
@@ -39,6 +41,7 @@ class Phases:
         records: RunRecords,
         checkpoints: RunCheckpoints,
         state: RunState,
+        resumed: bool,
         unless_cancelled: Callable[[asyncio.Task[Any]], None],
     ) -> None:
         self._records = records
@@ -50,7 +53,12 @@ class Phases:
         self._options = options
         self._orders = orders
         self._view = view
+        self._resumed = resumed
+        self._missed = False
+        """Whether the run was resumed at a version whose evaluation has to be made up for."""
         self._during: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[dict[str, float]] | None = None
+        """The evaluation that goes on, or the last one."""
         nodes = graph.nodes
         self._evaluations = [name for name, node in nodes.items() if hasattr(node, "evaluate")]
         self.trainers = [replica_id for name in plan.trainers for replica_id in orders.replicas(name)]
@@ -65,11 +73,21 @@ class Phases:
         self._gated = [replica_id for replica_id in self.trainers if replica_id.split("/")[0] not in plan.own_clock]
         """The trainers that wait at the end of a batch after which an evaluation is due."""
 
+    async def hold_resumed(self) -> None:
+        """Close the trainers' gates if an evaluation has to be made up for; before any node of a resumed run runs."""
+        version = self._state.version
+        self._missed = bool(self._resumed and version and self._evaluates_at(version)) and not self._is_evaluated()
+        if self._missed:
+            await self._gate(open_=False)
+
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
         """Run all phases. Returns the results by phase when every host has ended."""
-        accounting, state, results = self._records.accounting, self._state, {}
-        if self._evaluations and state.version == 0:
-            results["before"] = await self._evaluate("before", self._evaluations)
+        accounting, state = self._records.accounting, self._state
+        results: dict[str, dict[str, float]] = {}
+        if self._evaluations and state.version == 0 and not self._is_evaluated():
+            results |= await self._measured("before", self._evaluations)
+        if self._missed:
+            await self._evaluate_held(state.version)
         if self.trainers or not self._evaluations:
             self._view.progress("driver", "training" if self.trainers else "running")
         accounting.resume_admission("start")
@@ -78,10 +96,11 @@ class Phases:
         if self._during is not None:
             await self._during
         accounting.end_admission()
-        if self._evaluations and self.trainers and not state.interrupted:  # else nothing has changed since `before`
+        # Without trainers, nothing has changed since `before`.
+        if self._evaluations and self.trainers and not state.interrupted and not self._is_evaluated("after"):
             await accounting.until_held(state.version)
             await self._checkpoints.write_trained(state.version)  # a kill during the evaluation loses no weights
-            results["after"] = await self._evaluate("after", self._evaluations)
+            results |= await self._measured("after", self._evaluations)
         for name in self._evaluations:
             await self._orders.on_node(f"{name}/0", "finish")
         await asyncio.gather(*running.values())
@@ -121,9 +140,13 @@ class Phases:
         every = {name: getattr(self._graph.nodes[name], "every", 0) for name in self._evaluations}
         return [name for name, n in every.items() if n and version // n > (version - published) // n]
 
+    def _is_evaluated(self, phase: str = "") -> bool:
+        """Whether a resumed run has an evaluation of its version, in that phase or, with "", in any."""
+        found = {one for one, step in self._records.metrics.evaluated if step == self._state.version}
+        return self._resumed and (phase in found if phase else bool(found))
+
     async def _evaluate_held(self, version: int) -> None:
-        await self._records.accounting.until_held(version)
-        figures = await self._evaluate("during", self._due(version))
+        figures = (await self._measured("during", self._due(version))).get("during")
         best = self._better(figures) if self._evaluations[0] in self._due(version) else None
         if best is not None:
             await self._checkpoints.keep(best)
@@ -155,8 +178,25 @@ class Phases:
         rest = [replica_id for replica_id in self._ended if replica_id.split("/")[0] not in kept]
         await asyncio.gather(*(self._ended[replica_id].wait() for replica_id in self.trainers or rest))
 
+    def give_up_evaluation(self) -> None:
+        """End an evaluation that goes on, without a result: what is in flight is trained and saved without it."""
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+
+    async def _measured(self, phase: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """The figures of an evaluation by its phase; {} if it was given up."""
+        self._evaluating = asyncio.create_task(self._evaluate(phase, names))
+        try:
+            return {phase: await self._evaluating}
+        except asyncio.CancelledError as error:
+            if is_cancel(error):
+                raise
+            self._view.progress("driver", f"the evaluation {phase} training is given up")
+            return {}
+
     async def _evaluate(self, phase: str, names: Sequence[str]) -> dict[str, float]:
         version = self._state.version
+        await self._records.accounting.until_held(version)
         text = f"evaluation {phase} training, at version {version}" if self.trainers else "evaluation"
         self._view.progress("driver", text)
         answers = await asyncio.gather(

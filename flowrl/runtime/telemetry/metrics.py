@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,8 @@ class Metrics:
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
         self._file = (run_dir / METRICS).open("a")
         self._evaluations = run_dir / EVALUATIONS
+        self.evaluated = {(str(line.get("phase")), int(line["step"])) for line in read(self._evaluations)}
+        """(phase, version) of each evaluation that has a line."""
 
     def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Complete, write and return the record of a finished batch."""
@@ -132,6 +134,7 @@ class Metrics:
         record = _finite({"step": step, "phase": phase, "time_s": self._time_s, **values})
         with self._evaluations.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        self.evaluated.add((phase, step))
         for sink in self._sinks:
             sink.write(max(step, self._step), {**values, "evaluation/step": step})
         self._table("held_out_samples", max(step, self._step), self._tables.of_evaluation())
@@ -190,11 +193,18 @@ def parse(line: str) -> dict[str, Any]:
     return record
 
 
-def rewind(path: Path, step: int) -> None:
-    """Keep only the lines up to `step`, unchanged: a resumed run continues from the checkpoint of that step."""
+def rewind(path: Path, step: int, *, phases: Collection[str] | None = None) -> None:
+    """Keep only the lines up to `step`, unchanged: a resumed run continues from the checkpoint of that step.
+
+    Of the lines of `step` itself, only those of the `phases` are kept, if these are given.
+    """
     lines = zip(whole_lines(path), read(path), strict=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    kept = "".join(line + "\n" for line, record in lines if record["step"] <= step)
+    kept = "".join(
+        line + "\n"
+        for line, record in lines
+        if record["step"] < step or (record["step"] == step and (phases is None or record.get("phase") in phases))
+    )
     temporary.write_bytes(kept.encode(errors="surrogateescape"))
     temporary.replace(path)
 
