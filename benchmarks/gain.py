@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 Shares = Mapping[str, float]
 """Share of right answers by prompt."""
@@ -65,7 +66,7 @@ class Preference:
 def preference(run_dir: Path) -> Preference | None:
     """Read a run's metrics; None if it trained no policy on preferences."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1]) if lines else {}
+    last = (json.loads(lines[-1]) if lines else {}) | _end_of_data(run_dir)
     chosen, rejected = (
         ("chosen", "rejected") if "held_out/chosen_logprob_change" in last else ("desirable", "undesirable")
     )
@@ -76,6 +77,14 @@ def preference(run_dir: Path) -> Preference | None:
         chosen_change=last[f"held_out/{chosen}_logprob_change"],
         rejected_change=last[f"held_out/{rejected}_logprob_change"],
     )
+
+
+def _end_of_data(run_dir: Path) -> dict[str, Any]:
+    """What a trainer measured after its last batch, if its data ended before the steps; else {}."""
+    if not (file := run_dir / "evaluations.jsonl").exists():
+        return {}
+    found = [line for line in map(json.loads, file.read_text().splitlines()) if line["phase"] == "end"]
+    return found[-1] if found else {}
 
 
 def gain(run_dir: Path) -> Gain:

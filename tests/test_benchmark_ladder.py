@@ -81,6 +81,10 @@ def test_preferences_are_read_from_the_last_line(tmp_path: Path) -> None:
         found[f"held_out/{names[1]}_logprob_change"] = -2.0
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(last | found) + "\n")
         assert preference(tmp_path) == Preference(0.75, 0.5, -2.0)
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')  # its data ended before its steps
+        (tmp_path / "evaluations.jsonl").write_text(json.dumps({"phase": "end"} | last | found) + "\n")
+        assert preference(tmp_path) == Preference(0.75, 0.5, -2.0)
+        (tmp_path / "evaluations.jsonl").unlink()
     for other in ("", '{"step": 1}\n', json.dumps(last | {"held_out/chosen_reward": 1.0}) + "\n"):
         (tmp_path / "metrics.jsonl").write_text(other)
         assert preference(tmp_path) is None, "a reward model has no logprobs to change"

@@ -99,6 +99,16 @@ def test_only_the_evaluation_after_the_last_step_is_left_to_do(tmp_path: Path) -
         require(6)
 
 
+def test_what_a_trainer_measures_at_the_end_is_a_line_once(tmp_path: Path) -> None:
+    lost_at(tmp_path, "after 6", judges=True)
+    ran = run(tmp_path, judges=True)
+    assert evaluated(tmp_path) == [("before", 0), ("end", 6), ("after", 6)]
+    line = read(tmp_path / "evaluations.jsonl")[1]
+    assert line.keys() == {"step", "phase", "time_s", "held_out/loss"} and line["held_out/loss"] == 0.5
+    assert "held-out rows at 6" in ran.view.lines
+    assert (report := ran.audit()).ok, str(report)
+
+
 # Evaluations that were due at the checkpoint
 
 

@@ -116,6 +116,9 @@ class KeptView:
         first = figures["exact_match" if "exact_match" in figures else "score"]
         self.lines.append(f"evaluation {phase} at {step}: {first} of {figures['num_answers']:.0f} {task}")
 
+    def held_out(self, record: Mapping[str, Any]) -> None:
+        self.lines.append(f"held-out rows at {record['step']}")
+
     def sample(self, row: Mapping[str, Any]) -> None:
         self.sample_ids.append(row["sample_id"])
 

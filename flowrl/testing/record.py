@@ -48,6 +48,8 @@ class NodeRecord:
     """Gauge (`context.gauge`) -> every observation."""
     episodes: list[dict[str, Any]] = field(default_factory=list)
     """What `context.episode` was given, parsed."""
+    judged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """What `context.judged` was given."""
     progress: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     replies: dict[str, list[Message]] = field(default_factory=dict)

@@ -59,6 +59,7 @@ class RigEngine(HostEngine):
             ("warning", lambda host, body: self._noted(self._record.warnings.append, body["text"])),
             ("statistics", _unused),
             ("episode", lambda host, body: self._noted(self._record.episodes.append, json.loads(body["line"]))),
+            ("judged", lambda host, body: self._noted(self._record.judged.append, (body["version"], body["figures"]))),
             ("samples", _unused),
             ("ended", _unused),
             ("ages", _granted),

@@ -15,9 +15,8 @@ collectives (the supervisor handles a dead rank), and for a checkpoint at the en
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -31,6 +30,7 @@ from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.sizes.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.nodes.training.batch_record import BatchRecord
+from flowrl.nodes.training.held_out_figures import HeldOutFigures
 from flowrl.nodes.training.resident import ResidentNode
 from flowrl.nodes.training.trainer_parts import head_start, load_teacher, make_publisher, record_scores, split_alone
 from flowrl.nodes.training.whole_batches import why_whole
@@ -73,7 +73,8 @@ class Trainer(ResidentNode):
 
     Batches from `held_out` are never trained on. The metrics contain the objective's stats on them: as
     `held_out/NAME` for the last and for every `judge_every`th version, and as `held_out_before/NAME` in the
-    first line for the weights at the start.
+    first line for the weights at the start. If the batches end before `steps`, those of the last version are a line of
+    `evaluations.jsonl` with the phase `end`, because the version's own line is booked before the trainer knows that.
     """
 
     cpus = 1
@@ -123,7 +124,7 @@ class Trainer(ResidentNode):
         self.start_after = start_after
         self.judge_every = judge_every
         self.accumulate: Accumulate = accumulate
-        self._held_out: list[Batch] = []
+        self._held_out = HeldOutFigures()
         self.version = 0
         self._published = -1
         self._record = BatchRecord()
@@ -266,7 +267,7 @@ class Trainer(ResidentNode):
 
     async def run(self) -> None:
         await self._publish(changed=True)
-        await self._take_held_out()
+        await self._held_out.take(self.held_out)
         async for batch in self.batches:
             await self._assert_bound(batch)
             with self.context.busy("train"):
@@ -285,6 +286,17 @@ class Trainer(ResidentNode):
             await self.context.step_done(self.version)
         if self._published != self.version:  # `publish_every` skipped the last version
             await self._publish(changed=True)
+        await self._report_last()
+
+    async def _report_last(self) -> None:
+        """Report the held-out figures of the last version, unless a line of metrics has them; all ranks."""
+        if not self._held_out.lacks(self.version):
+            return
+        async with self.context.on_devices():
+            with self.context.busy("judge"):
+                figures = await self.blocking(self._held_out.report, self.version, self._judge)
+        if self.context.replica == 0:
+            self.context.judged(self.version, figures)
 
     def _finish_pieces(self) -> None:
         for piece in self._pieces:
@@ -296,13 +308,6 @@ class Trainer(ResidentNode):
         if self.context.own_clock and batch.samples:
             groups = dict.fromkeys(sample.group_id for sample in batch.samples)
             await self.context.ledger.assert_bound(self.name, self.version, tuple(groups))
-
-    async def _take_held_out(self) -> None:
-        """Store the held-out batches. Returns when their sender has closed, immediately if there is no sender."""
-        if self.held_out.live is not None:
-            async for batch in self.held_out:
-                self._held_out.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
-                self.held_out.finish(batch)
 
     def resident(self) -> object:
         return self._learner
@@ -327,7 +332,7 @@ class Trainer(ResidentNode):
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
         if self.version == 0 and not batch.piece:
-            self._before = self._judged("held_out_before")
+            self._before = self._held_out.of(0, self._judge, "held_out_before")
         update = self._update(part, masks, lr)
         self._record.add(part, masks, self.version)
         if update is None or not batch.last:
@@ -338,7 +343,7 @@ class Trainer(ResidentNode):
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= batch.metrics
         record |= stats.metrics(offline=self.objective.offline) | update.metrics
-        record |= self._before | (self._judged("held_out") if self._is_judged(step) else {})
+        record |= self._before | (self._held_out.report(step, self._judge) if self._is_judged(step) else {})
         self._before = {}
         return record, uses, update.changed
 
@@ -357,13 +362,8 @@ class Trainer(ResidentNode):
         """Whether the held-out batch is evaluated with the weights that this step made."""
         return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
 
-    def _judged(self, prefix: str) -> dict[str, Any]:
-        """The objective's stats on the held-out batch; collective, no gradient."""
-        return {
-            f"{prefix}/{name}": value
-            for batch in self._held_out
-            for name, value in self._learner.judge(self._split(batch)).items()
-        }
+    def _judge(self, batch: Batch) -> Mapping[str, Any]:
+        return self._learner.judge(self._split(batch))
 
     async def _publish(self, *, changed: bool) -> None:
         """Make the current version readable and announce it; all ranks."""
@@ -386,7 +386,7 @@ class Trainer(ResidentNode):
     def _save(self, path: str) -> None:
         engine = self._learner.engine
         if self.objective.at_end:
-            record_scores(engine, self._judged("held_out"))
+            record_scores(engine, self._held_out.of(self.version, self._judge))
         with told_if_full("the checkpoint", Path(path), ROOM):
             engine.export(self._model_dir(path))
             engine.save(self._state_dir(path))

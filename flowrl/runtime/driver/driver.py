@@ -208,6 +208,7 @@ class Driver:
             ("statistics", self.records.absorb),
             ("episode", self.records.add_episode),
             ("samples", self.records.add_samples),
+            ("judged", self.records.add_judged),
             ("give up", self._broadcast),
             ("lock", self._locks.take),
             ("unlock", self._locks.release),

@@ -21,7 +21,7 @@ from flowrl.runtime.driver.run_state import RunState
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
-from flowrl.runtime.telemetry.metrics import Metrics, roles
+from flowrl.runtime.telemetry.metrics import Metrics, flat, roles
 from flowrl.runtime.telemetry.sinks import open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.trace_file import open_trace
@@ -132,6 +132,13 @@ class RunRecords:
     def add_samples(self, host: str, body: Any) -> None:
         """Take samples that the run keeps."""
         self._samples.add(body)
+
+    def add_judged(self, host: str, body: dict[str, Any]) -> None:
+        """Take the figures on held-out rows that a trainer has measured after its last batch."""
+        version, figures = body["version"], flat(body["figures"])
+        with writing(self._job.run_dir):
+            self.metrics.evaluation("end", version, figures)
+        self._view.held_out({"step": version, **figures})
 
     def _show_sample(self, row: dict[str, Any]) -> None:
         self._tables.add(row)

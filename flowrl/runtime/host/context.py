@@ -7,11 +7,11 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.routes import WeightRoute
@@ -131,6 +131,10 @@ class NodeContext:
         """Send an attempt at an episode, as a line of JSON, to the run's records."""
         body = {"sample_id": sample_id, "line": line.encode(), "failed": failed}  # bytes may be longer than text
         self.endpoint.notify(DRIVER, "episode", body)
+
+    def judged(self, version: int, figures: Mapping[str, Any]) -> None:
+        """Send a trainer's figures on held-out rows for `version`, whose line of metrics is booked already."""
+        self.endpoint.notify(DRIVER, "judged", {"version": version, "figures": dict(figures)})
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:

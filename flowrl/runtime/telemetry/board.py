@@ -69,6 +69,10 @@ class Board:
         self.records.append(record)
         if (reward := record.get("reward_mean")) is not None:
             self.rewards.append(reward)
+        self.add_judged(record)
+
+    def add_judged(self, record: Mapping[str, Any]) -> None:
+        """Take a trainer's own figures on held-out rows, if the record has any."""
         for when, found in judged(record):
             for name, value in found.items():
                 values = self.judged.setdefault(name, [])

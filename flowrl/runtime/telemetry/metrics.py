@@ -126,9 +126,10 @@ class Metrics:
     def evaluation(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Write the results of an evaluation of version `step`; the ledger has every single answer.
 
-        `phase` is before, during or after training. An evaluation during training ends some steps later, and W&B does
-        not accept earlier steps. So the sinks get the results at the newest step, and `evaluation/step` gives the step
-        that was evaluated.
+        `phase` is before, during or after training; `end` if a trainer itself has measured held-out rows after its last
+        batch, and then `values` have the names that they have in a line of metrics. An evaluation during training ends
+        some steps later, and W&B does not accept earlier steps. So the sinks get the results at the newest step, and
+        `evaluation/step` gives the step that was evaluated.
         """
         self._watch_evaluation(phase, values)
         record = _finite({"step": step, "phase": phase, "time_s": self._time_s, **values})

@@ -41,6 +41,9 @@ class View(Protocol):
         `phase` is before, during or after training; it is empty if nothing is trained.
         """
 
+    def held_out(self, record: Mapping[str, Any]) -> None:
+        """Show the figures on held-out rows in `record`, which a trainer has measured itself; others are ignored."""
+
     def sample(self, row: Mapping[str, Any]) -> None:
         """Show a sample that is kept; the newest one is enough."""
 
@@ -76,6 +79,10 @@ class LiveView:
 
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
         self._board.evaluated(task, (phase, step, figures))
+        self._redraw()
+
+    def held_out(self, record: Mapping[str, Any]) -> None:
+        self._board.add_judged(record)
         self._redraw()
 
     def sample(self, row: Mapping[str, Any]) -> None:
@@ -130,9 +137,12 @@ class PlainView:
         figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
         by_source = "".join(f"  {name} {reward:.4g}" for name, reward in rewards_by_source(record).items())
         self._print(f"step {record['step']}{of}  {figures}{by_source}{self._bottleneck()}")
+        self.held_out(record)
+        self._alarms(record.get("alarms") or {})
+
+    def held_out(self, record: Mapping[str, Any]) -> None:
         for when, found in judged(record):
             self._print(f"held-out {when}: {'  '.join(f'{name} {value:.4g}' for name, value in found.items())}")
-        self._alarms(record.get("alarms") or {})
 
     def _alarms(self, ringing: Mapping[str, str]) -> None:
         """Print the alarms that start and those that end."""
