@@ -6,12 +6,14 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flowrl.commands import quickstart
 from flowrl.commands.quickstart import QuickstartOptions
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.runtime.audit import audit
 from flowrl.runtime.checkpoints import checkpoint_manifest, directory_lock
 from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.checkpoints.rundir import RunDir
@@ -102,6 +104,23 @@ def test_a_quickstart_has_a_directory_of_its_own(
     assert capsys.readouterr().out.split() == ["runs/quickstart-now", "runs/quickstart-now-2"]
     for one in taken:
         one.release()
+
+
+@pytest.mark.parametrize("evaluations", [{}, {"before": {"exact_match": 0.5, "num_answers": 4}}])
+@pytest.mark.parametrize("lines", ["", '{"step": 1, "time_s": 1.0, "num_samples": 4, "staleness_max": 1}\n'])
+def test_a_quickstart_that_was_interrupted_is_reported(
+    evaluations: dict[str, dict[str, float]],
+    lines: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(audit, "audit", lambda run_dir: SimpleNamespace(ok=True, figures={"bound": 1}))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert quickstart.report(tmp_path, evaluations, control=False) == 0
+    told = capsys.readouterr().out
+    assert "interrupted before its last evaluation" in told and told.endswith("audit: ok\n")
+    assert ("max staleness        1 (bound 1)" in told) == bool(lines)
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:

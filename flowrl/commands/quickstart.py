@@ -49,19 +49,23 @@ def train(options: QuickstartOptions) -> int:
 
 
 def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: bool) -> int:
-    """Print what the records say. Status 1 if the audit fails."""
+    """Print what the records say; of a run that was interrupted, what there is. Status 1 if the audit fails."""
     from flowrl.runtime.audit.audit import audit
     from flowrl.runtime.telemetry.metrics import read
 
     lines, audited = read(run_dir / "metrics.jsonl"), audit(run_dir)
-    before, after = (evaluations[phase]["exact_match"] for phase in ("before", "after"))
     print(f"run directory        {run_dir}")
     print(f"rewards              {'shuffled within groups (control)' if control else 'exact match'}")
-    print(f"held-out problems    {int(evaluations['after']['num_answers'])}, disjoint from SFT and RL")
-    print(f"held-out exact match {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
-    if (seconds := lines[-1]["time_s"] - lines[0]["time_s"]) > 0:
+    if {"before", "after"} <= evaluations.keys():
+        before, after = (evaluations[phase]["exact_match"] for phase in ("before", "after"))
+        print(f"held-out problems    {int(evaluations['after']['num_answers'])}, disjoint from SFT and RL")
+        print(f"held-out exact match {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
+    else:
+        print("held-out exact match not known, as the run was interrupted before its last evaluation")
+    if lines and (seconds := lines[-1]["time_s"] - lines[0]["time_s"]) > 0:
         samples = sum(line["num_samples"] for line in lines[1:])
         print(f"samples/s            {samples / seconds:.0f} over {len(lines)} steps in {seconds:.0f} s")
-    print(f"max staleness        {max(line['staleness_max'] for line in lines)} (bound {audited.figures['bound']})")
+    if lines:
+        print(f"max staleness        {max(line['staleness_max'] for line in lines)} (bound {audited.figures['bound']})")
     print("audit: ok" if audited.ok else str(audited))
     return 0 if audited.ok else 1
