@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from benchmarks.machines import HEAD, free_ports
 from tests import warm
+from tests.further_cases import further, unknown
 
 ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
@@ -154,8 +155,13 @@ def _name(path: Path) -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files of THOROUGH. Begin with those of LONG, end with what each process can take test by test."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the files of THOROUGH, and further cases. Begin with files of LONG; end with what goes test by test."""
+    whole_files = not any("::" in argument for argument in config.args)
+    if config.option.markexpr == "matrix" and whole_files and (names := list(unknown(items))):
+        raise pytest.UsageError(f"tests/further_cases.py names cases that do not exist: {', '.join(names)}")
+    for item in further(items):
+        item.add_marker("matrix")
     for item in items:
         if _name(item.path) in THOROUGH:
             item.add_marker("thorough")

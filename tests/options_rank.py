@@ -76,8 +76,11 @@ def train(option: Option, gang: Gang, directory: Path) -> None:
         torch.save({"history": history, "adapters": adapters, "base": base, "on_disk": on_disk}, out / "found.pt")
 
 
-def train_all(gang: Gang, directory: Path, disk: Sequence[str]) -> None:
-    for option in offloaded(*disk) if disk else OPTIONS:
+def train_all(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
+    """`in memory` and names of options, or `on disk` and the directory of what is offloaded to it."""
+    where, *rest = arguments
+    options = offloaded(*rest) if where == "on disk" else [option for option in OPTIONS if option.name in rest]
+    for option in options:
         train(option, gang, directory)
 
 

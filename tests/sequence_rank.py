@@ -99,20 +99,22 @@ def gradients(learnt: Learnt, engine: Recording, gang: Gang) -> list[dict[str, A
     return found
 
 
-def work(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+def work(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     for case in FOUR:
-        train(case, gang, directory)
+        if case.name in names:
+            train(case, gang, directory)
     zero = ZeroSettings(optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=EVERYTHING_SHARDED)
     for head, model, lora in (("lm", "untied", LoRA()), ("lm", "untied", LoRA(rank=4)), ("scalar", "scored", LoRA())):
         torch.manual_seed(5)
         engine = Recording(directory / model, zero, sharing(gang, 4), head=head, lora=lora)
         for name, learnt in OBJECTIVES.items():
-            if (learnt.objective.head, learnt.lora) == (head, lora):
+            if (learnt.objective.head, learnt.lora) == (head, lora) and name in names:
                 found = gradients(learnt, engine, gang)
                 if gang.rank == 0:
                     torch.save(found, directory / f"{name}.pt")
     for case in FOUR_DIVIDED:  # last, as in CASES
-        train(case, gang, directory)
+        if case.name in names:
+            train(case, gang, directory)
 
 
 if __name__ == "__main__":

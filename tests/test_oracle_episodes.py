@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.further_cases import chosen
 from tests.oracle.branched import BATCHES, BRANCHED_CASES, VERSIONS, BranchedCase, recorded, run
 from tests.oracle.branched_rank import TOKEN_BUDGET
 from tests.ranks import run_ranks
@@ -16,11 +17,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def oracle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Where two ranks left what the cases gave."""
     directory = tmp_path_factory.mktemp("branched")
     make_model(directory / "model", tied=True, num_layers=1)
-    run_ranks("tests.oracle.branched_rank", directory, timeout_s=500)
+    names = chosen(request, [case.name for case in BRANCHED_CASES])
+    run_ranks("tests.oracle.branched_rank", directory, *names, timeout_s=500)
     return directory
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.training.engine.residence import HostMemory, Residence, device_storages, page_lock, page_unlock
+from tests.further_cases import chosen
 from tests.ranks import run_ranks
 from tests.residence_rank import CASES
 from tests.test_memory_formulas import configuration
@@ -167,14 +168,14 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is_and_leaves_no_error(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("residence")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configuration("Qwen2", vocab_size=512, tie_word_embeddings=True))
     model.save_pretrained(directory / "model")
-    run_ranks("tests.residence_rank", directory)
+    run_ranks("tests.residence_rank", directory, *chosen(request, CASES))
     found: dict[str, dict[str, Any]] = json.loads((directory / "residence-0.json").read_text())
     return found
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.further_cases import chosen
 from tests.options_cases import ADAM, BATCHES, DECAY, LORA, MUON, OPTIONS, Option, offloaded
 from tests.ranks import run_ranks
 from tests.test_training_gang import log_softmax_of, places, plain_loss, worst
@@ -33,9 +34,9 @@ def train(directory: Path, *more: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path_factory.mktemp("options")
-    train(directory)
+    train(directory, "in memory", *chosen(request, [option.name for option in OPTIONS]))
     return directory
 
 
@@ -67,7 +68,7 @@ def merged(model: Any) -> Named:
     return {name: p.detach() for name, p in model.merge_and_unload().named_parameters()}
 
 
-def chosen(prefix: str) -> dict[str, Any]:
+def named(prefix: str) -> dict[str, Any]:
     options = [option for option in OPTIONS if option.name.startswith(prefix)]
     return {"argvalues": options, "ids": [option.name for option in options]}
 
@@ -97,7 +98,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, option: Opti
         optimizer.step()
 
 
-@pytest.mark.parametrize("option", **chosen("lora"))
+@pytest.mark.parametrize("option", **named("lora"))
 def test_an_adapter_is_trained_as_peft_would(option: Option, trained: Path) -> None:
     history = found(trained, option)
     plain = adapted(trained, option, "start")
@@ -110,7 +111,7 @@ def test_an_adapter_is_trained_as_peft_would(option: Option, trained: Path) -> N
     assert worst(history[-1], expected) <= 1e-5
 
 
-@pytest.mark.parametrize("option", **chosen("lora"))
+@pytest.mark.parametrize("option", **named("lora"))
 def test_the_base_is_never_changed(option: Option, trained: Path) -> None:
     base = torch.load(trained / option.name / "found.pt")["base"][0]
     with torch.no_grad():
@@ -118,7 +119,7 @@ def test_the_base_is_never_changed(option: Option, trained: Path) -> None:
     assert base == pytest.approx([float(log_p[0, t - 1, t + 1]) for t in range(1, 5)], abs=1e-5)
 
 
-@pytest.mark.parametrize("option", **chosen("lora"))
+@pytest.mark.parametrize("option", **named("lora"))
 def test_the_adapter_directory_loads_in_peft(option: Option, trained: Path) -> None:
     """It is the same policy as the merged export, and adapts the layers that were asked for."""
     model = adapted(trained, option, "end")
@@ -151,7 +152,7 @@ def test_adamw_is_torchs_with_decay_of_matrices_alone(trained: Path) -> None:
     assert worst(found(trained, option)[-1], {n: p.detach() for n, p in model.named_parameters()}) <= 1e-4
 
 
-@pytest.mark.parametrize("option", **chosen("ema"))
+@pytest.mark.parametrize("option", **named("ema"))
 def test_the_moving_average_is_exported(option: Option, trained: Path) -> None:
     history = found(trained, option)
     exported = weights_of(trained / option.name / "end" / "ema")
@@ -227,7 +228,7 @@ class Both(torch.optim.Optimizer):
         self.adamw.step()
 
 
-@pytest.mark.parametrize("option", **chosen("muon"))
+@pytest.mark.parametrize("option", **named("muon"))
 def test_muon_orthogonalizes_whole_matrices(option: Option, trained: Path) -> None:
     """A flat shard, or rows of it, orthogonalized would be something else entirely."""
     model = adapted(trained, option, "start") if option.lora else model_of(trained / option.base)
@@ -260,7 +261,7 @@ def test_what_is_offloaded_to_a_disk_trains_the_same(tmp_path: Path) -> None:
         pytest.skip("DeepSpeed's async_io does not build here: libaio-dev is not installed")
     (tmp_path / "disk").mkdir()
     make_model(tmp_path / "large", tied=True, hidden_size=LARGE)
-    train(tmp_path, str(tmp_path / "disk"))
+    train(tmp_path, "on disk", str(tmp_path / "disk"))
     memory, disk = (torch.load(tmp_path / option.name / "found.pt") for option in offloaded(""))
     num_weights = sum(tensor.numel() for tensor in disk["history"][0].values())
     assert disk["on_disk"] > 3 * 4 * num_weights, "weights and both of AdamW's moments"

@@ -32,6 +32,7 @@ from flowrl.training.model.row_slices import RowSlice, num_sliced, slice_rows
 from flowrl.training.model.tree_trial import require_slices
 from flowrl.training.sequence_parallel import WINDOWED, sequence_problems
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
+from tests.further_cases import chosen
 from tests.ranks import run_ranks
 from tests.sequence_rank import OBJECTIVES, batch_of
 from tests.test_memory_formulas import configuration
@@ -323,7 +324,7 @@ def test_parts_without_a_token_in_the_loss_and_ranks_without_a_policy_token_are_
 
 
 @pytest.fixture(scope="module")
-def four_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Where four ranks left what they found."""
     directory = tmp_path_factory.mktemp("four")
     make_model(directory / "tied", tied=True)
@@ -332,7 +333,8 @@ def four_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(directory / "scored", tied=False)
     config = directory / "scored" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 0, "eos_token_id": 1}))
-    run_ranks("tests.sequence_rank", directory, size=4, env=LOOPBACK)
+    names = chosen(request, [*(case.name for case in (*FOUR, *FOUR_DIVIDED)), *OBJECTIVES])
+    run_ranks("tests.sequence_rank", directory, *names, size=4, env=LOOPBACK)
     return directory
 
 

@@ -139,10 +139,11 @@ def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, dir
         torch.save(outcomes, directory / f"{case.name}-resumed.pt")
 
 
-def train_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+def train_all(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     (directory / f"listening-{gang.rank}.json").write_text(json.dumps(list(listening([os.getpid()]))))
     for case in CASES:
-        train(case, gang, directory)
+        if case.name in names:
+            train(case, gang, directory)
 
 
 if __name__ == "__main__":

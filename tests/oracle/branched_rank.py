@@ -68,11 +68,12 @@ def train(case: BranchedCase, engine: Recording, directory: Path) -> None:
         torch.save(left, directory / f"{case.name}.pt")
 
 
-def run_all(gang: Gang, directory: Path, _: Sequence[str]) -> None:
+def run_all(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     settings = ZeroSettings(stage=3, optimizer="sgd", clip_grad_norm=0.0, attention="sdpa", deepspeed=SHARDED)
     engine = Recording(directory / "model", settings, gang, head="lm")
     for case in BRANCHED_CASES:
-        train(case, engine, directory)
+        if case.name in names:
+            train(case, engine, directory)
 
 
 if __name__ == "__main__":

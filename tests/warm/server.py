@@ -36,6 +36,7 @@ TRAINER = (
     "deepspeed",
     "google.protobuf.descriptor_pb2",
     "pandas",
+    "peft",  # with it comes bitsandbytes, and with that torch's compiler
     "pydantic.v1",
     "requests",
     "tyro",
