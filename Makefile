@@ -56,7 +56,7 @@ test: setup
 test-nvme: setup
 	$(PY) -m pytest -q -m nvme tests
 
-# The rest of every grid of which `test` runs a part, the oracle's included; half an hour on two cores.
+# Further cases of what `test` shows (tests/further_cases.py), and the rest of every grid, the oracle's included.
 matrices: setup
 	$(PY) -m pytest -q -m matrix -n 2 --dist loadfile tests
 

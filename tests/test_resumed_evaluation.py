@@ -185,11 +185,16 @@ def at(place: str, call: Callable[[Driver], Callable[[], None]], *, after_s: flo
     return see
 
 
+@pytest.mark.parametrize("by", ["SIGTERM", "--max-hours"])
 @pytest.mark.parametrize("place", ["before 0", "during 2", "after 6"])
-def test_a_terminated_run_does_not_wait_for_an_evaluation(tmp_path: Path, place: str) -> None:
+def test_a_run_whose_time_is_over_does_not_wait_for_an_evaluation(tmp_path: Path, place: str, by: str) -> None:
     phase, step = place.split()
     text = f"evaluation {phase} training, at version {step}"
-    with seeing_the_driver(at(text, lambda driver: driver.terminate, after_s=0.1)):  # it has been asked by then
+
+    def ended(driver: Driver) -> Callable[[], None]:
+        return driver.terminate if by == "SIGTERM" else lambda: driver.end_in_time("--max-hours 1 are over")
+
+    with seeing_the_driver(at(text, ended, after_s=0.1)):  # it has been asked by then
         ran = run(tmp_path, every=2, stays_at=place)
     assert ran.outcome is not None and ran.outcome.interrupted
     assert f"driver: the evaluation {phase} training is given up" in ran.view.lines

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.messages import Batch, Weights
+from flowrl.messages import Batch, Mismatched, Weights
 from flowrl.models import Policy
 from flowrl.nodes.training.trainer import Trainer
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.preference_objectives import KTOObjective
 from flowrl.training.settings import ZeroSettings
 from tests.training_cases import CASES, LR, TEMPERATURE, make_batch, make_model
 
@@ -279,6 +280,33 @@ def test_a_loss_of_ones_own_trains_as_the_shipped_one(ran: tuple[Recorder, Train
     assert own.keys() == shipped.keys()
     for name, weight in own.items():
         torch.testing.assert_close(weight, shipped[name])
+
+
+def test_a_completion_that_is_alone_in_its_batch_is_booked_without_tokens(
+    ran: tuple[Recorder, Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KTO's baseline needs the completion of another prompt: the last batch of the data may have none."""
+    from flowrl.training.learner import Learner
+
+    _, trainer = ran
+    learner = Learner(trainer._learner.engine, KTOObjective())
+    monkeypatch.setattr(trainer, "objective", learner.objective)
+    monkeypatch.setattr(trainer, "_learner", learner)
+    batch = replace(of_versions(make_batch(0, CASES[0])), mask_staleness=-1)
+    samples = [
+        replace(s, label=1, mismatched=Mismatched(s.token_ids, s.policy_mask, s.ref_logprobs)) for s in batch.samples
+    ]
+    for count in (2, 1):
+        rows = tuple((n,) for n in range(count))
+        few = replace(batch, samples=tuple(samples[:count]), micro_batches=rows, step_ends=(count,))
+        found = trainer._train(few)
+        assert found is not None
+        record, uses, changed = found
+        told = [(use.tokens, use.stale_tokens, use.masked_tokens) for use in uses]
+        sizes = [sample.response_tokens for sample in few.samples]
+        assert told == [(size, 0, 0) if count == 2 else (0, 0, size) for size in sizes]
+        assert (changed, record["optimizer_steps"]) == (count == 2, count - 1)
+        assert record["tokens_trained"] == (sum(sizes) if count == 2 else 0)
 
 
 def test_a_stat_that_no_metrics_line_would_contain_is_an_error(ran: tuple[Recorder, Trainer]) -> None:

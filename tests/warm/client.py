@@ -62,7 +62,8 @@ def become(arguments):
 def server_of(kind):
     """The socket of the server for this kind and these environment variables, started if there is none; None if there
     are too many."""
-    same = {name: text for name, text in os.environ.items() if not name.startswith(OF_ONE_PROCESS)}
+    leave_out = (*OF_ONE_PROCESS, "DS_ACCELERATOR") if kind == "generator" else OF_ONE_PROCESS  # DeepSpeed's alone
+    same = {name: text for name, text in os.environ.items() if not name.startswith(leave_out)}
     paths = same.get("PYTHONPATH", "").split(os.pathsep)
     same["PYTHONPATH"] = os.pathsep.join(path for path in paths if OF_ONE_RAY not in path)
     same = sorted(same.items())

@@ -334,7 +334,8 @@ class Trainer(ResidentNode):
         if self.version == 0 and not batch.piece:
             self._before = self._held_out.of(0, self._judge, "held_out_before")
         update = self._update(part, masks, lr)
-        self._record.add(part, masks, self.version)
+        rests = self.version < self.start_after
+        self._record.add(part, masks, self.version, too_few=update is not None and update.without_a_step and not rests)
         if update is None or not batch.last:
             return None
         (stats, uses), num_groups = self._record.gathered(self._learner.engine.gang), self._record.num_groups

@@ -180,6 +180,11 @@ class Driver:
             self.checkpoints.soon()
             self._finish()
 
+    def end_in_time(self, reason: str) -> None:
+        """As `stop_early`, without the end of an evaluation that goes on: the time for the whole run is over."""
+        self.stop_early(reason)
+        self.phases.give_up_evaluation()
+
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint after the current batch, and without the end of an evaluation that goes on:
         the run may be killed before it has ended."""

@@ -297,7 +297,7 @@ class PreparedRun:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
             alone = self.launch.unfinished is not None
-            with RunSignals(driver, view, at_once=alone) as signals, self.launch.limit(signals.stop_early):
+            with RunSignals(driver, view, at_once=alone) as signals, self.launch.limit(signals.end_in_time):
                 return await driver.run()
         finally:
             await endpoint.close()

@@ -44,13 +44,13 @@ class RunSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if self._hangs_up else ())):
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def stop_early(self, reason: str) -> None:
-        """End the run as `Driver.stop_early` does, or at once."""
+    def end_in_time(self, reason: str) -> None:
+        """End the run as `Driver.end_in_time` does, or at once."""
         if self._at_once:
             self._view.warning(reason.partition(";")[0])
             self._stop_at_once()
         else:
-            self._driver.stop_early(reason)
+            self._driver.end_in_time(reason)
 
     def _stop(self, begin: Callable[[], None]) -> None:
         if self._driver.begun and not (self._at_once or self._signalled):

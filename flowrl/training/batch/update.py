@@ -112,6 +112,11 @@ class Update:
         )
 
     @property
+    def without_a_step(self) -> bool:
+        """Whether no step was tried: the batch has fewer samples or tokens than the objective needs."""
+        return not self.optimizer_steps and not self.skipped_steps
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The values under their names in a metrics line."""
         return {
