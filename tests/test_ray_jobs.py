@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,15 +28,18 @@ def cluster() -> Iterator[dict[str, str]]:
     """The environment in which jobs are submitted to a cluster of one machine with four cores."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     ports = free_ports(5)
+    # Ray tells its jobs the address of the newest cluster in this directory, which has to be no other test's.
+    directory = tempfile.mkdtemp(prefix="ray-jobs-")
     head = [str(RAY), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={ports[0]}", "--num-cpus=4"]
     head += [f"--ray-client-server-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}"]
-    head += [f"--dashboard-agent-grpc-port={ports[3]}", "--disable-usage-stats"]
+    head += [f"--dashboard-agent-grpc-port={ports[3]}", "--disable-usage-stats", f"--temp-dir={directory}"]
     head += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={ports[4]}"]
     process = start_ray(head, {**HEAD, **token})
     try:
         yield {DASHBOARD: f"http://127.0.0.1:{ports[4]}", **token}
     finally:
         end_ray(process)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_a_job_that_is_submitted_from_elsewhere_runs(tmp_path: Path, cluster: dict[str, str]) -> None:
