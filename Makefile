@@ -8,7 +8,7 @@ export RAY_DEDUP_LOGS := 0
 # Set-up installs without compiling: what is used is compiled once, by whoever imports it first.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models tests clean oracle matrices templates mutants random-graphs kills test-nvme docs docs-serve gpu-check
+.PHONY: setup demo demo-control ladder ladder-table ladder-controls test check lint quick fast models clean oracle matrices templates mutants random-graphs kills test-nvme docs docs-serve gpu-check
 
 setup:
 	@.ci/setup
@@ -44,16 +44,14 @@ quick: setup
 fast: setup
 	$(PY) -m pytest -q -x -m "not slow and not matrix" -n 2 --dist loadfile tests
 
-# What most slow tests start from, made once on a machine; after `lint`, beside the fast tests.
+# What most slow tests start from, made once on a machine; after `lint`, while `fast` has the other core.
 models: setup lint
 	$(PY) -c "from flowrl.models import Policy, resolve; from flowrl.tasks import Task; resolve(Policy('tiny', task=Task('arithmetic'))); resolve(Policy('tiny_agent', task=Task('arithmetic:min_value=30')))"
 
-# Fast files first (tests/conftest.py), in the processes of the slow ones: importing all tests takes half a minute.
-tests: setup
-	$(PY) -m pytest -q -m "not nvme and not matrix" -n 2 --dist loadfile tests
-
+# The slow tests have processes of their own: as children of those that have run the fast ones they take longer.
 test: setup
-	@$(MAKE) --no-print-directory -j2 -Oline models tests
+	@$(MAKE) --no-print-directory -j2 -Otarget models fast
+	$(PY) -m pytest -q -m "slow and not nvme and not matrix" -n 2 --dist loadfile tests
 
 # Offload to a disk: needs libaio with its headers, and compiles an extension for three minutes.
 test-nvme: setup

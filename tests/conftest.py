@@ -156,7 +156,7 @@ def _name(path: Path) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the files of THOROUGH, and further cases. Order: fast files, then those with slow tests; LONG ones first."""
+    """Mark the files of THOROUGH, and further cases. Begin with files of LONG; end with what goes test by test."""
     whole_files = not any("::" in argument for argument in config.args)
     if config.option.markexpr == "matrix" and whole_files and (names := list(unknown(items))):
         raise pytest.UsageError(f"tests/further_cases.py names cases that do not exist: {', '.join(names)}")
@@ -166,13 +166,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _name(item.path) in THOROUGH:
             item.add_marker("thorough")
     tests = Counter(item.path.name for item in items)
-    slow = {item.path.name for item in items if item.get_closest_marker("slow")}
 
-    def place(item: pytest.Item) -> tuple[bool, int, int]:
+    def place(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name
         if name in LONG:
-            return name in slow, 0, LONG.index(name)
-        return (name in slow, 2, 0) if name in SPREAD else (name in slow, 1, -tests[name])
+            return 0, LONG.index(name)
+        return (2, 0) if name in SPREAD else (1, -tests[name])
 
     items.sort(key=place)
 

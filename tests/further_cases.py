@@ -20,7 +20,7 @@ NONE: tuple[str, ...] = ()
 
 KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     # Slow: the real stack, and ranks
-    "agent_faults": {"test_a_cell": ("tool stop checkpoint", "replica kill generating")},
+    "agent_faults": {"test_a_cell": ("replica kill generating",)},
     "agents_stack": {"test_a_resumed_run_goes_on_and_its_tokens_are_proven_too": NONE},
     "agents_vllm_parser": {"test_a_run_tries_the_generators_parsers_in_a_process_of_their_own": NONE},
     "clusters": {
@@ -32,6 +32,8 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "environments_packages": {
         "test_the_same_seed_and_actions_give_the_same_episode_alone_and_among_32": 4,
         "test_a_users_mistake_gets_one_message_before_anything_starts": 4,
+        "test_an_agent_that_gives_tensors_is_played_and_its_images_are_refused": NONE,
+        "test_an_action_of_several_fields_is_a_json_object": NONE,
         "test_what_the_server_does_wrong_has_its_cause": ("die-*",),
     },
     "environments_verifiers": {"test_the_same_row_is_the_same_episode_alone_and_among_32_others": NONE},
@@ -39,8 +41,8 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "generator_processes": {"test_the_death_of_vllms_process_ends_a_call_that_it_would_have_answered": NONE},
     "generator_stack": {"test_updates_during_live_traffic_untied": NONE},
     "ladder_stack": {
-        "test_two_steps_of_an_online_graph": ("agent_game", "distill", "iterative_dpo", "rloo", "self_play"),
-        "test_two_steps_of_an_offline_graph": ("dpo", "reward_model", "sft"),
+        "test_two_steps_of_an_online_graph": ("agent_game", "distill", "rloo", "self_play"),
+        "test_two_steps_of_an_offline_graph": ("dpo", "sft"),
     },
     "lora_stack": {
         "test_vllms_logprobs_are_the_trainers": ("adapter",),
@@ -49,6 +51,9 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_export_is_the_policy_with_the_adapter_merged_in": ("adapter",),
     },
     "nodes_agent_program": {
+        "test_a_client_that_leaves_has_its_reply_cancelled_and_its_turn_booked_as_abandoned": NONE,
+        "test_a_reward_may_be_posted_again_and_returned_too": NONE,
+        "test_a_run_of_failures_ends_with_the_commonest_cause": NONE,
         "test_a_command_gets_the_task_and_gives_a_reward": ("prints-*",),
         "test_a_context_that_is_full_cuts_the_episode_off": ("mask",),
         "test_a_process_plays_as_many_episodes_as_it_may": ("3-*",),
@@ -59,7 +64,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_what_an_agent_does_wrong_is_a_failure_with_its_cause": ("raises-*", "dies-*"),
     },
     "ppo_stack": {"test_a_run_goes_on_from_its_newest_checkpoint": NONE},
-    "random_graphs": {"test_a_fault_is_found": 4},
+    "random_graphs": {"test_a_fault_is_found": 4, "test_random_graphs_hold_what_is_promised": 2},
     "ray_jobs": {"test_a_job_whose_graph_has_a_mistake_fails_with_its_sentence": NONE},
     "runtime_agents": {
         "test_every_reply_of_an_agent_with_branches_is_proven": ("branches-*",),
@@ -68,12 +73,13 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_half_done_agents_that_make_fewer_calls_begin_anew_and_use_up_no_retry": ("ends_early",),
     },
     "runtime_failures": {
+        "test_a_process_that_answers_nothing_is_named_and_the_others_are_heard": NONE,
         "test_a_node_that_is_slow_to_close_does_not_keep_a_run_that_lost_a_process": NONE,
         "test_the_death_of_a_host_is_named_and_nothing_is_left": ("generator-0", "trainer-1"),
     },
     "runtime_ray": {
         "test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster": NONE,
-        "test_a_run_whose_ray_dies_says_so_and_can_be_resumed": ("gcs_server",),
+        "test_a_run_whose_ray_dies_says_so_and_can_be_resumed": NONE,
     },
     "scoring_sharded": {
         "test_a_sharded_reference_equals_the_whole": ("5 passes on 2 ranks-trees", "1 pass on 2 ranks-rows")
@@ -146,13 +152,13 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "gpu_check": {
         "test_a_command_that_is_ended_leaves_no_stage_running": 3,
-        "test_a_stage_about_passes_holds_on_a_cpu": ("trees", "precision"),
+        "test_a_stage_about_passes_holds_on_a_cpu": ("trees",),
         "test_a_stage_about_ranks_that_share_a_model_holds_on_a_cpu": NONE,
     },
     "guard": {
         "test_a_guard_whose_looks_are_slow_still_ends_what_is_left": NONE,
         "test_a_process_that_hides_its_environment_ends_although_its_parent_ended_first": ("True",),
-        "test_the_guard_speaks_for_a_driver_that_cannot_while_ray_starts": ("True",),
+        "test_the_guard_speaks_for_a_driver_that_cannot_while_ray_starts": ("False",),
     },
     "long_reports": {
         "test_a_batch_of_many_samples_is_one_step": NONE,
@@ -163,9 +169,14 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "mistakes": {"test_rewards_that_cannot_work": 2},
     "nodes_agent_outside": {"test_a_worker_that_takes_too_long_is_told_and_its_reward_counts": 2},
     "nodes_pairs": {"test_a_second_run_goes_on_behind_the_last_whole_pair": ("1",)},
+    "ranks": {"test_ranks_that_take_too_long_say_where_they_stand": NONE},
     "run_file": {"test_every_option_of_every_graph_is_read_as_it_was_written": 4},
     "runtime_alive": {"test_a_node_with_something_of_its_own_pending_is_never_dead": 2},
-    "runtime_losses": {"test_at_each_moment_of_a_checkpoint": 2},
+    "runtime_half_done": {"test_a_pause_waits_for_no_environment": NONE},
+    "runtime_losses": {
+        "test_a_process_that_dies_costs_requests_and_no_episode": NONE,
+        "test_at_each_moment_of_a_checkpoint": 2,
+    },
     "runtime_seats": {
         "test_an_opponent_is_part_of_the_environment": 3,
         "test_half_done_games_go_on_after_a_resume": 2,
@@ -187,6 +198,8 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_verifier_has_imported_what_it_needs_before_a_call_is_timed": 2,
         "test_the_verifier_of_a_mixture_has_imported_what_its_sources_need": 3,
     },
+    "tiny_agent": {"test_a_reply_is_parsed_into_the_message_that_it_was": NONE},
+    "tools_docs": {"test_the_notebook_of_the_page": NONE},
     "training_sequence": {
         "test_windows_and_soft_caps_are_seen_from_slices": 4,
     },
