@@ -187,19 +187,23 @@ def pytest_collection_finish() -> None:
 
 
 _environment: dict[str, str] = {}
+_search: list[str] = []
 
 
 def pytest_sessionstart() -> None:
     _environment.update(os.environ)
+    _search.extend(sys.path)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Each file begins in the environment of the session: what imports and engines set in it stays in their file."""
+    """Each file begins in the environment of the session: what imports, engines and graphs set in it stays in their
+    file, the directories of graphs in sys.path included."""
     if nextitem is None or nextitem.path != item.path:
         kept = {name: text for name, text in os.environ.items() if name.startswith(("PYTEST_", warm.OWNER))}
         os.environ.clear()
         os.environ.update(_environment | kept)
+        sys.path[:] = _search
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

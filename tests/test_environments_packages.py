@@ -14,6 +14,7 @@ import pytest
 
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentName, EnvironmentRow, Episodes, Step
 from flowrl.environments.adapters.minigrid_text import grid_text
+from flowrl.environments.adapters.package import imported
 from flowrl.environments.find import find_environment
 from flowrl.errors import ConfigError
 
@@ -426,6 +427,17 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"needs the package {package}; {remedy}$"):
         find_environment(name)
+
+
+def test_a_file_that_hides_what_a_package_imports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's directory comes first among those that modules are looked for in."""
+    (tmp_path / "played").mkdir()
+    (tmp_path / "played" / "__init__.py").write_text("from hidden_library.functions import schema\n")
+    (tmp_path / "hidden_library.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = rf"{tmp_path}/hidden_library\.py hides the package hidden_library, which verifiers imports; rename it, or"
+    with pytest.raises(ConfigError, match=told):
+        imported(EnvironmentName("gem/x"), "played", distribution="verifiers")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,26 @@ def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
             return importlib.import_module(module)
         except ModuleNotFoundError as problem:
             missing = (problem.name or module).partition(".")[0]
+            if hides := _file_of(missing):
+                raise ConfigError(
+                    f"environment {name.text!r}: {hides} hides the package {missing}, which {distribution} imports; "
+                    "rename it, or move it to another directory"
+                ) from None
             needs = distribution if missing == module.partition(".")[0] else missing
             raise ConfigError(
                 f"environment {name.text!r} needs the package {needs}; {_remedy(needs, of=distribution)}"
             ) from None
         except Exception as problem:  # the boundary to the package's import
             raise ConfigError(f"{package} does not import: {one_line(problem)}") from None
+
+
+def _file_of(module: str) -> str | None:
+    """The file that an import of `module` takes for it and that is no package; None if there is none."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a module without a spec
+        return None
+    return None if found is None or found.submodule_search_locations is not None else found.origin
 
 
 def _remedy(package: str, *, of: str) -> str:
