@@ -43,8 +43,9 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "generator_processes": {"test_the_death_of_vllms_process_ends_a_call_that_it_would_have_answered": NONE},
     "generator_stack": {"test_updates_during_live_traffic_untied": NONE},
     "ladder_stack": {
-        "test_two_steps_of_an_online_graph": ("agent_game", "distill", "rloo", "self_play"),
-        "test_two_steps_of_an_offline_graph": ("dpo", "sft"),
+        "test_two_steps_of_an_online_graph": ("agent_game", "distill"),
+        "test_two_steps_of_an_offline_graph": ("dpo",),
+        "test_pairs_of_a_policys_own_answers_are_written": NONE,
     },
     "lora_stack": {
         "test_vllms_logprobs_are_the_trainers": ("adapter",),
@@ -65,25 +66,28 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_limit_of_turns_is_told_to_the_agent_and_cuts_the_episode_off": ("True",),
         "test_what_an_agent_does_wrong_is_a_failure_with_its_cause": ("raises-*", "dies-*"),
     },
-    "random_graphs": {"test_a_fault_is_found": 4, "test_random_graphs_hold_what_is_promised": 2},
+    "random_graphs": {"test_a_fault_is_found": 6, "test_random_graphs_hold_what_is_promised": 3},
     "ray_jobs": {"test_a_job_whose_graph_has_a_mistake_fails_with_its_sentence": NONE},
     "runtime_agents": {
         "test_every_reply_of_an_agent_with_branches_is_proven": ("branches-*",),
         "test_half_done_agents_get_the_replies_that_they_had_in_a_resumed_run": ("takes_its_time",),
+        "test_half_done_agents_that_ask_something_else_begin_anew_and_use_up_no_retry": NONE,
         "test_half_done_agents_that_make_fewer_calls_begin_anew_and_use_up_no_retry": NONE,
     },
     "requirements": {"test_both_sets_resolve": NONE},
     "runtime_devices": {"test_hosts_of_a_real_ray_see_the_gpus_of_their_plan": NONE},
+    "runtime_evaluation": {
+        "test_trainers_stand_during_an_evaluation_and_the_best_checkpoint_stays": NONE,
+    },
     "runtime_failures": {
-        "test_the_death_of_a_host_is_named_and_nothing_is_left": ("generator-0", "trainer-1"),
+        "test_the_death_of_a_host_is_named_and_nothing_is_left": ("trainer-1",),
     },
     "runtime_ray": {
         "test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster": NONE,
         "test_a_run_whose_ray_dies_says_so_and_can_be_resumed": ("gcs_server",),
+        "test_files_are_those_of_the_users_directory_on_a_ray_that_was_joined": NONE,
     },
-    "scoring_sharded": {
-        "test_a_sharded_reference_equals_the_whole": ("5 passes on 2 ranks-trees", "1 pass on 2 ranks-rows")
-    },
+    "scoring_sharded": {"test_a_sharded_reference_equals_the_whole": ("5 passes on 2 ranks-trees",)},
     # Fast, but in files that take their time
     "accumulation": {"test_batches_come_whole_for_a_reason_that_is_told_and_that_refuses_on": 4},
     "agents_conversation": {
@@ -112,7 +116,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "code_answers": {
         "test_a_program_that_takes_too_long_is_logged_as_such": NONE,
         "test_all_tests_have_to_pass_and_their_share_is_known": ("limits",),
-        "test_programs_that_do_something_else_fail_and_leave_nothing": 3,
+        "test_programs_that_do_something_else_fail_and_leave_nothing": 6,
         "test_tests_that_call_their_check_are_run_as_they_are": 4,
         "test_the_process_of_a_reward_is_not_killed_while_its_programs_may_run": NONE,
         "test_the_time_is_for_each_test_and_all_of_them_have_a_bound": NONE,
@@ -165,7 +169,11 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_batch_of_many_samples_is_one_step": NONE,
         "test_an_evaluation_of_a_whole_benchmark_is_booked_at_once": NONE,
     },
-    "memory_formulas": {"test_the_most_that_a_pass_has_at_once_is_predicted_and_not_by_much_too_high": 3},
+    "memory_formulas": {
+        "test_a_layer_of_a_real_rank_keeps_exactly_what_is_predicted": NONE,
+        "test_a_real_rank_has_the_terms_that_are_predicted": NONE,
+        "test_the_most_that_a_pass_has_at_once_is_predicted_and_not_by_much_too_high": 3,
+    },
     "metrics": {"test_who_is_not_logged_in_is_told_before_the_run": ("WANDB_MODE--True",)},
     "mistakes": {"test_rewards_that_cannot_work": 2},
     "nodes_agent_outside": {"test_a_worker_that_takes_too_long_is_told_and_its_reward_counts": 2},
@@ -179,13 +187,13 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "runtime_losses": {
         "test_a_process_that_dies_costs_requests_and_no_episode": NONE,
-        "test_at_each_moment_of_a_checkpoint": 2,
+        "test_at_each_moment_of_a_checkpoint": 4,
     },
     "runtime_seats": {
         "test_an_opponent_is_part_of_the_environment": 3,
         "test_half_done_games_go_on_after_a_resume": 2,
     },
-    "runtime_snapshot": {"test_a_cut_at_any_moment_loses_nothing": 2},
+    "runtime_snapshot": {"test_a_cut_at_any_moment_loses_nothing": 4},
     "shared_options": {
         "test_a_kl_in_the_loss_adds_the_reference": 3,
         "test_episodes_look_ahead_by_the_groups_of_a_step": 4,
@@ -240,7 +248,8 @@ FURTHER: dict[str, frozenset[str]] = {
         {
             *("balanced_checkpointed", "bfloat16_stage_1", "bfloat16_stage_2", "constant", "epochs", "experts"),
             *("gradient_checkpointing", "offloaded_optimizer", "one_micro_batch", "onednn_stage_2", "onednn_tree"),
-            *("packed", "pieces_bfloat16_stage_1", "pieces_offloaded", "pieces_stage_1", "pieces_stage_2"),
+            *("packed", "pieces_bfloat16_stage_1", "pieces_bfloat16_stage_3", "pieces_offloaded"),
+            *("pieces_stage_0", "pieces_stage_1", "pieces_stage_2", "sequence_checkpointed"),
             *("pieces_stale", "pieces_tree", "sequence_mean", "sequence_of_one", "sequence_packed", "sequence_rows"),
             *("stage_2", "tensor_bfloat16_stage_1", "tensor_checkpointed", "tensor_stage_2", "tree", "tree_bfloat16"),
             *("tree_checkpointed", "untied"),
@@ -248,14 +257,14 @@ FURTHER: dict[str, frozenset[str]] = {
     ),
     "training_options": frozenset(
         {
-            *("ema_stage_0", "ema_stage_2", "lora_offloaded", "lora_reference_in_pieces", "lora_stage_0"),
-            *("lora_untied", "muon_stage_2"),
+            *("ema_stage_0", "ema_stage_2", "lora_checkpointing", "lora_offloaded", "lora_reference_in_pieces"),
+            *("lora_stage_0", "lora_stage_2", "lora_untied", "muon_stage_2"),
         }
     ),
     "training_reshard": frozenset({"adapter"}),
     "training_sequence": frozenset(
-        {"kto", "ring_of_four", "rings_of_two", "scores", "sft", "teacher", "two_and_two", "two_copies_stage_0"}
-        | {"two_copies_stage_1", "values", "windows"}
+        {"adapter", "kto", "ring_of_four", "rings_of_two", "scores", "sft", "teacher", "two_and_two"}
+        | {"two_copies_stage_0", "two_copies_stage_1", "values", "windows"}
     ),
 }
 """Cases that a gang of ranks trains for several tests of a file, by name: `make matrices` has them with their tests."""

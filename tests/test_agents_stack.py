@@ -21,7 +21,7 @@ from tests import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(500)]
 ROOT = Path(__file__).parent.parent
-STEPS, GROUPS, MEMBERS = 6, 4, 4
+STEPS, GROUPS, MEMBERS = 4, 4, 4
 OPTIONS = ("--groups-per-step", str(GROUPS), "--group-size", str(MEMBERS), "--look-ahead", "4", "--evaluate", "32")
 TWO_RANKS = ("--trainer.replicas", "2")
 """Of the first run; it goes on with one."""
