@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import sys
 import types
@@ -21,9 +22,15 @@ def declared_types(owner: Any) -> dict[str, Any]:
     Raises ConfigError for an annotation that is misspelt, or whose name is imported for type checkers only.
     """
     try:
-        return get_type_hints(owner)
+        return dict(_of_class(owner)) if isinstance(owner, type) else get_type_hints(owner)
     except UNREADABLE as error:
         raise ConfigError(_unreadable(owner, error)) from None
+
+
+@functools.cache
+def _of_class(owner: type) -> Mapping[str, Any]:
+    """Cached: a check and a command line ask for the same classes many times, and each string has to be compiled."""
+    return get_type_hints(owner)
 
 
 def _unreadable(owner: Any, error: Exception) -> str:
