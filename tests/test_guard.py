@@ -33,6 +33,14 @@ DRIVER = """
 """
 
 
+def await_environment(pid: int) -> None:
+    """Wait until a new process has its environment: exec closes the pipe by which Popen knows of it a moment before."""
+    ends_s = time.monotonic() + ENDS_WITHIN_S
+    while not Path(f"/proc/{pid}/environ").read_bytes():
+        assert time.monotonic() < ends_s, "the process has no environment"
+        time.sleep(0.01)  # between looks at what the kernel shows
+
+
 def test_what_was_started_under_the_guard_ends_with_a_killed_driver() -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DRIVER).format(sleeper=SLEEPER)],
@@ -44,6 +52,7 @@ def test_what_was_started_under_the_guard_ends_with_a_killed_driver() -> None:
     before, after = map(int, driver.stdout.readline().split())
     try:
         handle = os.pidfd_open(after)
+        await_environment(after)
         assert after in of_run("a mark") and before not in of_run("a mark")
         driver.kill()
         assert select.select([handle], [], [], ENDS_WITHIN_S)[0], "the process is still there"
@@ -61,6 +70,7 @@ def test_a_dismissed_guard_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     child = subprocess.Popen(SLEEPER)
     guard.dismiss()
     assert VARIABLE not in os.environ
+    await_environment(child.pid)
     assert of_run("another mark") == {child.pid} and child.poll() is None
     child.kill()
     child.wait()
