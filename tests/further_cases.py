@@ -76,16 +76,12 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "requirements": {"test_both_sets_resolve": NONE},
     "runtime_devices": {"test_hosts_of_a_real_ray_see_the_gpus_of_their_plan": NONE},
-    "runtime_evaluation": {
-        "test_trainers_stand_during_an_evaluation_and_the_best_checkpoint_stays": NONE,
-    },
     "runtime_failures": {
         "test_the_death_of_a_host_is_named_and_nothing_is_left": ("trainer-1",),
     },
     "runtime_ray": {
         "test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster": NONE,
         "test_a_run_whose_ray_dies_says_so_and_can_be_resumed": ("gcs_server",),
-        "test_files_are_those_of_the_users_directory_on_a_ray_that_was_joined": NONE,
     },
     "scoring_sharded": {"test_a_sharded_reference_equals_the_whole": ("5 passes on 2 ranks-trees",)},
     # Fast, but in files that take their time
