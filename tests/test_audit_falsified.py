@@ -7,6 +7,7 @@ times. A failure names the seed; `falsified(records, seed)` repeats it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import sqlite3
@@ -55,6 +56,7 @@ def look(db: sqlite3.Connection, lines: list[str]) -> AuditReport:
     return prove(db, lines=lines, num_known=len(lines))
 
 
+@functools.cache
 def columns() -> list[tuple[str, str]]:
     from flowrl.runtime.ledger import chain, ledger_file
 
