@@ -157,13 +157,19 @@ class Proxy:
         self._writers: list[asyncio.StreamWriter] = []
         self._to_lose = 0
         self._lost: asyncio.Future[None] | None = None
+        self._tried = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
         self.passed = 0
+        self.delay_s = 0.0
 
     async def start(self) -> str:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tried.set()
+        await self._open.wait()
         back_reader, back_writer = await asyncio.open_connection(self._host, self._port)
         self._writers += [writer, back_writer]
         with suppress(ConnectionError):
@@ -171,6 +177,7 @@ class Proxy:
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
+            await asyncio.sleep(self.delay_s)  # the delay of a slow network
             if self._lost is None:
                 self.passed += len(data)
                 writer.write(data)
@@ -191,6 +198,16 @@ class Proxy:
             writer.transport.abort()
         self._writers.clear()
         self._lost = None
+
+    async def cut_until_tried_again(self) -> None:
+        """Break every connection. Returns when the next is asked for, which is made at `let_in`."""
+        self._tried.clear()
+        self._open.clear()
+        self.cut()
+        await self._tried.wait()
+
+    def let_in(self) -> None:
+        self._open.set()
 
     def close(self) -> None:
         self.cut()
@@ -319,22 +336,35 @@ def test_a_cancel_that_is_lost_on_its_way_comes_again() -> None:
     over_proxies(body)
 
 
-def test_what_was_sent_before_a_request_is_there_before_the_second_answer() -> None:
-    """A snapshot relies on it: hosts ask each other, twice without a change, whether all has arrived."""
+@pytest.mark.parametrize("when", ["before the break is noticed", "after it"])
+def test_what_was_lost_with_a_connection_has_arrived_when_arrived_returns(when: str) -> None:
+    """A snapshot relies on it. What is asked while no connection is open overtakes what was lost with the last one."""
 
     async def body(a: Endpoint, b: Endpoint, there: Proxy, back: Proxy) -> None:
         b.on("ping", lambda host, body: None)
         sender, inbox = a.sender(lane(8)), inbox_of(b, lane(8))
-        await sender.send(thing(0))
-        await inbox.take()
-        await a.request("B", "ping")
-        lost = there.lose(1)
+        to_a, from_b = b_to_a(b, a)
+        for edge, port in ((sender, inbox), (to_a, from_b)):
+            await edge.send(thing(0))
+            delivery = await port.take()
+        await a.arrived(["B"])
+        lost = there.lose(2)
         await sender.send(thing(1))
+        delivery.ack()
         await lost
-        there.cut()
-        for _ in range(2):
-            await a.request("B", "ping")
+        moves = a.moves()
+        if when == "after it":
+            await there.cut_until_tried_again()
+        else:
+            there.cut()
+        there.delay_s = 0.02  # what B asks for comes after the answer to what A asked before
+        asked = asyncio.ensure_future(a.arrived(["B"]))
+        await asyncio.wait([asked], timeout=0)
+        there.let_in()
+        await asked
         assert inbox.lanes[0].machine.num_received == 2
+        assert to_a.unacked() == []
+        assert a.moves() > moves
 
     over_proxies(body)
 

@@ -211,8 +211,15 @@ class Endpoint:
         await asyncio.gather(*(self._arrived_at(peer) for peer in peers))
 
     async def _arrived_at(self, peer: str) -> None:
+        """Frames of a link keep their order: an answer shows that what was sent before the request has arrived. After a
+        connection was restored it does not, because frames that waited for it overtake those that were lost with the
+        old one. `reconnected` is called before such an answer arrives; then the lanes find out, step by step, what is
+        missing. An answer counts once they took no such step while it was awaited."""
+        compared = -1
         try:
-            await self.request(peer, "ping")
+            while compared != (now := self._router.num_comparisons(peer)):
+                compared = now
+                await self.request(peer, "ping")
         except LaneFailed:
             if not self.has_left(peer):  # nothing is in transit any more to a host that has left
                 raise
@@ -236,12 +243,13 @@ class Endpoint:
         return found
 
     def moves(self) -> int:
-        """A count that grows with every message sent, taken or finished here; latest edges do not count."""
+        """A count that grows with every message sent, taken or finished here, except on latest edges, and with every
+        step in which lanes find out what was lost with a connection."""
         senders = [lane.machine for lane in self._router.senders.values()]
         receivers = [lane.machine for lane in self._router.receivers.values()]
-        return sum(m.num_sent + m.num_taken + m.num_acked for m in senders if isinstance(m, SenderLane)) + sum(
-            m.num_received + m.num_finished for m in receivers if isinstance(m, ReceiverLane)
-        )
+        sent = sum(m.num_sent + m.num_taken + m.num_acked for m in senders if isinstance(m, SenderLane))
+        received = sum(m.num_received + m.num_finished for m in receivers if isinstance(m, ReceiverLane))
+        return sent + received + self._router.all_comparisons()
 
     def watch(self) -> list[LaneWait]:
         """All current waits of senders, receivers and requests here, with what each waits for."""

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flowrl.channel.encoding.wire import BYE, CONFIRM, DATA, REQUEST, TO_RECEIVER, Frame, Refused
+from flowrl.channel.encoding.wire import BYE, CONFIRM, DATA, HELLO, REQUEST, RESEND, SYNC, TO_RECEIVER, Frame, Refused
 from flowrl.channel.lanes.ends import ReceiveLane, SendLane
 from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
 from flowrl.channel.lanes.lane_spec import LaneSpec, session_number
@@ -36,6 +36,8 @@ LATER_S = 0.001
 """Delay before flushing credits and acks that nobody is blocked on; batching saves wake-ups of the peer."""
 CONFIRM_S = 0.05
 """Delay before confirming frames of the control link: nobody is blocked on it, and one CONFIRM serves many."""
+COMPARES = frozenset((RESEND, SYNC))
+"""Frames to a sender that ask for messages again, or for its `say_hello`."""
 
 
 class Router:
@@ -108,6 +110,7 @@ class Router:
     def reconnected(self, host: str) -> None:
         """The connection to `host` was lost and restored: find out which frames are missing, and repeat them."""
         peer = self.peer(host)
+        peer.num_comparisons += 1
         for lane in self.lanes(host):
             lane.machine.say_hello()
             peer.unflushed.append(lane.machine)
@@ -117,6 +120,15 @@ class Router:
             # After the lanes' frames, so that a request still follows the messages sent before it.
             peer.link.add(peer.outgoing.unconfirmed())
             peer.link.flush()
+
+    def num_comparisons(self, host: str) -> int:
+        """A count that grows whenever lanes to or from `host` compare what was sent with what has arrived, after a
+        connection was lost or a process replaced."""
+        return self.peer(host).num_comparisons
+
+    def all_comparisons(self) -> int:
+        """The sum of `num_comparisons` over all peers."""
+        return sum(peer.num_comparisons for peer in self._peers.values())
 
     def close(self) -> None:
         """Send BYE and all due frames, and end every wait at a lane."""
@@ -319,6 +331,8 @@ class Router:
             self._confirming = self.loop.call_later(CONFIRM_S, self._confirm)
 
     def _to_receiver(self, lane: ReceiveLane, frame: Frame) -> None:
+        if frame[0] == HELLO:
+            self._peers[lane.spec.producer_host].num_comparisons += 1
         lane.cancelled(to_receiver(lane.machine, frame))
 
     def _touched(self, lane: ReceiveLane) -> None:
@@ -338,6 +352,7 @@ class Router:
         if machine.failed:
             lane.gate.wake()
         if machine.out:
+            self._peers[lane.spec.consumer_host].num_comparisons += frame[0] in COMPARES
             self.sent(lane)
 
     def _wake(self, lane: SendLane | ReceiveLane) -> None:

@@ -41,6 +41,9 @@ class Peer:
     """The last tick in which frames left at once: the tick's later frames leave together."""
     busy: bool = False
     """Frames left at once since the router last checked for delayed credits and acks."""
+    num_comparisons: int = 0
+    """Number of steps in which lanes to or from this peer compared what was sent with what has arrived: a step may
+    send frames again, behind frames that were sent later at first."""
     flush_due: bool = False
     """Delayed credits and acks have waited long enough: they leave with the next message."""
 

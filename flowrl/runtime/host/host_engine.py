@@ -285,7 +285,7 @@ class HostEngine:
         return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
 
     async def _ping(self, host: str, body: Any) -> None:
-        """Frames of a link keep their order, so the reply proves that everything `host` sent before has arrived."""
+        """The reply shows `host` that everything it sent before has arrived: see `Endpoint.arrived`."""
 
     async def _flush(self, host: str, body: dict[str, Any]) -> None:
         """Wait until everything in transit from here has arrived."""
