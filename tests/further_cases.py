@@ -69,6 +69,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_limit_of_turns_is_told_to_the_agent_and_cuts_the_episode_off": ("True",),
         "test_what_an_agent_does_wrong_is_a_failure_with_its_cause": ("raises-*", "dies-*"),
     },
+    "oracle": {"test_a_batch_in_pieces_equals_the_plain_loop": 2},
     "ppo_stack": {"test_a_run_goes_on_from_its_newest_checkpoint": NONE},
     "random_graphs": {"test_a_fault_is_found": 6, "test_random_graphs_hold_what_is_promised": 3},
     "ray_jobs": {"test_a_job_whose_graph_has_a_mistake_fails_with_its_sentence": NONE},
@@ -81,6 +82,8 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "requirements": {"test_both_sets_resolve": NONE},
     "runtime_devices": {"test_hosts_of_a_real_ray_see_the_gpus_of_their_plan": NONE},
     "runtime_failures": {
+        "test_a_node_that_forgets_an_item_or_cannot_be_set_up_ends_the_run_once": NONE,
+        "test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed": ("driver",),
         "test_the_death_of_a_host_is_named_and_nothing_is_left": ("trainer-1",),
     },
     "runtime_ray": {
@@ -258,8 +261,8 @@ FURTHER: dict[str, frozenset[str]] = {
     ),
     "training_options": frozenset(
         {
-            *("ema_stage_0", "ema_stage_2", "lora_checkpointing", "lora_offloaded", "lora_reference_in_pieces"),
-            *("lora_stage_0", "lora_stage_2", "lora_untied", "muon_stage_2"),
+            *("ema_stage_0", "ema_stage_2", "lora", "lora_checkpointing", "lora_offloaded", "lora_reference_in_pieces"),
+            *("lora_stage_0", "lora_stage_2", "lora_untied", "muon_lora", "muon_stage_2"),
         }
     ),
     "training_reshard": frozenset({"adapter"}),

@@ -24,38 +24,48 @@ FAULTS = GRAPHS / "faults.py"
 DIES_WITHIN_S = 10
 
 
-def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
-    options = ["--steps", "6", "--save-every", "1"]
-    full = [
-        "--capacity",
-        "1",
-        "--group-size",
-        "4",
-    ]  # the generator waits in its sends at every checkpoint
-    runs = {
-        fault: Run(FAULTS, tmp_path / fault, "--fault", fault, *options, *more, env=ray)
-        for fault, more in {"raise": [], "raise_in_loop": full, "forget": [], "setup": []}.items()
-    }
-    for fault, run in runs.items():
-        assert run.wait() == 2, run.stdout
-        assert run.stderr.count("failed") == 1, run.stderr
-        assert run.stderr.startswith("flowrl: node 'faulty', replica 0, failed"), run.stderr
-        assert run.left_after(DIES_WITHIN_S) == [], fault
-        assert not run.socket_dirs
-    for fault in ("raise", "raise_in_loop"):
-        stderr = runs[fault].stderr
-        assert "failed (ticket 6): ZeroDivisionError: the reward divided by zero\n" in stderr
-        assert stderr.count("Traceback") == stderr.count(", in treat\n") == 1
-    assert "without a send, hold or drop; end it with" in runs["forget"].stderr
-    assert "Traceback" not in runs["forget"].stderr
-    assert "RuntimeError: no such device" in runs["setup"].stderr
+OPTIONS = ("--steps", "6", "--save-every", "1")
+FULL = ("--capacity", "1", "--group-size", "4")
+"""The generator waits in its sends at every checkpoint."""
 
-    for fault, more in {"raise": [], "raise_in_loop": full}.items():
+
+def assert_ended_once(run: Run) -> None:
+    """By its node "faulty", with one message, and nothing is left."""
+    assert run.wait() == 2, run.stdout
+    assert run.stderr.count("failed") == 1, run.stderr
+    assert run.stderr.startswith("flowrl: node 'faulty', replica 0, failed"), run.stderr
+    assert run.left_after(DIES_WITHIN_S) == []
+    assert not run.socket_dirs
+
+
+def test_a_node_that_raises_ends_the_run_once_and_it_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
+    faults = {"raise": (), "raise_in_loop": FULL}
+    runs = {
+        fault: Run(FAULTS, tmp_path / fault, "--fault", fault, *OPTIONS, *more, env=ray)
+        for fault, more in faults.items()
+    }
+    for run in runs.values():
+        assert_ended_once(run)
+        assert "failed (ticket 6): ZeroDivisionError: the reward divided by zero\n" in run.stderr
+        assert run.stderr.count("Traceback") == run.stderr.count(", in treat\n") == 1
+
+    for fault, more in faults.items():
         assert "audit: ok" in audit(tmp_path / fault)
-        again = Run(FAULTS, tmp_path / fault, *options, *more, "--resume", env=ray)
+        again = Run(FAULTS, tmp_path / fault, *OPTIONS, *more, "--resume", env=ray)
         again.until("resumed from step_")
         assert again.wait() == 0, again.stdout + again.stderr
         assert states(tmp_path / fault) == {("trained", None): 6 * 2 * (4 if more else 2)}
+
+
+def test_a_node_that_forgets_an_item_or_cannot_be_set_up_ends_the_run_once(tmp_path: Path, ray: dict[str, str]) -> None:
+    forgets, cannot = (
+        Run(FAULTS, tmp_path / fault, "--fault", fault, *OPTIONS, env=ray) for fault in ("forget", "setup")
+    )
+    for run in (forgets, cannot):
+        assert_ended_once(run)
+    assert "without a send, hold or drop; end it with" in forgets.stderr
+    assert "Traceback" not in forgets.stderr
+    assert "RuntimeError: no such device" in cannot.stderr
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "trainer-0", "trainer-1", "faulty-0"])
@@ -89,30 +99,26 @@ def test_a_node_that_is_slow_to_close_does_not_keep_a_run_that_lost_a_process(
     assert run.stderr.count("\n") == 1 and "died" in run.stderr, run.stderr
 
 
-def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(tmp_path: Path, ray: dict[str, str]) -> None:
+@pytest.mark.parametrize("victim", ["driver", "raylet"])
+def test_nothing_survives_the_driver_or_ray_and_the_run_can_be_resumed(
+    tmp_path: Path, ray: dict[str, str], victim: str
+) -> None:
     options = ["--processes", "--generators", "2", "--generate-s", "0.1", "--save-every", "1"]
-    runs = {victim: Run(FAULTS, tmp_path / victim, *options, "--steps", "100000") for victim in ("driver", "raylet")}
-    for victim, run in runs.items():
-        run.until("checkpoint step_000004")
-        os.kill(run.process.pid if victim == "driver" else run.pid_of("raylet"), signal.SIGKILL)
-    for victim, run in runs.items():
-        run.wait()
-        assert run.left_after(DIES_WITHIN_S) == [], victim
-        assert "Traceback" not in run.stderr, run.stderr
+    run = Run(FAULTS, tmp_path / "run", *options, "--steps", "100000")
+    run.until("checkpoint step_000004")
+    os.kill(run.process.pid if victim == "driver" else run.pid_of("raylet"), signal.SIGKILL)
+    run.wait()
+    assert run.left_after(DIES_WITHIN_S) == []
+    assert "Traceback" not in run.stderr, run.stderr
 
-    steps = {victim: 4 + newest_checkpoint(tmp_path / victim) for victim in runs}
-    again = {
-        victim: Run(FAULTS, tmp_path / victim, *options, "--steps", str(steps[victim]), "--resume", env=ray)
-        for victim in runs
-    }
-    for victim, run in again.items():
-        run.until("resumed from step_")
-        assert run.wait() == 0, run.stderr
-        assert "audit: ok" in run.stdout
-        assert states(tmp_path / victim) == {("trained", None): steps[victim] * 4}
-        assert run.left_after(DIES_WITHIN_S) == []
-        first = runs[victim]
-        assert not first.socket_dirs and not list(Path("/dev/shm").glob(f"flowrl-*-{first.process.pid}-*"))
+    steps = 4 + newest_checkpoint(tmp_path / "run")
+    again = Run(FAULTS, tmp_path / "run", *options, "--steps", str(steps), "--resume", env=ray)
+    again.until("resumed from step_")
+    assert again.wait() == 0, again.stderr
+    assert "audit: ok" in again.stdout
+    assert states(tmp_path / "run") == {("trained", None): steps * 4}
+    assert again.left_after(DIES_WITHIN_S) == []
+    assert not run.socket_dirs and not list(Path("/dev/shm").glob(f"flowrl-*-{run.process.pid}-*"))
 
 
 def newest_checkpoint(run_dir: Path) -> int:
