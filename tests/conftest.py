@@ -24,8 +24,37 @@ ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
 """Every test there has a run of its own; in other files they share what took long to make."""
 
-LONG = ("test_ray_jobs.py", "test_gpu_check.py", "test_tickets.py", "test_clusters.py")
+WAITING = (
+    "test_gpu_check.py",
+    "test_guard.py",
+    "test_environments_mcp.py",
+    "test_environments_python_tool.py",
+    "test_environments_processes.py",
+    "test_code_answers.py",
+)
+"""Their tests wait for processes more than they compute: in `make test` they begin, while `lint` computes beside."""
+
+LONG = (
+    "test_ray_jobs.py",
+    "test_tickets.py",
+    "test_clusters.py",
+    "test_oracle.py",
+    "test_stack_run.py",
+    "test_agents_stack.py",
+    "test_ladder_stack.py",
+    "test_training_options.py",
+    "test_training_sequence.py",
+    "test_agents_openai_stack.py",
+    "test_training_loading.py",
+    "test_fp8_stack.py",
+    "test_agent_faults.py",
+    "test_ppo_stack.py",
+    "test_scoring_sharded.py",
+    "test_generator_processes.py",
+)
 """Few tests, each of them long: begun early, so that no process ends alone with one of them."""
+
+EARLY = WAITING + LONG
 
 THOROUGH = frozenset(
     {
@@ -156,7 +185,7 @@ def _name(path: Path) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the files of THOROUGH, and further cases. Begin with files of LONG; end with what goes test by test."""
+    """Mark the files of THOROUGH, and further cases. Begin with files of EARLY; end with files of few tests."""
     whole_files = not any("::" in argument for argument in config.args)
     if config.option.markexpr == "matrix" and whole_files and (names := list(unknown(items))):
         raise pytest.UsageError(f"tests/further_cases.py names cases that do not exist: {', '.join(names)}")
@@ -169,9 +198,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def place(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name
-        if name in LONG:
-            return 0, LONG.index(name)
-        return (2, 0) if name in SPREAD else (1, -tests[name])
+        return (0, EARLY.index(name)) if name in EARLY else (1, -tests[name])
 
     items.sort(key=place)
 
