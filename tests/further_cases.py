@@ -90,8 +90,8 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_run_ends_in_order_before_ray_gives_up_the_head_of_its_cluster": NONE,
         "test_a_run_whose_ray_dies_says_so_and_can_be_resumed": ("gcs_server",),
     },
-    "training_reshard": {"test_one_rank_below_stage_3_loads_what_it_saved": 2},
     "scoring_sharded": {"test_a_sharded_reference_equals_the_whole": ("5 passes on 2 ranks-trees",)},
+    "training_reshard": {"test_one_rank_below_stage_3_loads_what_it_saved": 2},
     # Fast, but in files that take their time
     "accumulation": {"test_batches_come_whole_for_a_reason_that_is_told_and_that_refuses_on": 4},
     "agents_conversation": {

@@ -1,4 +1,4 @@
-"""The table of what `make test` leaves to `make matrices` names files, tests and cases that exist."""
+"""The tables of what `make test` leaves to `make matrices` and of its order name files, tests and cases that exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import EARLY, SPREAD, THOROUGH
 from tests.further_cases import FURTHER, KEPT, chosen, further, unknown
 
 HERE = Path(__file__).parent
@@ -28,6 +29,12 @@ def test_tests_that_are_named_exist(file: str) -> None:
 def test_no_file_is_left_out_whole(file: str) -> None:
     tests = {name for name in functions(file) if name.startswith("test_")}
     assert tests - {name for name, kept in KEPT[file].items() if not kept}
+
+
+def test_files_that_have_a_place_of_their_own_exist() -> None:
+    files = {path.name for path in HERE.glob("test_*.py")}
+    assert {*EARLY, *SPREAD, *(f"test_{name}.py" for name in THOROUGH)} <= files
+    assert len(set(EARLY)) == len(EARLY)
 
 
 def item(name: str, file: str = "test_tune.py", **params: Any) -> Any:

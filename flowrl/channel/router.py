@@ -352,7 +352,8 @@ class Router:
         if machine.failed:
             lane.gate.wake()
         if machine.out:
-            self._peers[lane.spec.consumer_host].num_comparisons += frame[0] in COMPARES
+            if frame[0] in COMPARES:
+                self._peers[lane.spec.consumer_host].num_comparisons += 1
             self.sent(lane)
 
     def _wake(self, lane: SendLane | ReceiveLane) -> None:
