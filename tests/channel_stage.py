@@ -49,6 +49,11 @@ def from_text(text: str) -> Address:
     return address
 
 
+def run_id(parent: int) -> str:
+    """A run of its own for each process that tests: its files are removed by their run's name."""
+    return f"replay {parent}"
+
+
 class Fate:
     """Counts steps and ends the process at the chosen one."""
 
@@ -63,7 +68,7 @@ class Fate:
 
 
 async def stage(parent: Address, incarnation: int, fate: Fate) -> None:
-    endpoint = Endpoint("M", run_id="replay", driver_pid=os.getppid(), incarnation=incarnation)
+    endpoint = Endpoint("M", run_id=run_id(os.getppid()), driver_pid=os.getppid(), incarnation=incarnation)
     print(to_text(await endpoint.open()), flush=True)
     endpoint.connect("A", parent)
     inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], SHARE)

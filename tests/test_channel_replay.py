@@ -17,7 +17,7 @@ from flowrl.channel.links.address import run_prefix
 from flowrl.channel.links.slab import FROM_BYTES
 from flowrl.channel.links.sweep import remove_run
 from flowrl.graph.dispatch_rules import SHARE
-from tests.channel_stage import INTO, OUT, Item, from_text, to_text
+from tests.channel_stage import INTO, OUT, Item, from_text, run_id, to_text
 
 pytestmark = pytest.mark.slow
 NUM_ITEMS = 120
@@ -64,9 +64,12 @@ async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
-        address = from_text((await process.stdout.readline()).decode())
-        endpoint.connect("M", address)
-        codes.append(await process.wait())
+        try:
+            endpoint.connect("M", from_text((await process.stdout.readline()).decode()))
+            codes.append(await process.wait())
+        finally:
+            if process.returncode is None:
+                process.kill()
     return codes
 
 
@@ -82,8 +85,10 @@ async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
     ids=lambda deaths: "-".join(f"{step}{count}" for step, count in deaths),
 )
 def test_a_stage_that_is_killed_loses_and_repeats_nothing(deaths: list[tuple[str, int]]) -> None:
+    run = run_id(os.getpid())
+
     async def main() -> None:
-        endpoint = Endpoint("A", run_id="replay", driver_pid=os.getpid())
+        endpoint = Endpoint("A", run_id=run, driver_pid=os.getpid())
         await endpoint.open()
         endpoint.on("done", lambda host, body: None)
         edge, inbox = OutEdge([endpoint.sender(INTO)], SHARE), Inbox("sink.in")
@@ -100,5 +105,5 @@ def test_a_stage_that_is_killed_loses_and_repeats_nothing(deaths: list[tuple[str
     try:
         asyncio.run(main())
     finally:
-        remove_run("replay")
-    assert not list(Path("/dev/shm").glob(f"flowrl-{run_prefix('replay', os.getpid())}-*"))
+        remove_run(run)
+    assert not list(Path("/dev/shm").glob(f"flowrl-{run_prefix(run, os.getpid())}-*"))
