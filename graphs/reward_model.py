@@ -6,7 +6,7 @@ flowrl run reward_model --pairs pairs.jsonl --steps 300 --run-dir runs/reward_mo
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl import Graph
 from flowrl.blocks import PreferenceOptions
@@ -46,7 +46,7 @@ class RewardModelTraining(PreferenceOptions):
 
 
 def graph(cfg: RewardModelTraining) -> Graph:
-    data = cfg.preferences(cfg.pairs)
+    data = replace(cfg.preferences(cfg.pairs), scored=True)
     objective = BradleyTerry(margin=cfg.margin, centring=cfg.centring)
 
     g = Graph("reward_model")

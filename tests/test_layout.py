@@ -243,6 +243,8 @@ BROAD_EXCEPTS = {
     "environments/episode_processes/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
     "models/__init__.py: check_prompts",
+    "models/tokens/chat.py: Chat._template",
+    "models/tokens/chat.py: _template_end",
     "models/tokens/chat.py: load_tokenizer",
     "models/tokens/tool_form.py: _text",
     "training/model/token_logprobs/logit_scaling.py: _Stand.logits",

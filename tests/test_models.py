@@ -156,18 +156,15 @@ def test_without_a_template_the_last_turn_is_the_prompt() -> None:
 
 
 def test_without_a_template_what_is_trained_begins_as_a_rollout_does() -> None:
-    class Begins:
-        """A tokenizer that adds a begin token where special tokens are asked for, as those of base models do."""
+    from tokenizers.processors import TemplateProcessing
 
-        chat_template, eos_token_id = None, 1
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            return {"input_ids": [0] * add_special_tokens + [ord(one) for one in text]}
-
+    begins = character_tokenizer()
+    begins.chat_template = None
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 3)])
     turns = [{"role": "user", "content": "ab"}]
-    ids, mask = Chat(Begins()).completion(turns, "c")
-    assert ids.tolist() == [0, 97, 98, 99, 1] and mask.tolist() == [False, False, False, True, True]
-    assert ids[:3].tolist() == Chat(Begins()).prompt(turns)[1].tolist()
+    ids, mask = Chat(begins).completion(turns, "c")
+    assert begins.decode(ids) == "<|user|>abc<|end|>" and mask.tolist() == [False, False, False, True, True]
+    assert ids[:3].tolist() == Chat(begins).prompt(turns)[1].tolist()
 
 
 def test_a_model_is_made_once_and_the_others_wait_for_it(cache: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,21 @@ import pytest
 
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Int32, Sample
-from flowrl.models import Policy
+from flowrl.models import Chat, Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
 from flowrl.nodes.groups.failing_rewards import FAILURES_IN_A_ROW
 from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.rewarding.reward_model import renders_alike
-from flowrl.tasks import Row, Task, reward_parts
+from flowrl.nodes.rewarding.serve import AskModel
+from flowrl.nodes.sources.preference_source import Preferences, Renderer
+from flowrl.recipes import reward_model as reward_model_graph
+from flowrl.tasks import Row, Task, load_preferences, load_rows, reward_parts
+from flowrl.tasks.reward_calls.halves import may_be_one
+from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
+from tests.test_models_chat import merging
 from tests.word_policy import EOS, make_policy
 from tests.write_model import write_model
 
@@ -59,8 +67,8 @@ def ask(text: str) -> list[dict[str, str]]:
 def test_the_end_token_is_appended_exactly_once_and_by_id(scorer: Scorer) -> None:
     assert scorer.ids(ask("w1 w2"), "w3").tolist() == [1, 2, 3, EOS]
     assert scorer.ids(ask("w1 w2"), "w3<eos>").tolist() == [1, 2, 3, EOS]
-    assert scorer.ended(np.array([1, 2], np.int32)).tolist() == [1, 2, EOS]
-    assert scorer.ended(np.array([1, EOS, EOS], np.int32)).tolist() == [1, EOS]
+    assert scorer.chat.ended(np.array([1, 2], np.int32)).tolist() == [1, 2, EOS]
+    assert scorer.chat.ended(np.array([1, EOS, EOS], np.int32)).tolist() == [1, EOS]
 
 
 def test_conversations_and_pairs_of_prompt_and_response_are_the_same(scorer: Scorer) -> None:
@@ -321,3 +329,64 @@ def test_a_pad_token_on_top_is_no_difference(policy: Path, scorer: Scorer) -> No
     theirs = AutoTokenizer.from_pretrained(policy)
     assert len(scorer.chat.tokenizer.get_vocab()) == len(theirs.get_vocab()) + 1
     assert renders_alike(theirs, scorer.chat.tokenizer, [ask("w1 w2")])
+
+
+@pytest.fixture
+def refusing(reward_model: Path, tmp_path: Path) -> Path:
+    """The reward model with a template that refuses an answer of w5."""
+    path = tmp_path / "refusing"
+    shutil.copytree(reward_model, path)
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['content'] == 'w5' %}{{ raise_exception('no w5') }}{% endif %}"
+        "{{ m['content'] + ' ' }}{% endfor %}"
+    )
+    return path
+
+
+def test_a_response_that_the_models_template_refuses_fails_its_sample_alone(
+    policy: Path, refusing: Path, task: Task
+) -> None:
+    prompt_id = next(iter(load_rows(task).train)).prompt_id
+    given = [sample(n, prompt_id=prompt_id, response_text=text) for n, text in enumerate(("w4", "w5", "w6"))]
+    record = score(RewardModel(str(refusing), Policy(str(policy)), task), given)
+    assert [one.response_text for one in record.sent("scored")] == ["w4", "w6"]
+    (lost,) = record.lost
+    assert (lost.message.response_text, lost.state, lost.reason) == ("w5", "failed", "reward_unrendered")
+    assert record.metrics["reward_unrendered"] == 1
+    assert record.progress[-1] == "a sample failed: reward_unrendered: the chat template refuses it (no w5)"
+
+
+def test_a_served_model_that_refuses_a_response_says_so_and_answers_the_others(refusing: Path) -> None:
+    served = AskModel(load_scorer(refusing))
+    with pytest.raises(BadReward, match=r"cannot be scored: the chat template refuses it \(no w5\)") as bad:
+        asyncio.run(served.ask(["w1", "w1"], ["w4", "w5"], [{}, {}]))
+    assert may_be_one(bad.value.reason), "its client asks again without it"
+    assert len(asyncio.run(served.ask(["w1"], ["w4"], [{}])).rewards) == 1
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+def test_a_model_is_scored_at_the_token_at_which_it_was_trained(eos: str, tmp_path: Path) -> None:
+    """In training, in a graph's node by text and by the sample's own tokens, by `Scorer`, and on held-out pairs."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "\\n\\nHello", "rejected": "no"}\n')
+    data = Preferences(Task(str(tmp_path / "pairs.jsonl")), Policy(), scored=True)
+    tokenizer = merging(eos=eos)
+    scorer = Scorer(SimpleNamespace(facts={}), tokenizer)  # type: ignore[arg-type]
+    rows = load_preferences(data.task, "pairs")
+    row = [*rows.train, *rows.held_out][0]
+    (chosen, _) = Renderer(data, Chat(tokenizer), [row]).row(row.prompt_id)
+    assert tokenizer.decode(chosen.token_ids[-2:]) == ("Hello<|im_end|>" if eos == "<|im_end|>" else f"<|im_end|>{eos}")
+    assert scorer.ids(row.turns, "\n\nHello").tolist() == chosen.token_ids.tolist()
+    node = RewardModel("anywhere", Policy(), data.task)
+    node._scorer = scorer
+    sampled = Chat(tokenizer).completion(row.turns, "\n\nHello")[0]
+    for ids, node._same_tokens in ((sampled, True), (sampled[:-1], True), (sampled[:1], False)):
+        asked = ScoreQuestion("\n\nHello", ids, row.turns)
+        assert node.scored_ids(asked).tolist() == chosen.token_ids.tolist()
+
+
+def test_the_graph_of_reward_models_trains_what_is_scored(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "Hello", "rejected": "no"}\n')
+    options = reward_model_graph.RewardModelTraining(pairs=str(tmp_path / "pairs.jsonl"))
+    found = reward_model_graph.graph(options)
+    data = [node.data for node in found.nodes.values() if hasattr(node, "data")]
+    assert len(data) == 3 and all(one.scored for one in data)

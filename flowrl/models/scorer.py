@@ -1,7 +1,7 @@
 """Scores conversations with a trained reward model, outside of training.
 
-The score is read at the last real token, the end token. A sequence ends with exactly one end token, compared by id: it
-is appended if the template ends a conversation without one, and several at the end of a response are reduced to one.
+The score is read at the last real token, the tokenizer's end token, which follows the template's own end if that is
+another one. Training renders with the same function (`Chat.scored`), so that a model is scored where it was trained.
 
 If the model has several labels, the score is that of one label, or a weighted sum (`flowrl.models.labels`).
 """
@@ -60,19 +60,8 @@ class Scorer:
         return self.label_scores([self.ids(*_parts(conversation)) for conversation in conversations])
 
     def ids(self, turns: Messages, response: str, *, tools: Messages = ()) -> Int32:
-        """The token ids to score, rendered with this model's own template up to the end token."""
-        end = self.chat.tokenizer.eos_token
-        while end and response.endswith(end):
-            response = response[: -len(end)]
-        return self.ended(self.chat.with_tools(tools).completion(turns, response)[0])
-
-    def ended(self, token_ids: Int32) -> Int32:
-        """`token_ids` with exactly one end token at the end."""
-        eos = self.chat.tokenizer.eos_token_id
-        length = len(token_ids)
-        while length and token_ids[length - 1] == eos:
-            length -= 1
-        return np.append(token_ids[:length], np.int32(eos))
+        """The token ids to score, rendered with this model's own template up to the end token. Raises Unrendered."""
+        return self.chat.with_tools(tools).scored(turns, response, sampled=True)[0]
 
     def score_ids(self, token_ids: Sequence[Int32]) -> list[float]:
         """The score of each sequence, at its last token."""

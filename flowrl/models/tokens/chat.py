@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,19 @@ Messages = Sequence[Mapping[str, Any]]
 ReplyMessage = str | Messages
 """A response: text, or the turns that begin with the assistant's first one."""
 
+TurnSpan = tuple[int, int]
+"""Where a part of a text begins and ends, in characters."""
+
 TOKENIZER = "tokenizer.json"
+ANSWER = "probe7answer"
+"""The text of the answer with which a template is tried."""
+SHOWN = 40
+"""Number of characters that an error shows of each of two texts that differ."""
+
+
+class Unrendered(ConfigError):
+    """A conversation cannot be rendered, or its assistant's turns cannot be found. The text says why, without the
+    row."""
 
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -117,113 +129,165 @@ class Chat:
             text = turns[-1]["content"]
             return text, np.asarray(self.tokenizer(text)["input_ids"], np.int32)
         text = self._template(turns, add_generation_prompt=True)
-        return text, self._ids(text)
+        return text, token_ids(self.tokenizer, text)
 
     def demonstration(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation that ends with `reply`; the mask marks every assistant turn and its end.
 
-        The mask comes from incremental template prefixes, compared by id. Tools' answers are not marked.
+        The tokens are those of rollouts: the text up to an assistant's turn, with its generation prompt, and the turn
+        with its end are tokenized apart. Tools' answers are not marked. Raises Unrendered.
         """
-        return self._masked(turns, reply, first=0)
+        return self._tokens(*self.find_turns(turns, reply, first=0))
 
     def completion(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """Like `demonstration`, but the mask marks only the assistant's turns of `reply`, not earlier ones."""
-        return self._masked(turns, reply, first=len(turns))
+        return self._tokens(*self.find_turns(turns, reply, first=len(turns)))
 
-    def _masked(self, turns: Messages, reply: ReplyMessage, *, first: int) -> tuple[Int32, Bool]:
-        """(ids, mask); the mask marks the assistant's turns from index `first` on."""
+    def scored(self, turns: Messages, reply: ReplyMessage, *, sampled: bool = False) -> tuple[Int32, Bool]:
+        """`completion` as a reward model reads it, in training and in scoring: with one end token of the tokenizer
+        behind the template's own end, where the score is.
+
+        A reply that a policy has `sampled` may hold end tokens in its middle, which a row to be trained may not.
+        """
+        ids, mask = self._tokens(*self.find_turns(turns, reply, first=len(turns), sampled=sampled))
+        ended = self.ended(ids)
+        return ended, np.append(mask[: ended.size], np.ones(max(0, ended.size - mask.size), np.bool_))
+
+    def ended(self, token_ids: Int32) -> Int32:
+        """The tokens of a prompt and its response, with the end that `scored` gives a response, exactly once."""
+        closing = self._closing
+        ends = {self.tokenizer.eos_token_id, *(one for one in closing if one in end_ids(self.tokenizer))}
+        length = len(token_ids)
+        while length and token_ids[length - 1] in ends:
+            length -= 1
+        return np.append(token_ids[:length], closing).astype(np.int32)
+
+    @functools.cached_property
+    def _closing(self) -> Int32:
+        """What follows a response in `scored`: the template's own end, and the tokenizer's end token."""
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no end token, where a reward model's score is read; "
+                "add eos_token to its files"
+            )
+        written = continued_ids(self.tokenizer, template_end(self.tokenizer)) if self.tokenizer.chat_template else ()
+        return np.asarray([*(one for one in written if one != eos), eos], np.int32)
+
+    def find_turns(
+        self, turns: Messages, reply: ReplyMessage, *, first: int, sampled: bool = False
+    ) -> tuple[str, list[TurnSpan]]:
+        """(text, spans) of a conversation that ends with `reply`: the text as the template renders it, and where in it
+        each of the assistant's turns from index `first` on begins and ends. Raises Unrendered.
+
+        Turns are found by what the template does to the text. Of what a row itself writes at the end of its turns, end
+        tokens are left out, because the template writes one; a row with an end token in the middle of a turn, where
+        generation would have stopped, is refused unless it was `sampled`.
+        """
         replied = ({"role": "assistant", "content": reply},) if isinstance(reply, str) else tuple(reply)
-        turns = [*turns, *replied]
+        ends = end_texts(self.tokenizer)
+        told = [*turns[:first], *(_without_ends(turn, ends) for turn in (*turns, *replied)[first:])]
+        marked = [n for n in range(first, len(told)) if told[n]["role"] == "assistant"]
+        for turn in () if sampled else (told[n] for n in marked):
+            _require_no_end(turn, ends)
         if not self.tokenizer.chat_template:
-            self._require_plain(turns)
-            return self._bare(turns)
-        ids = self._ids(self._template(turns))
-        mask = np.zeros(ids.size, np.bool_)
-        for n in range(first, len(turns)):
-            if turns[n]["role"] == "assistant":
-                start = self._start(turns, n, ids)
-                mask[start : self._end(turns, n, ids, start)] = True
-        return self._trimmed(ids, mask)
+            self._require_plain(told)
+            asked, answer = self.prompt(told[:-1])[0], f"{told[-1]['content']}{self.tokenizer.eos_token}"
+            return asked + answer, [(len(asked), len(asked) + len(answer))]
+        text = self._template(told)
+        found = [(start := self._start(told, n, text), self._end(told, n, text, start)) for n in marked]
+        if not found or found[-1][0] == found[-1][1]:
+            raise Unrendered("the chat template shows nothing of the answer, so there is nothing to train")
+        return text, found
 
-    def _start(self, turns: Messages, n: int, ids: Int32) -> int:
-        """Where the assistant's turn `n` begins in `ids`: after its generation prompt."""
-        before = self._ids(self._template(turns[:n], add_generation_prompt=True))
-        if _begins_with(ids, before):
-            return before.size
+    def _tokens(self, text: str, spans: list[TurnSpan]) -> tuple[Int32, Bool]:
+        """(ids, mask) of a rendered text up to its last span; the mask marks the spans."""
+        parts: list[Int32] = []
+        marks: list[Bool] = []
+        at = 0
+        for start, end in spans:
+            before = text[at:start]
+            parts += [continued_ids(self.tokenizer, before) if at else self._prompt_ids(before)]
+            parts += [self._answer_ids(text[start:end])]
+            marks += [np.full(part.size, n == 1, np.bool_) for n, part in enumerate(parts[-2:])]
+            at = end
+        return np.concatenate(parts).astype(np.int32), np.concatenate(marks)
+
+    def _prompt_ids(self, text: str) -> Int32:
+        """The ids of a prompt; without a chat template, the tokenizer adds its begin token, if it has one."""
+        if self.tokenizer.chat_template:
+            return token_ids(self.tokenizer, text)
+        return np.asarray(self.tokenizer(text)["input_ids"], np.int32)
+
+    def _answer_ids(self, text: str) -> Int32:
+        """The ids of an assistant's turn with its end, as it goes on from the generation prompt."""
+        if self.tokenizer.chat_template:
+            return continued_ids(self.tokenizer, text)
+        answer = continued_ids(self.tokenizer, text.removesuffix(str(self.tokenizer.eos_token)))
+        return np.append(answer, np.int32(self.tokenizer.eos_token_id))
+
+    def _start(self, turns: Messages, n: int, text: str) -> int:
+        """Where the assistant's turn `n` begins in `text`, the whole conversation: after its generation prompt."""
+        before = self._template(turns[:n], add_generation_prompt=True)
+        if text.startswith(before):
+            return len(before)
         if n == len(turns) - 1:
-            raise ConfigError(REWRITES)
-        return self._start_by_mark(turns, n, ids)
+            raise Unrendered(_unanswered(before, text))
+        return self._start_by_mark(turns, n, text)
 
-    def _start_by_mark(self, turns: Messages, n: int, ids: Int32) -> int:
+    def _start_by_mark(self, turns: Messages, n: int, text: str) -> int:
         """For templates that show earlier turns differently: a turn begins after the last generation prompt before its
         mark.
 
         If the generation prompt opens a thought, a template may leave the thought out of earlier turns. Such a turn
         begins where the thought would begin.
         """
-        text, place, _ = self._seen(turns, n)
+        place, _ = self._seen(turns, n, text)
         asked = self._template(turns[:n])
-        prompt = self._template(turns[:n], add_generation_prompt=True).removeprefix(asked)
+        with_prompt = self._template(turns[:n], add_generation_prompt=True)
+        prompt = with_prompt.removeprefix(asked)
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         head = prompt[: min((at for token in added if (at := prompt.find(token, 1)) > 0), default=len(prompt))]
-        at = text.rfind(head, self._seen(turns, n - 1)[1] if n else 0, place)
+        at = text.rfind(head, self._seen(turns, n - 1, text)[0] if n else 0, place)
         if at < 0 or not head:
-            raise ConfigError(REWRITES)
-        return self._size(ids, text[: at + len(prompt if text.startswith(prompt, at) else head)])
+            raise Unrendered(_rewritten(with_prompt, text))
+        return at + len(prompt if text.startswith(prompt, at) else head)
 
-    def _end(self, turns: Messages, n: int, ids: Int32, start: int) -> int:
-        """Where the assistant's turn `n`, which begins at `start`, ends in `ids`, the ids of the whole conversation."""
-        until = self._ids(self._template(turns[: n + 1]))
-        return self._end_alone(until, start) if _begins_with(ids, until) else self._end_by_mark(turns, n, ids)
+    def _end(self, turns: Messages, n: int, text: str, start: int) -> int:
+        """Where the assistant's turn `n`, which begins at `start`, ends in `text`, the whole conversation."""
+        until = self._template(turns[: n + 1]) if n < len(turns) - 1 else text
+        end = _end_alone(until, start, self.tokenizer) if text.startswith(until) else self._end_by_mark(turns, n, text)
+        eos = str(self.tokenizer.eos_token)
+        if n < len(turns) - 1 and not _ends_with_end(text[:end], self.tokenizer) and text.startswith(eos, end):
+            return end + len(eos)  # a template that writes no end: the end token begins the next turn (GLM's <|user|>)
+        return end
 
-    def _end_alone(self, until: Int32, start: int) -> int:
-        """Where the last turn of `until` ends: after its last end token, or at the end of `until` if more than blanks
-        follow."""
-        found = np.flatnonzero(np.isin(until[start:], end_ids(self.tokenizer)))
-        end = start + int(found[-1]) + 1 if found.size else until.size
-        return until.size if self.tokenizer.decode(until[end:].tolist()).strip() else end
-
-    def _end_by_mark(self, turns: Messages, n: int, ids: Int32) -> int:
-        """For templates that write the last turn differently: the turn ends with an end token that both forms have."""
-        text, place, alone = self._seen(turns, n)
-        alike = _common(alone, text[place:])
-        tokens = self.tokenizer.convert_ids_to_tokens(end_ids(self.tokenizer).tolist())
-        length = max((at + len(token) for token in tokens if (at := alike.rfind(token)) >= 0), default=0)
+    def _end_by_mark(self, turns: Messages, n: int, text: str) -> int:
+        """For templates that write the last turn differently: the turn ends with an end token that both forms have,
+        whatever blanks they leave before it."""
+        place, alone = self._seen(turns, n, text)
+        rest = text[place:].lstrip()
+        alike = _common(alone.lstrip(), rest)
+        length = max(
+            (at + len(token) for token in special_texts(self.tokenizer) if (at := alike.rfind(token)) >= 0), default=0
+        )
         if not length:
-            raise ConfigError(REWRITES)
-        return self._size(ids, text[: place + length])
+            raise Unrendered(_rewritten(self._template(turns[: n + 1]), text))
+        return len(text) - len(rest) + length
 
-    def _seen(self, turns: Messages, n: int) -> tuple[str, int, str]:
-        """(text of the conversation, position of a mark in turn `n`, what follows the mark if the turn is the last
-        one).
+    def _seen(self, turns: Messages, n: int, text: str) -> tuple[int, str]:
+        """(position in `text` of a mark in turn `n`, what follows the mark if the turn is the last one).
 
-        The mark follows the turn's text, or the name of its last call.
+        The mark follows the turn's text, with or without the blanks at its end, which some templates strip; or it
+        follows the name of its last call.
         """
         mark = _unused_mark(turns)
-        marked = [*turns[:n], _marked(turns[n], mark), *turns[n + 1 :]]
-        text, shown, alone = self._template(turns), self._template(marked), self._template(marked[: n + 1])
-        if alone.count(mark) != 1 or shown.replace(mark, "", 1) != text:
-            raise ConfigError(REWRITES)
-        return text, shown.find(mark), alone.partition(mark)[2]
-
-    def _size(self, ids: Int32, beginning: str) -> int:
-        """The number of tokens of `beginning`, the text that `ids` begin with."""
-        found = self._ids(beginning)
-        if not _begins_with(ids, found):
-            raise ConfigError(REWRITES)
-        return found.size
-
-    def _trimmed(self, ids: Int32, mask: Bool) -> tuple[Int32, Bool]:
-        """Cut off what the template writes after the last trained token (usually a newline)."""
-        end = int(np.flatnonzero(mask)[-1]) + 1
-        return ids[:end], mask[:end]
-
-    def _bare(self, turns: Messages) -> tuple[Int32, Bool]:
-        prompt = self.prompt(turns[:-1])[1]  # as a rollout begins: with the tokenizer's begin token, if it adds one
-        answer = np.append(self._ids(turns[-1]["content"]), np.int32(self.tokenizer.eos_token_id))
-        mask = np.zeros(prompt.size + answer.size, np.bool_)
-        mask[prompt.size :] = True
-        return np.concatenate([prompt, answer]).astype(np.int32), mask
+        for marked_turn in _marked(turns[n], mark):
+            marked = [*turns[:n], marked_turn, *turns[n + 1 :]]
+            shown, alone = self._template(marked), self._template(marked[: n + 1])
+            if alone.count(mark) == 1 and shown.replace(mark, "", 1) == text:
+                return shown.find(mark), alone.partition(mark)[2]
+        raise Unrendered(_rewritten(self._template(turns[: n + 1]), text))
 
     def _require_plain(self, turns: Messages) -> None:
         if uses_tools(turns, self.tools):
@@ -241,21 +305,63 @@ class Chat:
             form.require(told, self.tools)
             told = form.formed(told)
         tools = plain_tools(self.tools)
-        return render(self.tokenizer, told, add_generation_prompt=add_generation_prompt, tools=tools)
-
-    def _ids(self, text: str) -> Int32:
-        return token_ids(self.tokenizer, text)
-
-
-REWRITES = (
-    "the chat template rewrites earlier turns when later ones are added, so assistant turns cannot be found by token "
-    "id; train the last turn alone where there is such an option (--assistant last), or use a template whose prefixes "
-    "stay the same"
-)
+        try:
+            return render(self.tokenizer, told, add_generation_prompt=add_generation_prompt, tools=tools)
+        except Exception as problem:  # the boundary to the template, which is the model author's program
+            raise Unrendered(f"the chat template refuses it ({problem})") from problem
 
 
-def _begins_with(ids: Int32, prefix: Int32) -> bool:
-    return np.array_equal(ids[: prefix.size], prefix)
+def _rewritten(before: str, text: str) -> str:
+    """What a template does that shows `before`, the beginning of a conversation, differently in the whole `text`."""
+    return (
+        f"the chat template rewrites earlier turns when later ones are added: {_difference(before, text)}, so the "
+        "assistant's turns cannot be found; train the last turn alone where there is such an option (--assistant "
+        "last), or use a template whose prefixes stay the same"
+    )
+
+
+def _unanswered(before: str, text: str) -> str:
+    """What a template does that shows a prompt as `before`, and differently in `text`, where the answer follows."""
+    return (
+        f"the chat template rewrites earlier turns when the answer follows: {_difference(before, text)}, which a "
+        "policy that answers never sees; write the answer as the template does (with a thought, if the prompt begins "
+        "one), set the template's values (--chat-template-kwargs), or use another template"
+    )
+
+
+def _difference(before: str, text: str) -> str:
+    same = len(_common(before, text))
+    return f"it shows {before[same : same + SHOWN]!r}, and then {text[same : same + SHOWN]!r}"
+
+
+def _without_ends(turn: Mapping[str, Any], ends: tuple[str, ...]) -> Mapping[str, Any]:
+    """The assistant's turn without end tokens at the end of its text."""
+    text = turn.get("content")
+    if turn["role"] != "assistant" or not isinstance(text, str):
+        return turn
+    while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return turn if text == turn["content"] else {**turn, "content": text}
+
+
+def _require_no_end(turn: Mapping[str, Any], ends: tuple[str, ...]) -> None:
+    text = turn.get("content")
+    if isinstance(text, str) and (end := next((end for end in ends if end in text), "")):
+        raise Unrendered(
+            f"an answer holds the end token {end!r} in its middle, where generation would stop; take it out of the "
+            "answer, or divide the answer into turns"
+        )
+
+
+def _end_alone(until: str, start: int, tokenizer: Any) -> int:
+    """Where the last turn of `until` ends: after its last end token, or at the end of `until` if more than blanks
+    follow."""
+    stripped = until.rstrip()
+    return len(stripped) if len(stripped) > start and _ends_with_end(stripped, tokenizer) else len(until)
+
+
+def _ends_with_end(text: str, tokenizer: Any) -> bool:
+    return text.endswith(special_texts(tokenizer))
 
 
 def _common(one: str, other: str) -> str:
@@ -271,17 +377,81 @@ def _unused_mark(turns: Messages) -> str:
     return mark
 
 
-def _marked(turn: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
-    """The turn with a mark after its text, or after the name of its last call."""
+def _marked(turn: Mapping[str, Any], mark: str) -> Iterator[Mapping[str, Any]]:
+    """The turn with a mark after its text, or before the blanks at its end; or after the name of its last call."""
     if not turn.get("tool_calls"):
-        return {**turn, "content": turn["content"] + mark}
+        text = str(turn["content"])
+        kept = len(text.rstrip())
+        yield {**turn, "content": text + mark}
+        if kept < len(text):
+            yield {**turn, "content": text[:kept] + mark + text[kept:]}
+        return
     *others, last = turn["tool_calls"]
     function = {**last["function"], "name": last["function"]["name"] + mark}
-    return {**turn, "tool_calls": (*others, {**last, "function": function})}
+    yield {**turn, "tool_calls": (*others, {**last, "function": function})}
 
 
 @functools.lru_cache(maxsize=8)
 def end_ids(tokenizer: Any) -> Int32:
     """The ids of all special tokens; one of them ends a turn."""
     added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    return np.asarray(sorted({tokenizer.eos_token_id, *tokenizer.all_special_ids, *added}), np.int32)
+    return np.asarray(sorted({tokenizer.eos_token_id, *tokenizer.all_special_ids, *added} - {None}), np.int32)
+
+
+@functools.lru_cache(maxsize=8)
+def special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of the tokens of `end_ids`."""
+    return tuple(map(str, tokenizer.convert_ids_to_tokens(end_ids(tokenizer).tolist())))
+
+
+def template_end(tokenizer: Any) -> str:
+    """What the tokenizer's chat template writes after an answer, up to the token that ends the turn; "" if it writes no
+    such token, or cannot be tried."""
+    return _template_end(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _template_end(tokenizer: Any, template: str) -> str:
+    """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
+    turns = [{"role": "user", "content": "probe7q"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = render(tokenizer, turns).rstrip()
+    except Exception:  # the boundary to the template, which is the model author's program
+        return ""
+    return text.rpartition(ANSWER)[2] if ANSWER in text and _ends_with_end(text, tokenizer) else ""
+
+
+def end_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The tokens that end a turn: the tokenizer's end token, and the one with which its template ends an answer."""
+    written = template_end(tokenizer) if tokenizer.chat_template else ""
+    found = (
+        max((token for token in special_texts(tokenizer) if written.endswith(token)), key=len, default="")
+        if written
+        else ""
+    )
+    return tuple({token: None for token in (tokenizer.eos_token, found) if token})
+
+
+def continued_ids(tokenizer: Any, text: str) -> Int32:
+    """The ids of a text that goes on from tokens before it, with which it is not merged."""
+    anchor = _anchor(tokenizer)
+    ids = token_ids(tokenizer, anchor + text)
+    before = token_ids(tokenizer, anchor) if anchor else ids[:0]
+    return ids[before.size :] if np.array_equal(ids[: before.size], before) else token_ids(tokenizer, text)
+
+
+@functools.lru_cache(maxsize=8)
+def _anchor(tokenizer: Any) -> str:
+    """What is put before a text that goes on from another one, and its tokens left out again: some tokenizers put a
+    blank before every text. "" if this one does not, or if no anchor helps."""
+    word = token_ids(tokenizer, "word").tolist()
+    anchors = ("", str(tokenizer.eos_token or ""), "\n", ".")
+    for anchor in anchors:
+        before, ids = (token_ids(tokenizer, text).tolist() for text in (anchor, anchor + "word"))
+        if ids[: len(before)] == before and _decoded(tokenizer, word + ids[len(before) :]) == "wordword":
+            return anchor
+    return ""
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()

@@ -50,7 +50,7 @@ class ProcessReward(RewardModel):
         return True
 
     async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
-        scores = await self._steps.ask(self.step_tokens(asked), later=later)
+        scores = await self._steps.ask(self.rendered(self.step_tokens, asked), later=later)
         require_finite(scores)
         parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
         return reward_of(scores, self.of_steps), parts

@@ -17,8 +17,8 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowrl.errors import ConfigError, SampleFailed
 from flowrl.graph.facts import Facts
@@ -26,6 +26,7 @@ from flowrl.graph.ports import In, Out, Serve
 from flowrl.messages import Int32, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
 from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.tokens.chat import Unrendered
 from flowrl.models.tokens.tool_form import uses_tools
 from flowrl.nodes.groups.failing_rewards import FailingRewards
 from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
@@ -43,6 +44,8 @@ from flowrl.training.settings import Dtype, Layout
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
 
+T = TypeVar("T")
+NOT_FINITE = "the model's score is not a finite number"
 TRIED_ROWS = 8
 """Number of rows that have to render identically before two templates count as equal."""
 
@@ -187,7 +190,7 @@ class RewardModel(ScoringNode):
         try:
             score, more = await self.model_score(self.question(sample))
         except SampleFailed as failure:
-            self._failing.failed(self.context, str(failure), f"{failure}: the model's score is not a finite number")
+            self._failing.failed(self.context, str(failure), f"{failure}: {failure.__cause__ or NOT_FINITE}")
             raise
         scored = self.scored_sample(sample, score, await self._verdicts(sample), more)
         self._failing.scored()
@@ -199,8 +202,9 @@ class RewardModel(ScoringNode):
         return ModelScore(score, self.reward_of_score(score), more)
 
     async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
-        """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite."""
-        labels = await self._pass.ask(self.scored_ids(asked), later=later)
+        """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite, or if the
+        model's template does not render the response."""
+        labels = await self._pass.ask(self.rendered(self.scored_ids, asked), later=later)
         require_finite(labels)
         more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
         return self._scorer.summed(labels), more
@@ -231,8 +235,16 @@ class RewardModel(ScoringNode):
     def scored_ids(self, asked: ScoreQuestion) -> Int32:
         """The token ids that the reward model reads."""
         if not self.reads_text:
-            return self._scorer.ended(asked.token_ids)
+            return self._scorer.chat.ended(asked.token_ids)
         return self._scorer.ids(asked.turns, asked.response, tools=asked.tools)
+
+    def rendered(self, render: Callable[[ScoreQuestion], T], asked: ScoreQuestion) -> T:
+        """What `render` makes of the question. Raises SampleFailed where the model's template renders no such response:
+        what a policy samples ends no run."""
+        try:
+            return render(asked)
+        except Unrendered as problem:
+            raise SampleFailed("reward_unrendered") from problem
 
     def row_of(self, sample: Sample) -> Row:
         """The row of the sample's prompt."""

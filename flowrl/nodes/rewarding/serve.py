@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from flowrl.errors import ConfigError
+from flowrl.messages import Bool, Int32
 from flowrl.models import Policy, check_model, resolve
+from flowrl.models.tokens.chat import Messages, Unrendered
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes.rewarding.process_reward import OfSteps, reward_of
 from flowrl.tasks.reward_calls.away import Patience
@@ -21,6 +23,9 @@ from flowrl.tasks.weighted_sums import parse_weights
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class AskModel:
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         asked = conversations(prompts, responses, columns)
         async with self._exclusive:
-            found = await asyncio.to_thread(self._scorer.score_labels, asked)
+            found = await asyncio.to_thread(_of_rendered, self._scorer.score_labels, asked)
         scores = tuple(map(self._scorer.summed, found))
         if len(self._scorer.labels) == 1:
             return Verdicts(scores, scores)
@@ -99,14 +104,23 @@ class AskSteps(AskModel):
         self._of_steps: OfSteps = of_steps
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
-        asked = [
-            step_tokens(self._scorer.chat, turns, split_steps(response, self._separator), self._separator)
-            for turns, response in conversations(prompts, responses, columns)
-        ]
+        asked = _of_rendered(self._step_tokens, conversations(prompts, responses, columns))
         async with self._exclusive:
             found = await asyncio.to_thread(self._scorer.step_scores, asked)
         rewards = tuple(reward_of(scores, self._of_steps) for scores in found)
         return Verdicts(rewards, rewards, {"steps": tuple(float(len(scores)) for scores in found)})
+
+    def _step_tokens(self, asked: Sequence[tuple[Messages, str]]) -> list[tuple[Int32, Bool]]:
+        chat, separator = self._scorer.chat, self._separator
+        return [step_tokens(chat, turns, split_steps(response, separator), separator) for turns, response in asked]
+
+
+def _of_rendered(score: Callable[[A], T], asked: A) -> T:
+    """What `score` makes of the responses. Raises BadReward if the model's template does not render one of them."""
+    try:
+        return score(asked)
+    except Unrendered as problem:
+        raise BadReward("reward_unrendered", f"a response cannot be scored: {problem}") from problem
 
 
 def conversations(

@@ -40,6 +40,8 @@ class Preferences:
     """Longest conversation, prompt and completion together."""
     too_long: TooLong = "drop"
     """What happens to rows of longer conversations: they are dropped, lose the prompt's beginning, or are an error."""
+    scored: bool = False
+    """Whether a reward model is trained: completions then end as those that it scores (`Chat.scored`)."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("pairs", "labelled"):
@@ -164,6 +166,7 @@ class Renderer:
         self._max_tokens = data.max_tokens
         self._truncates = data.too_long == "truncate"
         self._chat = chat
+        self._scored = data.scored
         self._rows = by_id(rows)
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
 
@@ -193,7 +196,8 @@ class Renderer:
         return tuple(_without_beginning(sample, excess) for sample in samples)
 
     def _sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
-        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, reply)
+        chat = self._chat.with_tools(row.tools)
+        token_ids, mask = (chat.scored if self._scored else chat.completion)(row.turns, reply)
         return Trainable(
             sample_id=f"{row.prompt_id}:{member}",
             group_id=row.prompt_id,

@@ -17,6 +17,7 @@ from flowrl.tasks.reward_calls.question import Question
 
 OF_SAMPLES = frozenset(
     {"reward_malformed", "reward_not_finite", "reward_wrong_length", "reward_raised", "reward_http_413"}
+    | {"reward_unrendered"}
 )
 OF_SERVERS = frozenset({401, 402, 403, 404, 405, 406, 407, 408, 410, 415, 421, 425, 426, 429, 431, 451})
 UNANSWERED = 10
