@@ -36,6 +36,9 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
     episodes_per_process: int = 1
     """Number of episodes that a process plays, one after the other. More than 1 saves the start of new processes, but
     what a program or an environment keeps in its modules then still exists in the next episode."""
+    keep_variables: tuple[str, ...] = ()
+    """Names of environment variables of the run that these processes get too, such as OPENAI_API_KEY or WANDB_*. They
+    get those that every program needs, and neither keys nor tokens."""
     memory_gb: float = 1.0
     """GiB of data that each of these processes may take, beyond what its imports take."""
     affinity_margin: int | None = AFFINITY_MARGIN
@@ -85,6 +88,7 @@ class EpisodeOptions(ShapedReward, OnlineOptions):
             "processes": self.processes,
             "memory_bytes": int(self.memory_gb * GB),
             "episodes_per_process": self.episodes_per_process,
+            "keep_variables": self.keep_variables,
         }
 
     @property

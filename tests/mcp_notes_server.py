@@ -1,6 +1,7 @@
 """A small MCP server for tests: `python tests/mcp_notes_server.py stdio`, or `http PORT`.
 
-Every tool adds a line to the file that NOTES_LOG names when it is executed, so that tests can count what arrived.
+Every tool adds a line to the file that FLOWRL_TEST_NOTES_LOG names when it is executed, so that tests can count what
+arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ notes: dict[str, list[str]] = {}
 
 def log(line: str) -> None:
     """One write, so that lines of several processes do not mix."""
-    with Path(os.environ["NOTES_LOG"]).open("a") as file:
+    with Path(os.environ["FLOWRL_TEST_NOTES_LOG"]).open("a") as file:
         file.write(f"{line}\n")
 
 

@@ -32,7 +32,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What was executed, a line for each call."""
     file = tmp_path / "log"
     file.touch()
-    monkeypatch.setenv("NOTES_LOG", str(file))
+    monkeypatch.setenv("FLOWRL_TEST_NOTES_LOG", str(file))
     return file
 
 

@@ -285,6 +285,7 @@ def test_settings_without_effect_on_outside_workers_are_refused() -> None:
         memory_bytes=1 << 20,
         port=70000,
         episodes_per_process=2,
+        keep_variables=("OWN_KEY",),
     )
     problems = node.check(None)
     assert [problem.split()[0] for problem in problems] == [
@@ -292,6 +293,7 @@ def test_settings_without_effect_on_outside_workers_are_refused() -> None:
         "limits.reset_s",
         "memory_bytes",
         "episodes_per_process",
+        "keep_variables",
     ]
     assert all("no effect on outside workers" in problem for problem in problems[1:])
     assert AgentProgram(Policy("tiny"), agent="outside").check(None) == []

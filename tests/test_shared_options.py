@@ -411,13 +411,15 @@ def test_episodes_look_ahead_by_the_groups_of_a_step(name: str, given: str, wind
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_the_bounds_of_processes_reach_every_node_with_episodes(name: str) -> None:
-    given = "--memory-gb 0.5 --processes 7 --episodes-per-process 3 --limits.turns 5"
+    given = "--memory-gb 0.5 --processes 7 --episodes-per-process 3 --keep-variables OWN_KEY --limits.turns 5"
     made = graph(name, *given.split())
     players = nodes(made, EpisodeNode)
     assert len(players) == (2 if name == "self_play" else 1)
-    assert {(one.memory_bytes, one.processes, one.episodes_per_process, one.limits.turns) for one in players} == {
-        (GB // 2, 7, 3, 5)
+    given_to = {
+        (one.memory_bytes, one.processes, one.episodes_per_process, one.keep_variables, one.limits.turns)
+        for one in players
     }
+    assert given_to == {(GB // 2, 7, 3, ("OWN_KEY",), 5)}
     assert nodes(graph(name), EpisodeNode)[0].memory_bytes == GB
     with pytest.raises(ConfigError, match=r"--memory-gb is 0\.0; it has to be above 0"):
         graph(name, "--memory-gb", "0")

@@ -11,7 +11,7 @@ that wait, which is not part of `reset_s`. A zygote that has died is started aga
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
@@ -24,6 +24,7 @@ from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
+from flowrl.tasks.program_variables import keep_problems, missing_variables
 
 MOST_LEFT = 8
 """Episodes in a row that have left something, after which every process plays only one."""
@@ -46,6 +47,7 @@ class Episodes:
         step_s: float = 60.0,
         zygote_restarts: int = 8,
         episodes_per_process: int = 1,
+        keep_variables: Sequence[str] = (),
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         counts = {"processes": processes, "memory_bytes": memory_bytes, "episodes_per_process": episodes_per_process}
@@ -55,6 +57,9 @@ class Episodes:
         for what, limit_s in (("reset_s", reset_s), ("step_s", step_s)):
             if not limit_s > 0:
                 raise ConfigError(f"{what} is {limit_s}; it has to be above 0")
+        for problem in keep_problems(keep_variables):
+            raise ConfigError(problem)
+        self._keep_variables = tuple(keep_variables)
         self._name = EnvironmentName(name)
         self._memory_bytes, self._reset_s, self._step_s = memory_bytes, reset_s, step_s
         self._episodes_per_process, self._progress = episodes_per_process, progress
@@ -82,11 +87,13 @@ class Episodes:
         known = not self._name.adapter or self._name.adapter in COOPERATIVE
         found = find_environment(self._name.text) if known else None
         if found is not None and found.kind.cooperative:
-            self._refuse_reuse()
+            self._refuse_process_options()
             self._in_loop, self.seats, self.replays = found, found.kind.seats, found.kind.replays
             self.saves = can_save(found.kind)
             await found.made().close()
             return self
+        if missing := missing_variables(self._keep_variables):
+            self._progress(f"keep_variables names {', '.join(missing)}, of which nothing is set on this machine")
         try:
             await self._try_making()
         except BaseException:  # a cancelled or failed trial also ends its processes
@@ -110,12 +117,16 @@ class Episodes:
         """A new episode that continues from the state that `OpenEpisode.save` returned. Raises as `reset` does."""
         return await self._begun(row, state)
 
-    def _refuse_reuse(self) -> None:
-        if self._episodes_per_process > 1:
-            raise ConfigError(
-                f"environment {self._name.text!r} is cooperative and has no processes, so episodes_per_process has no "
-                "effect; leave it out"
-            )
+    def _refuse_process_options(self) -> None:
+        for name, given in (
+            ("episodes_per_process", self._episodes_per_process > 1),
+            ("keep_variables", bool(self._keep_variables)),
+        ):
+            if given:
+                raise ConfigError(
+                    f"environment {self._name.text!r} is cooperative and has no processes, so {name} has no effect; "
+                    "leave it out"
+                )
 
     async def _try_making(self) -> None:
         episode = await self._opened(episodes=1)
@@ -196,7 +207,12 @@ class Episodes:
             if self._zygote is not None:
                 await self._zygote.stop()
                 self._use_restart(self._zygote)
-            zygote = ZygoteClient(self._name.text, memory_bytes=self._memory_bytes, start_s=self._reset_s)
+            zygote = ZygoteClient(
+                self._name.text,
+                memory_bytes=self._memory_bytes,
+                start_s=self._reset_s,
+                keep_variables=self._keep_variables,
+            )
             await zygote.start()
             self._zygote = zygote
             return zygote

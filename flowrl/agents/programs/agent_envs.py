@@ -23,6 +23,7 @@ from flowrl.agents.programs.agent_result import AgentResult
 from flowrl.agents.programs.openai_client import openai_client, warm_up
 from flowrl.environments import Action, Env, EnvironmentFailed, Observation, Step
 from flowrl.errors import ConfigError
+from flowrl.tasks.program_variables import program_variables
 from flowrl.tasks.user_module import user_module
 
 Function = Callable[[Any, Mapping[str, Any]], Awaitable[object]]
@@ -79,7 +80,9 @@ class CommandAgent(ProgramAgent):
     async def _started(self, command: str) -> asyncio.subprocess.Process:
         pipe = subprocess.PIPE
         try:
-            return await asyncio.create_subprocess_exec(*shlex.split(command), stdin=pipe, stdout=pipe)
+            return await asyncio.create_subprocess_exec(
+                *shlex.split(command), stdin=pipe, stdout=pipe, env=program_variables()
+            )
         except OSError as problem:
             text = f"the command {command!r} cannot be started: {problem.strerror}"
             raise EnvironmentFailed("env_died", text) from None

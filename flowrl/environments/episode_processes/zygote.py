@@ -23,6 +23,7 @@ import msgpack
 
 from flowrl.environments.episode_processes.output import Output, with_tail
 from flowrl.errors import ConfigError
+from flowrl.tasks.program_variables import program_variables
 
 MESSAGE_BYTES = 1 << 16
 """Control messages are shorter than this."""
@@ -55,8 +56,9 @@ class Birth:
 class ZygoteClient:
     """One zygote, from `start` to its death or `stop`. Only one event loop may use it."""
 
-    def __init__(self, name: str, *, memory_bytes: int, start_s: float) -> None:
+    def __init__(self, name: str, *, memory_bytes: int, start_s: float, keep_variables: Sequence[str] = ()) -> None:
         self._name, self._memory_bytes, self._start_s = name, memory_bytes, start_s
+        self._keep_variables = keep_variables
         self._births: dict[int, Birth] = {}
         self._killed: set[int] = set()
         """Numbers of the processes that are to be killed and whose exit has not been reported."""
@@ -105,7 +107,7 @@ class ZygoteClient:
             stdout=self.output.target,
             stderr=self.output.target,
             pass_fds=(self._theirs.fileno(),),
-            env=_variables(),
+            env=_variables(self._keep_variables),
         )
         self._theirs.close()
         self.output.handed_over()
@@ -257,11 +259,11 @@ class ZygoteClient:
         self._theirs.close()
 
 
-def _variables() -> dict[str, str]:
-    return {
-        **os.environ,
+def _variables(keep: Sequence[str]) -> dict[str, str]:
+    mine = {
         **dict.fromkeys(ONE_THREAD, "1"),
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when it is imported
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONHASHSEED": "0",  # the same seed has to repeat the order of sets
     }
+    return program_variables(mine, keep=keep)

@@ -70,7 +70,8 @@ class AgentProgram(EpisodeNode):
     `port`; 0 is any free port. `models` are the names that calls may give to the policy. `processes` is the number of
     agents at a time, including outside workers that wait for a task. `memory_bytes` is the memory that a process may
     take. A process plays `episodes_per_process` episodes, one after the other; what the program keeps in its modules
-    still exists in the next episode. `requests` plays held-out episodes, without tickets.
+    still exists in the next episode. `keep_variables` names environment variables of the run that processes get besides
+    those that every program needs. `requests` plays held-out episodes, without tickets.
     """
 
     _players: AgentPlayers
@@ -92,6 +93,7 @@ class AgentProgram(EpisodeNode):
         processes: int = 256,
         memory_bytes: int = MEMORY_BYTES,
         episodes_per_process: int = 1,
+        keep_variables: tuple[str, ...] = (),
         shaping: Shaping | None = None,
     ) -> None:
         super().__init__(
@@ -100,6 +102,7 @@ class AgentProgram(EpisodeNode):
             processes=processes,
             memory_bytes=memory_bytes,
             episodes_per_process=episodes_per_process,
+            keep_variables=keep_variables,
             shaping=shaping,
         )
         self.agent = agent
@@ -186,7 +189,7 @@ class AgentProgram(EpisodeNode):
         text = "is for processes that are started, and has no effect on outside workers; leave it out"
         if self.limits.reset_s != Limits.reset_s:
             yield f"limits.reset_s {text}"
-        for name, default in (("memory_bytes", MEMORY_BYTES), ("episodes_per_process", 1)):
+        for name, default in (("memory_bytes", MEMORY_BYTES), ("episodes_per_process", 1), ("keep_variables", ())):
             if getattr(self, name) != default:
                 yield f"{name} {text}"
 
@@ -207,6 +210,7 @@ class AgentProgram(EpisodeNode):
             processes=self.processes,
             memory_bytes=self.memory_bytes,
             episodes_per_process=self.episodes_per_process,
+            keep_variables=self.keep_variables,
             reset_s=self.limits.reset_s,
             step_s=self.limits.episode_s,
             progress=progress,

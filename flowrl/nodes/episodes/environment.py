@@ -47,10 +47,12 @@ class Environment(EpisodeNode):
 
     `environment` is a name as in docs/environments.md, `limits` bounds episodes and attempts. `processes` is the number
     of environment processes at a time, `memory_bytes` the memory that each may take; a process plays
-    `episodes_per_process` episodes, one after the other. `requests` plays held-out episodes, without tickets. `shaping`
-    applies to the reward of a whole episode. `history` says how a context is made: "append" joins what was sampled and
-    fed; "template" applies the template to all messages, so that an episode has a further sequence (`branches`) for
-    each context that the template rewrote. Conversations begin with `system_prompt`, unless it is empty.
+    `episodes_per_process` episodes, one after the other. `keep_variables` names environment variables of the run that
+    these processes get besides those that every program needs. `requests` plays held-out episodes, without tickets.
+    `shaping` applies to the reward of a whole episode. `history` says how a context is made: "append" joins what was
+    sampled and fed; "template" applies the template to all messages, so that an episode has a further sequence
+    (`branches`) for each context that the template rewrote. Conversations begin with `system_prompt`, unless it is
+    empty.
 
     If the environment has several seats, the policy plays all of them. With an edge from `opponent`, it plays only the
     seat (the row's seed + the epoch) modulo the number of seats; the generator at the end of that edge plays the
@@ -70,6 +72,7 @@ class Environment(EpisodeNode):
         processes: int = 256,
         memory_bytes: int = 1 << 30,
         episodes_per_process: int = 1,
+        keep_variables: tuple[str, ...] = (),
         shaping: Shaping | None = None,
         history: History = "append",
         system_prompt: str = "",
@@ -80,6 +83,7 @@ class Environment(EpisodeNode):
             processes=processes,
             memory_bytes=memory_bytes,
             episodes_per_process=episodes_per_process,
+            keep_variables=keep_variables,
             shaping=shaping,
         )
         self.environment = environment
@@ -156,6 +160,7 @@ class Environment(EpisodeNode):
             processes=self.processes,
             memory_bytes=self.memory_bytes,
             episodes_per_process=self.episodes_per_process,
+            keep_variables=self.keep_variables,
             reset_s=self.limits.reset_s,
             step_s=self.limits.step_s,
             progress=progress,

@@ -38,6 +38,7 @@ from flowrl.nodes.episodes.limits import Limits
 from flowrl.nodes.episodes.played import Played
 from flowrl.nodes.rewarding.shaping import Shaping
 from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION
+from flowrl.tasks.program_variables import keep_problems
 
 NO_TURN = "no_turn"
 """The reason for dropping an episode that opponents of the policy ended before the policy's first turn."""
@@ -65,6 +66,7 @@ class EpisodeNode(Node):
         processes: int,
         memory_bytes: int,
         episodes_per_process: int,
+        keep_variables: tuple[str, ...],
         shaping: Shaping | None,
     ) -> None:
         self.policy = policy
@@ -72,6 +74,7 @@ class EpisodeNode(Node):
         self.processes = processes
         self.memory_bytes = memory_bytes
         self.episodes_per_process = episodes_per_process
+        self.keep_variables = tuple(keep_variables)
         self.shaping = shaping or Shaping()
 
     # What subclasses say
@@ -109,6 +112,7 @@ class EpisodeNode(Node):
         for name in ("processes", "memory_bytes", "episodes_per_process"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        problems += keep_problems(self.keep_variables)
         return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
 
     def _load(self, model_dir: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.program_variables import EVERYTHING, program_variables
 from flowrl.tasks.reward_calls import child
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts
 
@@ -54,7 +55,7 @@ class RewardWorker:
             *self.asks,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=program_variables({"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}, keep=EVERYTHING),
         )
         try:
             async with asyncio.timeout(LOADED_WITHIN_S):

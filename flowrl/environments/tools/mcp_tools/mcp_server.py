@@ -38,7 +38,7 @@ class McpServer(ToolSource):
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of every request to a URL, such as a key."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of a command, in addition to those of the run."""
+    """Environment variables of a command, in addition to those of its episode's process."""
     call_s: float = 30.0
     observation_bytes: int = OBSERVATION_BYTES
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 
 from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.tools.tool import ToolError
+from flowrl.tasks.program_variables import program_variables
 from flowrl.tasks.user_module import one_line
 
 Found = TypeVar("Found")
@@ -107,7 +107,7 @@ class McpSession:
 
         if not self._over_http:
             command, *arguments = self._words
-            yield StdioServerParameters(command=command, args=arguments, env={**os.environ, **self._extra})
+            yield StdioServerParameters(command=command, args=arguments, env=program_variables(self._extra))
             return
         times = httpx2.Timeout(CONNECT_S, read=None)  # the call's own limit bounds the wait for an answer
         async with httpx2.AsyncClient(headers=dict(self._extra), timeout=times) as http:
