@@ -242,7 +242,6 @@ BROAD_EXCEPTS = {
     "environments/tools/sandbox/sandbox_interpreter.py: main",
     "environments/episode_processes/zygote.py: ZygoteClient.start",
     "graph/load.py: user_code",
-    "models/__init__.py: check_prompts",
     "models/tokens/chat.py: Chat._template",
     "models/tokens/chat.py: _template_end",
     "models/tokens/chat.py: load_tokenizer",

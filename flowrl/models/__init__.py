@@ -26,7 +26,6 @@ __all__ = [
     "Policy",
     "TokenizerOptions",
     "cache_dir",
-    "check_masks",
     "check_model",
     "check_prompts",
     "check_tools",
@@ -163,7 +162,8 @@ def _known_rows(policy: Policy) -> int | None:
 
 
 def check_prompts(policy: Policy, rows: Sequence[Row], system_prompt: str) -> None:
-    """Raise ConfigError unless the model's tokenizer renders the prompts of `rows`, with their tools."""
+    """Raise ConfigError if the model has no chat template for tools, a system prompt or earlier turns, and these have
+    some."""
     check_tools(policy, rows)
     if policy.built_in:
         return
@@ -173,13 +173,6 @@ def check_prompts(policy: Policy, rows: Sequence[Row], system_prompt: str) -> No
             f"{policy.model} has no chat template, so a system prompt and earlier turns cannot be passed to it; "
             "name a chat model, add a chat_template.jinja, or ask with single turns and without a system prompt"
         )
-    try:
-        Chat(tokenizer, system_prompt, rows[0].tools).prompt(rows[0].turns)
-    except Exception as problem:  # the boundary to the template, which is the model author's program
-        raise ConfigError(
-            f"the chat template of {policy.model} does not render a prompt of this task ({problem}); "
-            "leave out the system prompt, or change the template"
-        ) from None
 
 
 def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
@@ -193,16 +186,3 @@ def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
         if not tokenizer.chat_template:
             Chat(tokenizer).prompt(row.turns)
         tool_form(tokenizer).require(row.all_turns, row.tools)
-
-
-def check_masks(policy: Policy, rows: Sequence[Row], system_prompt: str, *, last: bool) -> None:
-    """Raise ConfigError unless the assistant's turns can be found in `rows` as the chat template renders them.
-
-    One row of each number of turns is tried. `last`: only the last turn is looked for.
-    """
-    tokenizer = known_tokenizer(policy)
-    if tokenizer is None:
-        return
-    for row in {len(row.turns) + len(row.reply): row for row in reversed(rows)}.values():
-        chat = Chat(tokenizer, system_prompt, row.tools)
-        (chat.completion if last else chat.demonstration)(row.turns, row.response)

@@ -123,13 +123,19 @@ class Chat:
         return replace(self, tools=tools) if tools else self
 
     def prompt(self, turns: Messages) -> tuple[str, Int32]:
-        """(text, ids) up to the start of the assistant's turn. Without a chat template: only the last turn's text."""
-        if not self.tokenizer.chat_template:
-            self._require_plain(turns)
-            text = turns[-1]["content"]
-            return text, np.asarray(self.tokenizer(text)["input_ids"], np.int32)
-        text = self._template(turns, add_generation_prompt=True)
-        return text, token_ids(self.tokenizer, text)
+        """(text, ids) up to the start of the assistant's turn. Without a chat template: only the last turn's text.
+
+        Raises Unrendered.
+        """
+        text = self.prompt_text(turns)
+        return text, self._prompt_ids(text)
+
+    def prompt_text(self, turns: Messages) -> str:
+        """The text of `prompt`."""
+        if self.tokenizer.chat_template:
+            return self._template(turns, add_generation_prompt=True)
+        self._require_plain(turns)
+        return str(turns[-1]["content"])
 
     def demonstration(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation that ends with `reply`; the mask marks every assistant turn and its end.
@@ -192,7 +198,7 @@ class Chat:
             _require_no_end(turn, ends)
         if not self.tokenizer.chat_template:
             self._require_plain(told)
-            asked, answer = self.prompt(told[:-1])[0], f"{told[-1]['content']}{self.tokenizer.eos_token}"
+            asked, answer = self.prompt_text(told[:-1]), f"{told[-1]['content']}{self.tokenizer.eos_token}"
             return asked + answer, [(len(asked), len(asked) + len(answer))]
         text = self._template(told)
         found = [(start := self._start(told, n, text), self._end(told, n, text, start)) for n in marked]

@@ -26,6 +26,7 @@ from flowrl.nodes.evaluating.held_out_scores import ScoredBy, full_marks, scores
 from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
 from flowrl.nodes.sources.environment_source import prompt_fields, question_fields
 from flowrl.nodes.sources.row_source import SourceRow
+from flowrl.nodes.sources.row_trial import place_of, prompt_texts, require_rendered
 from flowrl.nodes.sources.task_source import task_fields
 from flowrl.nodes.sources.too_long import PromptLimit, within
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
@@ -34,7 +35,7 @@ from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.reward_calls.away import AWAY_S, Patience
 from flowrl.tasks.reward_calls.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, names_model, open_reward
-from flowrl.tasks.row_reading.indexed_rows import prompt_ids
+from flowrl.tasks.row_reading.indexed_rows import picked, prompt_ids
 
 R = TypeVar("R", bound=SourceRow)
 
@@ -179,8 +180,11 @@ class Evaluation(Node):
 
     def preflight(self) -> str | None:
         check_model(self.policy)
+        said: list[str] = []
         for one in self.sets:
             rows = self._checked(one)
+            if text := require_rendered(self.policy, one.task, rows, prompt_texts):
+                said.append(f"{one.name}: {text}")
             if self.limit.too_long == "error" and not self.policy.built_in:
                 self._asked(one, rows, Chat(tokenizer_of(self.policy), one.task.system_prompt))
         for one in self.agent_sets:
@@ -189,7 +193,8 @@ class Evaluation(Node):
             rows_played = self._rows(environment_rows(name).held_out)
             if len(rows_played) < self.num_prompts:
                 raise ConfigError(too_few(name, len(rows_played), self.num_prompts))
-        return "; ".join(self._said(one) for one in (*self.sets, *self.agent_sets) if self._is_said(one)) or None
+        said += [self._said(one) for one in (*self.sets, *self.agent_sets) if self._is_said(one)]
+        return "; ".join(said) or None
 
     def _checked(self, one: EvaluationSet) -> Sequence[Row]:
         """The prompts of a set. Raises ConfigError if there are too few, or if the reward cannot score them."""
@@ -251,9 +256,13 @@ class Evaluation(Node):
     async def _task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
         chat = Chat(tokenizer, one.task.system_prompt)
         found = await self.blocking(load_rows, one.task, whole=one.whole)
-        rows, num_long = await self.blocking(self._asked, one, one.chosen(found), chat)
+        chosen = one.chosen(found)
+        rows, num_long = await self.blocking(self._asked, one, chosen, chat)
         by = await self.blocking(self.scored_by[one.name].telling, one.task, rows)
         by = await self.blocking(by.checked, ())
+        if unrendered := len(chosen) - len(await self.blocking(_rendered_rows, chosen, chat)):
+            self.context.metric("evaluation_prompts_unrendered", unrendered)
+            self.context.progress(f"{one.name}: {unrendered} held-out prompts cannot be rendered and are not asked")
         if num_long:
             self.context.metric("evaluation_prompts_too_long", num_long)
             left_out = self.limit.too_long == "drop"
@@ -279,6 +288,7 @@ class Evaluation(Node):
 
     def _asked(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
         """The rows of a set that are asked, and how many prompts are too long. Raises ConfigError."""
+        rows = _rendered_rows(rows, chat)
         most = self._most
         return (rows, 0) if most is None else within(rows, chat, most, self.limit, task=one.name)
 
@@ -394,3 +404,14 @@ def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -
             f"{name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)}, but it needs "
             "one; this is an error in flowrl, please report it"
         )
+
+
+def _rendered_rows(rows: Sequence[Row], chat: Chat) -> Sequence[Row]:
+    """The rows whose prompts the template renders. Raises ConfigError if there is none."""
+    refused = {number for number, row in enumerate(rows) if prompt_texts(row).problem(chat)}
+    if rows and len(refused) == len(rows):
+        raise ConfigError(
+            f"none of the {len(rows)} held-out prompts can be rendered, the first, {place_of(rows[0])}: "
+            f"{prompt_texts(rows[0]).problem(chat)}; use another template, or set --evaluate 0"
+        )
+    return picked(rows, [number for number in range(len(rows)) if number not in refused]) if refused else rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from flowrl.cache import Progress
@@ -15,11 +16,12 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_masks, check_model, check_tools, tokenizer_of
+from flowrl.models import Chat, Policy, check_model, check_tools, tokenizer_of
 from flowrl.nodes.sources.given_sample import given_sample
 from flowrl.nodes.sources.row_source import RowPart
+from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.source import PromptSource
-from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long, shortened
+from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
 
@@ -50,6 +52,9 @@ class DemonstrationSource(PromptSource):
 
     def read(self) -> Rows:
         return load_demonstrations(self.task, whole=self.part == "all")
+
+    def _try_rows(self, rows: Sequence[Row]) -> None:
+        """Nothing: the node that renders whole rows tries them."""
 
 
 class Demonstrations(Node):
@@ -86,17 +91,23 @@ class Demonstrations(Node):
     def check(self, facts: object) -> list[str]:
         return [f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else []
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
         rows = self._read_rows()
         _require_answers(self.task, rows)
         check_tools(self.policy, rows)
-        check_masks(self.policy, rows, self.task.system_prompt, last=self.trained == "last")
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+        tried = joined(rows, load_demonstrations(self.task).held_out) if self.part == "train" else rows
+        return require_rendered(self.policy, self.task, tried, self._texts)
+
+    def _texts(self, row: Row) -> RowTexts:
+        return RowTexts(row.turns, (row.response,), row.tools, every_turn=self.trained == "all")
 
     def _refuse_long(self, chat: Chat) -> None:
-        lengths = (len(chat.with_tools(row.tools).completion(row.turns, row.response)[0]) for row in self._read_rows())
+        lengths = rendered_alone(
+            self._read_rows(), lambda row: len(chat.with_tools(row.tools).completion(row.turns, row.response)[0])
+        )
         refuse_long(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
 
     async def setup(self) -> None:
@@ -106,7 +117,9 @@ class Demonstrations(Node):
             await self.blocking(self._refuse_long, self._chat)
         rows = await self.blocking(self._read_rows)
         self._rows = by_id(rows)
-        self._long = LongRows(len(rows), self.max_tokens, option="max_tokens", task=self.task.name)
+        self._dropped = DroppedRows(
+            len(rows), self.max_tokens, option="max_tokens", task=self.task.name, context=self.context
+        )
 
     def _read_rows(self) -> Sequence[Row]:
         found = load_demonstrations(self.task, whole=self.part == "all")
@@ -116,9 +129,9 @@ class Demonstrations(Node):
 
     async def run(self) -> None:
         async for prompt in self.prompts:
-            sample = self.demonstration(prompt)
-            if not self._long.fits([sample]):
-                self.prompts.drop(prompt, "too_long")
+            sample = self._dropped.rendered(self._rows[prompt.prompt_id], partial(self.demonstration, prompt))
+            if sample is None or not self._dropped.fits([sample]):
+                self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
                 continue
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
@@ -158,7 +171,8 @@ class Demonstrations(Node):
     def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
         chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
         rows = load_demonstrations(self.task).held_out
-        samples = [self._held_out_sample(row, chat) for row in lowest(rows, most) if row.answer is not None]
+        answered = [row for row in lowest(rows, most) if row.answer is not None]
+        samples = rendered_alone(answered, lambda row: self._held_out_sample(row, chat))
         return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
 
     def _held_out_sample(self, row: Row, chat: Chat) -> Trainable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Int32, Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.nodes.sources.row_source import RowPart
-from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long, shortened
+from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
+from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined
 
@@ -58,7 +60,7 @@ class GivenAnswers(Node):
         problems = [] if 0 < self.share <= 1 else [f"share is {self.share}; it has to be above 0, and at most 1"]
         return problems + ([f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else [])
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
         if without := sum(row.answer is None for row in self._all_rows()):
             raise ConfigError(
@@ -67,11 +69,17 @@ class GivenAnswers(Node):
             )
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+        return require_rendered(
+            self.policy, self.task, self._asked_rows(), lambda row: RowTexts(row.turns, (row.response,), row.tools)
+        )
+
+    def _asked_rows(self) -> Sequence[Row]:
+        """The rows whose prompts come."""
+        found = load_rows(self.task, whole=self.part == "all")
+        return joined(found.train, found.held_out) if self.part == "all" else found.train
 
     def _refuse_long(self, chat: Chat) -> None:
-        found = load_rows(self.task, whole=self.part == "all")
-        rows = joined(found.train, found.held_out) if self.part == "all" else found.train
-        lengths = (len(self._rendered(chat, row)[0]) for row in rows)
+        lengths = rendered_alone(self._asked_rows(), lambda row: len(self._rendered(chat, row)[0]))
         refuse_long(lengths, self.max_tokens, option="max_answer_tokens", task=self.task.name)
 
     def _all_rows(self) -> Sequence[Row]:
@@ -85,7 +93,9 @@ class GivenAnswers(Node):
             await self.blocking(self._refuse_long, self._chat)
         rows = await self.blocking(self._all_rows)
         self._rows = by_id(rows)
-        self._long = LongRows(len(rows), self.max_tokens, option="max_answer_tokens", task=self.task.name)
+        self._dropped = DroppedRows(
+            len(rows), self.max_tokens, option="max_answer_tokens", task=self.task.name, context=self.context
+        )
 
     async def run(self) -> None:
         async for prompt in self.prompts:
@@ -101,9 +111,9 @@ class GivenAnswers(Node):
         return random.Random(f"{self.context.seed}/{group_id}").random() < self.share
 
     async def _give(self, prompt: Prompt) -> None:
-        sample = self.sample(prompt)
-        if not self._long.fits([sample]):
-            self.prompts.drop(prompt, "too_long")
+        sample = self._dropped.rendered(self._rows[prompt.prompt_id], partial(self.sample, prompt))
+        if sample is None or not self._dropped.fits([sample]):
+            self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
             return
         self.context.metric("answers_given", 1)
         self.context.metric("tokens_generated", sample.response_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, tokenizer_of
+from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
+from flowrl.nodes.sources.too_long import DroppedRows
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined
 
@@ -30,9 +33,9 @@ class GivenResponses(Node):
         self.max_tokens = max_tokens
 
     def facts(self) -> Facts:
-        return Facts(longest_response=self.max_tokens)
+        return Facts(longest_response=self.max_tokens, drops=True)
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         for source in self.task.made_sources:
             raise ConfigError(
                 f"{source} makes its rows, which have no responses to be scored; name a file of responses with --task"
@@ -45,16 +48,27 @@ class GivenResponses(Node):
                 f"{len(lacking)} of {len(rows)} rows of {self.task.source!r} have no text to be scored in the column "
                 f"{self.column!r} (the first has {columns}); name the column with --response"
             )
+        return require_rendered(
+            self.policy, self.task, rows, lambda row: RowTexts(row.turns, (row.columns[self.column],), row.tools)
+        )
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task, whole=True)
-        self._rows = by_id(joined(found.train, found.held_out))
+        rows = joined(found.train, found.held_out)
+        self._rows = by_id(rows)
+        self._dropped = DroppedRows(
+            len(rows), self.max_tokens, option="max_tokens", task=self.task.name, context=self.context
+        )
 
     async def run(self) -> None:
         async for prompt in self.prompts:
-            sample = await self.blocking(self.sample, prompt)
+            row = self._rows[prompt.prompt_id]
+            sample = await self.blocking(self._dropped.rendered, row, partial(self.sample, prompt))
+            if sample is None:
+                self.prompts.drop(prompt, "unrendered")
+                continue
             self.context.ledger.generated(sample)
             await self.rollouts.send(sample)
 

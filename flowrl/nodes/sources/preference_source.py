@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,14 +18,18 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out
-from flowrl.messages import Group, Mismatched, Prompt, Trainable
+from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
-from flowrl.models.tokens.chat import ReplyMessage
+from flowrl.models.tokens.chat import ReplyMessage, Unrendered
+from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.source import PromptSource
-from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long, shortened
+from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Rows, Task, load_preferences
 from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
 from flowrl.tasks.row_reading.tool_shapes import text_of
+
+MISMATCHES_TRIED = 16
+"""Rows whose completions are tried as mismatches of one prompt."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class Preferences:
         """All rows; a process reads them only once."""
         return load_preferences(self.task, self.kind)
 
+    def texts(self, row: Row) -> RowTexts:
+        """What is rendered of a row."""
+        names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
+        return RowTexts(row.turns, tuple(row.columns[name] for name in names), row.tools)
+
     def chat(self, progress: Progress = silent) -> Chat:
         """The chat that renders the rows."""
         return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
@@ -85,6 +95,9 @@ class PreferenceSource(PromptSource):
     def read(self) -> Rows:
         return self.data.rows()
 
+    def _try_rows(self, rows: Sequence[Row]) -> None:
+        """Nothing: the node that renders completions tries them."""
+
 
 class PreferenceDataset(Node):
     """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
@@ -104,14 +117,16 @@ class PreferenceDataset(Node):
     def facts(self) -> Facts:
         return Facts(group_size=self.data.group_size, drops=True, keeps_lineage=False)
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.data.policy)
         rows = self.data.rows()
-        check_tools(self.data.policy, joined(rows.train, rows.held_out))
+        both = joined(rows.train, rows.held_out)
+        check_tools(self.data.policy, both)
         if self.data.kind == "labelled":
             mismatches(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
             self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
+        return require_rendered(self.data.policy, self.data.task, both, self.data.texts)
 
     def _refuse_long(self, rendered: Renderer) -> None:
         lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
@@ -121,16 +136,19 @@ class PreferenceDataset(Node):
         chat = await self.blocking(self.data.chat, self.context.progress)
         rows = (await self.blocking(self.data.rows)).train
         self._render = Renderer(self.data, chat, rows)
-        self._long = LongRows(len(rows), self.data.max_tokens, option="max_tokens", task=self.data.task.name)
+        self._dropped = DroppedRows(
+            len(rows), self.data.max_tokens, option="max_tokens", task=self.data.task.name, context=self.context
+        )
         if self.data.too_long == "error":
             await self.blocking(self._refuse_long, self._render)
 
     async def run(self) -> None:
         async for members in self.prompts.groups(self.data.group_size):
-            samples = self.samples(members.items)
-            if not self._long.fits(samples):
+            row = self._render.rows[members.items[0].prompt_id]
+            samples = self._dropped.rendered(row, partial(self.samples, members.items))
+            if samples is None or not self._dropped.fits(samples):
                 for prompt in members.items:
-                    self.prompts.drop(prompt, "too_long")
+                    self.prompts.drop(prompt, "unrendered" if samples is None else "too_long")
                 continue
             await self._send(members, samples)
 
@@ -167,26 +185,40 @@ class Renderer:
         self._truncates = data.too_long == "truncate"
         self._chat = chat
         self._scored = data.scored
-        self._rows = by_id(rows)
+        self.rows = by_id(rows)
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
 
     def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
-        return map(self.row, self._rows)
+        """The samples of each row that the template renders."""
+        return rendered_alone(self.rows, self.row)
 
     def row(self, row_id: str) -> tuple[Trainable, ...]:
-        """The pair as neighbours, chosen first, or the one labelled completion."""
-        row = self._rows[row_id]
+        """The pair as neighbours, chosen first, or the one labelled completion. Raises Unrendered."""
+        row = self.rows[row_id]
         if self._kind == "pairs":
             both = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
             return self._shortened(tuple(self._sample(row, member, *one) for member, one in enumerate(both)))
         label = 1 if row.columns["label"] else -1
-        other = self._mismatches[row_id].columns["completion"]
-        ids, mask = self._chat.with_tools(row.tools).completion(row.turns, other)
+        sample = self._sample(row, 0, row.columns["completion"], label)
+        ids, mask = self._mismatched(row)
         if self._truncates:  # as the sample itself: the completion stays
             ids, mask = shortened(ids, mask, self._max_tokens)
         mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
-        sample = self._sample(row, 0, row.columns["completion"], label)
         return self._shortened((replace(sample, mismatched=mismatched),))
+
+    def _mismatched(self, row: Row) -> tuple[Int32, Bool]:
+        """The row's prompt with the completion of the next row whose prompt is another one and whose completion can be
+        rendered. Raises Unrendered if there is none among the next few."""
+        other = row
+        for tries_left in reversed(range(MISMATCHES_TRIED)):
+            other = self._mismatches[other.prompt_id]
+            try:
+                if other.asked_id != row.asked_id:
+                    return self._chat.with_tools(row.tools).completion(row.turns, other.columns["completion"])
+            except Unrendered:
+                if not tries_left:
+                    raise
+        raise Unrendered("no other row has a completion that can be put behind its prompt")
 
     def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
         """If one of the completions is too long, all lose the same number of tokens from the start of their prompt."""

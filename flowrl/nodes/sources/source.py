@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of
 from flowrl.nodes.curricula.curriculum import Curriculum
 from flowrl.nodes.sources.row_source import RowPart, RowSource
-from flowrl.nodes.sources.too_long import TooLong, prompt_length, refuse_long
+from flowrl.nodes.sources.row_trial import prompt_texts, require_rendered
+from flowrl.nodes.sources.too_long import DroppedRows, TooLong, prompt_length, refuse_long, rendered_alone
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
 
@@ -28,6 +28,9 @@ class PromptSource(RowSource):
     beginning, or they are an error before the first prompt is sent. The metrics `prompts_too_long` and
     `prompts_too_long_share` give their number and their share of the prompts the source has reached. A prompt's text
     stays whole.
+
+    Prompts that the policy's chat template refuses are named before the run, or left out and counted
+    (`rows_unrendered`), see `flowrl.nodes.sources.row_trial`.
 
     `answers_compared`: the task's own verifier judges the responses to the prompts, so its rows' answers have to be of
     the form that the verifier compares with.
@@ -60,8 +63,7 @@ class PromptSource(RowSource):
         self.answers_compared = answers_compared
         self._seen = self._long = 0
         """Number of prompts so far, and number of those that were too long."""
-        self._passed_over = 0
-        """Number of prompts that were too long since the last prompt of valid length."""
+        self._dropped: DroppedRows
 
     def facts(self) -> Facts:
         return dataclasses.replace(super().facts(), longest_prompt=self.max_prompt_tokens)
@@ -74,7 +76,7 @@ class PromptSource(RowSource):
             problems.append(f"too_long is {self.too_long!r}; choose one of {', '.join(get_args(TooLong))}")
         return problems
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
         rows = self.rows()
         if self.answers_compared:
@@ -83,11 +85,20 @@ class PromptSource(RowSource):
         check_prompts(self.policy, rows, self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt), rows)
+        return self._try_rows(rows)
+
+    def _try_rows(self, rows: Sequence[Row]) -> str | None:
+        """Raise ConfigError for prompts that the template refuses; returns what is to be said of those left out."""
+        return require_rendered(self.policy, self.task, rows, prompt_texts)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
         await super().setup()
+        most, name = self.max_prompt_tokens, self.task.name
+        self._dropped = DroppedRows(
+            len(self._rows), most, option="max_prompt_tokens", task=name, noun="training prompts", context=self.context
+        )
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat, self._rows)
         self._say(await self.blocking(self.read))
@@ -119,8 +130,12 @@ class PromptSource(RowSource):
         return load_rows(self.task, whole=self.part == "all")
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
-        text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
+        """Its members; none if the template does not render the prompt."""
         self._seen += 1
+        rendered = self._dropped.rendered(row, lambda: self._chat.with_tools(row.tools).prompt(row.turns))
+        if rendered is None:
+            return []
+        text, token_ids = rendered
         if len(token_ids) > self.max_prompt_tokens:
             self._long += 1
             self.context.metric("prompts_too_long", 1)
@@ -131,28 +146,17 @@ class PromptSource(RowSource):
         return self.members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
 
     async def offer(self, group: list[Prompt]) -> bool:
-        if len(group[0].token_ids) > self.max_prompt_tokens:
-            self._pass_over()
+        if not group or not self._dropped.fits(group[:1]):
             return True
-        admitted = await super().offer(group)
-        self._passed_over = 0
-        return admitted
+        return await super().offer(group)
 
     def _order(self, epoch: int) -> list[int]:
         if len(self.task.sources) > 1:
             return mixed_order(self._rows, self.task, self._seed, epoch)
         return super()._order(epoch)
 
-    def _pass_over(self) -> None:
-        self._passed_over += 1
-        if self._passed_over >= len(self._rows):
-            raise ConfigError(
-                f"all {len(self._rows)} training prompts of {self.task.name!r} are longer than max_prompt_tokens = "
-                f"{self.max_prompt_tokens}; raise it"
-            )
-
     def _refuse_long(self, chat: Chat, rows: Sequence[Row]) -> None:
         """Raise ConfigError if a prompt is too long."""
-        lengths = (prompt_length(chat, row) for row in rows)
+        lengths = rendered_alone(rows, lambda row: prompt_length(chat, row))
         option = "max_prompt_tokens"
         refuse_long(lengths, self.max_prompt_tokens, option=option, task=self.task.name, noun="prompts")

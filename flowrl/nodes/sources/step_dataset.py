@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
-from flowrl.nodes.sources.too_long import LongRows, TooLong, refuse_long
+from flowrl.nodes.sources.row_trial import prompt_texts, require_rendered
+from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
 
@@ -51,18 +53,20 @@ class StepDataset(Node):
     def facts(self) -> Facts:
         return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
         found = load_demonstrations(self.task)
-        for row in joined(found.train, found.held_out):
+        rows = joined(found.train, found.held_out)
+        for row in rows:
             labelled_steps(row, self.separator)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+        return require_rendered(self.policy, self.task, rows, prompt_texts)
 
     def _refuse_long(self, chat: Chat) -> None:
         found = load_demonstrations(self.task)
         rows = joined(found.train, found.held_out)
-        lengths = (len(self.sample(chat, row, sample_id="", group_id="").token_ids) for row in rows)
+        lengths = rendered_alone(rows, lambda row: len(self.sample(chat, row, sample_id="", group_id="").token_ids))
         refuse_long(lengths, self.max_tokens, option="max_length", task=self.task.name)
 
     def sample(self, chat: Chat, row: Row, **fields: Any) -> Trainable:
@@ -77,14 +81,17 @@ class StepDataset(Node):
             await self.blocking(self._refuse_long, self._chat)
         found = await self.blocking(load_demonstrations, self.task)
         self._rows = by_id(found.train)
-        self._long = LongRows(len(found.train), self.max_tokens, option="max_length", task=self.task.name)
+        self._dropped = DroppedRows(
+            len(found.train), self.max_tokens, option="max_length", task=self.task.name, context=self.context
+        )
 
     async def run(self) -> None:
         async for prompt in self.prompts:
             fields = {name: getattr(prompt, name) for name in ("sample_id", "group_id", "epoch", "member")}
-            sample = self.sample(self._chat, self._rows[prompt.prompt_id], **fields)
-            if not self._long.fits([sample]):
-                self.prompts.drop(prompt, "too_long")
+            row = self._rows[prompt.prompt_id]
+            sample = self._dropped.rendered(row, partial(self.sample, self._chat, row, **fields))
+            if sample is None or not self._dropped.fits([sample]):
+                self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
                 continue
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
@@ -116,7 +123,9 @@ class HeldOutSteps(Node):
     def _render(self) -> tuple[Trainable, ...]:
         chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
         rows = lowest(load_demonstrations(self.data.task).held_out, self.num_rows)
-        made = [self.data.sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id) for row in rows]
+        made = rendered_alone(
+            rows, lambda row: self.data.sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id)
+        )
         return tuple(sample for sample in made if len(sample.token_ids) <= self.data.max_tokens)
 
     async def run(self) -> None:

@@ -1,19 +1,24 @@
-"""What happens to prompts and conversations that have more tokens than a limit."""
+"""What happens to prompts and conversations that have more tokens than a limit, or that no template renders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.messages import Bool, Int32, Sample, Trainable
+from flowrl.graph.node import Context
+from flowrl.messages import Bool, Int32, Prompt, Sample, Trainable
 from flowrl.models import Chat
+from flowrl.models.tokens.chat import Unrendered
+from flowrl.nodes.sources.row_trial import place_of
 from flowrl.tasks import Row
 from flowrl.tasks.row_reading.indexed_rows import picked
 
+R = TypeVar("R")
+T = TypeVar("T")
 TooLong = Literal["drop", "truncate", "error"]
 
 
@@ -82,35 +87,72 @@ def answer_start(mask: Bool) -> int:
     return int(places[-1]) + 1 if places.size else 0
 
 
-def within_limit(samples: Iterable[Trainable | Sample], most: int) -> bool:
+def within_limit(samples: Iterable[Trainable | Sample | Prompt], most: int) -> bool:
     """Whether none of the samples of a row has more than `most` tokens: else the row is dropped whole."""
     return all(len(sample.token_ids) <= most for sample in samples)
 
 
-class LongRows:
-    """Counts the rows that a node drops one after the other because they are too long.
+class DroppedRows:
+    """Counts the rows that a node drops one after the other because they are too long, or because the chat template
+    does not render them.
 
-    A dropped group counts for no optimizer step, so a run whose rows are all too long would never end.
+    A dropped group counts for no optimizer step, so a run whose rows are all dropped would never end.
     """
 
-    def __init__(self, num_rows: int, most: int, *, option: str, task: str) -> None:
+    def __init__(
+        self, num_rows: int, most: int, *, option: str, task: str, context: Context, noun: str = "conversations"
+    ) -> None:
+        self._noun = noun
+        self._context = context
+        self._unrendered = 0
         self._num_rows = num_rows
         self._most = most
         self._option = option
         self._task = task
         self._number = 0
 
-    def fits(self, samples: Iterable[Trainable | Sample]) -> bool:
+    def fits(self, samples: Iterable[Trainable | Sample | Prompt]) -> bool:
         """Whether the samples of a row are short enough; else the caller drops the row. Raises ConfigError if as many
         rows as there are were too long, one after the other."""
         fits = within_limit(samples, self._most)
         self._number = 0 if fits else self._number + 1
         if self._number >= self._num_rows:
             raise ConfigError(
-                f"all {self._num_rows} conversations of {self._task!r} are longer than {self._option} = {self._most}; "
+                f"all {self._num_rows} {self._noun} of {self._task!r} are longer than {self._option} = {self._most}; "
                 "raise it, or set too_long to truncate"
             )
         return fits
+
+    def rendered(self, row: Row, render: Callable[[], T]) -> T | None:
+        """What `render` makes of the row; None if the template does not render it, so that the caller drops the row.
+
+        The first such row is named, and all are counted (`rows_unrendered`): a trial before the run names them unless
+        they are to be left out, or it had no time for all. Raises ConfigError as `fits` does.
+        """
+        try:
+            return render()
+        except Unrendered as problem:
+            self._number += 1
+            if not self._unrendered:
+                self._context.progress(f"a row is left out: {place_of(row)}: {problem}")
+            self._unrendered += 1
+            self._context.metric("rows_unrendered", 1)
+            if self._number >= self._num_rows:
+                raise ConfigError(
+                    f"all {self._num_rows} rows of {self._task!r} are left out; the last one, {place_of(row)}, cannot "
+                    f"be rendered: {problem}"
+                ) from None
+            return None
+
+
+def rendered_alone(rows: Iterable[R], render: Callable[[R], T]) -> Iterator[T]:
+    """What `render` makes of each row (or of its id), without those that the template does not
+    render: a trial before the run has named them."""
+    for row in rows:
+        try:
+            yield render(row)
+        except Unrendered:
+            continue
 
 
 def refuse_long(lengths: Iterable[int], most: int, *, option: str, task: str, noun: str = "conversations") -> None:
