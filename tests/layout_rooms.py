@@ -103,6 +103,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "character_models": {"policy", "tokens"},
         "model_with_tokenizer": {"find_model", "policy", "tokenizer_options", "tokens"},
         "scorer": {"labels", "tokens"},
+        "turn_ends": {"find_model", "tokens"},
     },
     "nodes": {
         "curricula": set(),

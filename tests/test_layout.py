@@ -244,6 +244,8 @@ BROAD_EXCEPTS = {
     "graph/load.py: user_code",
     "models/tokens/chat.py: Chat._template",
     "models/tokens/chat.py: _template_end",
+    "models/tokens/chat.py: _text_form",
+    "models/tokens/chat.py: template_next",
     "models/tokens/chat.py: load_tokenizer",
     "models/tokens/tool_form.py: _text",
     "training/model/token_logprobs/logit_scaling.py: _Stand.logits",

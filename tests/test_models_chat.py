@@ -210,3 +210,30 @@ def test_a_template_without_an_end_is_known() -> None:
         Chat(merging("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")).completion(
             ASKED, "a"
         )
+
+
+def test_a_template_that_shows_lists_of_parts_alone_gets_texts_as_such() -> None:
+    parts = CHATML.replace(
+        "m['content']", "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
+    )
+    for template in (parts, parts.replace(" | selectattr('type', 'equalto', 'text')", "")):
+        ids, mask = Chat(merging(template)).demonstration(ASKED, "Hello")
+        assert ids.tolist() == Chat(merging()).demonstration(ASKED, "Hello")[0].tolist() and mask.any()
+
+
+def test_a_template_that_shows_nothing_of_messages_is_refused() -> None:
+    chat = Chat(merging("{% for m in messages %}{{ m['role'] }}<|im_end|>{% endfor %}"))
+    for render in (
+        chat.prompt,
+        lambda turns: chat.completion(turns, "a"),
+        lambda turns: chat.demonstration(turns, "a"),
+    ):
+        with pytest.raises(Unrendered, match="shows nothing of what a message says"):
+            render(ASKED)
+
+
+def test_a_template_that_drops_an_answer_is_refused() -> None:
+    dropping = CHATML.replace("m['content']", "(m['content'] if m['role'] == 'user' else '')")
+    with pytest.raises(Unrendered, match="shows nothing of the answer"):
+        Chat(merging(dropping)).completion(ASKED, "a")
+    assert Chat(merging(dropping)).completion(ASKED, " ")[1].any(), "which says nothing"

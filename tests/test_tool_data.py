@@ -195,10 +195,12 @@ def test_masks_are_those_of_templates_that_mark_them_themselves(name: str) -> No
     reply = {"role": "assistant", "content": "It is 3."}
     try:
         ids, mask = chat.demonstration(turns, "It is 3.")
-    except Exception as problem:  # a template for messages in parts, and those that rewrite
-        assert "rewrites" in str(problem) or name == "llava_next_training"
+    except ConfigError as problem:
+        assert "rewrites" in str(problem)
         return
     told = form.formed([*turns, reply]) if form.calls else [*turns, reply]
+    if name in ("idefics3_training", "smolvlm_training", "llava_next_training"):  # they show lists of parts alone
+        told = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in told]
     theirs = tokenizer.apply_chat_template(
         told, tools=plain_tools(tools) or None, return_dict=True, return_assistant_tokens_mask=True
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 def render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool = False, tools: Messages = ()) -> str:
     """`messages` rendered as text by the tokenizer's chat template. Raises what the template raises."""
+    form = text_form(tokenizer) or _as_text
+    return _rendered(tokenizer, map(form, messages), add_generation_prompt=add_generation_prompt, tools=tools)
+
+
+def _rendered(
+    tokenizer: Any, messages: Iterable[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Messages = ()
+) -> str:
     return str(
         tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -103,6 +110,34 @@ def render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool = 
             add_generation_prompt=add_generation_prompt,
         )
     )
+
+
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return message
+
+
+def _as_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def text_form(tokenizer: Any) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
+    """How a message has to be given so that the tokenizer's chat template shows its text: as it is, or as a list of
+    parts, which is all that templates of some vision models show. None if neither is shown."""
+    return _text_form(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _text_form(tokenizer: Any, template: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
+    """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
+    asked, refused = {"role": "user", "content": ANSWER}, 0
+    for form in (_as_text, _as_parts):
+        try:
+            if ANSWER in _rendered(tokenizer, [form(asked)], add_generation_prompt=True):
+                return form
+        except Exception:  # the boundary to the template, which is the model author's program
+            refused += 1
+    return _as_text if refused == 2 else None
 
 
 def token_ids(tokenizer: Any, text: str) -> Int32:
@@ -177,7 +212,8 @@ class Chat:
                 f"the tokenizer {self.tokenizer.name_or_path} has no end token, where a reward model's score is read; "
                 "add eos_token to its files"
             )
-        written = continued_ids(self.tokenizer, template_end(self.tokenizer)) if self.tokenizer.chat_template else ()
+        end = template_end(self.tokenizer) if self.tokenizer.chat_template else None
+        written = continued_ids(self.tokenizer, end) if end else ()
         return np.asarray([*(one for one in written if one != eos), eos], np.int32)
 
     def find_turns(
@@ -202,9 +238,16 @@ class Chat:
             return asked + answer, [(len(asked), len(asked) + len(answer))]
         text = self._template(told)
         found = [(start := self._start(told, n, text), self._end(told, n, text, start)) for n in marked]
-        if not found or found[-1][0] == found[-1][1]:
+        if not found or self._is_lost(told[-1], text[slice(*found[-1])]):
             raise Unrendered("the chat template shows nothing of the answer, so there is nothing to train")
         return text, found
+
+    def _is_lost(self, turn: Mapping[str, Any], shown: str) -> bool:
+        """Whether the template shows nothing of the assistant's turn, or its end token alone."""
+        rest = shown.rstrip()
+        for end in (end for end in special_texts(self.tokenizer) if rest.endswith(end)):
+            rest = rest.removesuffix(end).rstrip()
+        return not shown or (not rest and bool(str(turn.get("content") or "").strip()))
 
     def _tokens(self, text: str, spans: list[TurnSpan]) -> tuple[Int32, Bool]:
         """(ids, mask) of a rendered text up to its last span; the mask marks the spans."""
@@ -262,8 +305,10 @@ class Chat:
     def _end(self, turns: Messages, n: int, text: str, start: int) -> int:
         """Where the assistant's turn `n`, which begins at `start`, ends in `text`, the whole conversation."""
         until = self._template(turns[: n + 1]) if n < len(turns) - 1 else text
-        end = _end_alone(until, start, self.tokenizer) if text.startswith(until) else self._end_by_mark(turns, n, text)
         eos = str(self.tokenizer.eos_token)
+        if not text.startswith(until):
+            until = until.removesuffix(eos)  # which some templates write behind the last turn alone
+        end = _end_alone(until, start, self.tokenizer) if text.startswith(until) else self._end_by_mark(turns, n, text)
         if n < len(turns) - 1 and not _ends_with_end(text[:end], self.tokenizer) and text.startswith(eos, end):
             return end + len(eos)  # a template that writes no end: the end token begins the next turn (GLM's <|user|>)
         return end
@@ -311,6 +356,10 @@ class Chat:
             form.require(told, self.tools)
             told = form.formed(told)
         tools = plain_tools(self.tools)
+        if text_form(self.tokenizer) is None:
+            raise Unrendered(
+                "the chat template shows nothing of what a message says; name a template that does with --chat-template"
+            )
         try:
             return render(self.tokenizer, told, add_generation_prompt=add_generation_prompt, tools=tools)
         except Exception as problem:  # the boundary to the template, which is the model author's program
@@ -410,26 +459,39 @@ def special_texts(tokenizer: Any) -> tuple[str, ...]:
     return tuple(map(str, tokenizer.convert_ids_to_tokens(end_ids(tokenizer).tolist())))
 
 
-def template_end(tokenizer: Any) -> str:
+def template_end(tokenizer: Any) -> str | None:
     """What the tokenizer's chat template writes after an answer, up to the token that ends the turn; "" if it writes no
-    such token, or cannot be tried."""
+    such token, None if it cannot be tried."""
     return _template_end(tokenizer, str(tokenizer.chat_template))
 
 
 @functools.lru_cache(maxsize=8)
-def _template_end(tokenizer: Any, template: str) -> str:
+def _template_end(tokenizer: Any, template: str) -> str | None:
     """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
     turns = [{"role": "user", "content": "probe7q"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = render(tokenizer, turns).rstrip()
     except Exception:  # the boundary to the template, which is the model author's program
+        return None
+    if ANSWER not in text:
+        return None
+    return text.rpartition(ANSWER)[2] if _ends_with_end(text, tokenizer) else ""
+
+
+def template_next(tokenizer: Any) -> str:
+    """What the tokenizer's chat template writes between an answer and the user's next message; "" if it cannot be
+    tried."""
+    asked = {"role": "user", "content": "probe7q"}
+    try:
+        text = render(tokenizer, [asked, {"role": "assistant", "content": ANSWER}, asked])
+    except Exception:  # the boundary to the template, which is the model author's program
         return ""
-    return text.rpartition(ANSWER)[2] if ANSWER in text and _ends_with_end(text, tokenizer) else ""
+    return text.rpartition(ANSWER)[2].lstrip()
 
 
 def end_texts(tokenizer: Any) -> tuple[str, ...]:
     """The tokens that end a turn: the tokenizer's end token, and the one with which its template ends an answer."""
-    written = template_end(tokenizer) if tokenizer.chat_template else ""
+    written = template_end(tokenizer) if tokenizer.chat_template else None
     found = (
         max((token for token in special_texts(tokenizer) if written.endswith(token)), key=len, default="")
         if written

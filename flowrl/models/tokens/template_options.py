@@ -2,7 +2,8 @@
 values.
 
 Values are written into the template as its first statements, so they apply wherever the template is rendered, here or
-in a library.
+in a library. For the same reason the end token that a user chooses is written behind the last answer by the template
+itself, if it writes no end there.
 """
 
 from __future__ import annotations
@@ -13,19 +14,25 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.models.policy import Policy
+from flowrl.models.tokens.chat import template_end
 from flowrl.tasks.name_options import parse_options
 from flowrl.user_path import user_path
 
 NONE = "none"
+ANSWERED = "messages and messages[-1]['role'] == 'assistant' and not add_generation_prompt"
+"""The condition, in Jinja, that an answer is the last of what is rendered."""
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def with_template(tokenizer: Any, policy: Policy) -> Any:
-    """`tokenizer` with the template and the values that `policy` names. Raises ConfigError."""
+    """`tokenizer` with the template, the values and the end of a turn that `policy` names. Raises ConfigError."""
     if policy.chat_template:
         tokenizer.chat_template = _chosen(policy.chat_template)
     if policy.chat_template_kwargs:
         tokenizer.chat_template = _with_values(tokenizer.chat_template, policy)
+    if policy.tokenizer.eos and isinstance(tokenizer.chat_template, str) and template_end(tokenizer) == "":
+        end = json.dumps(policy.tokenizer.eos[0], ensure_ascii=False)
+        tokenizer.chat_template += f"{{% if {ANSWERED} %}}{{{{ {end} }}}}{{% endif %}}"
     return tokenizer
 
 

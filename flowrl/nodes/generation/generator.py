@@ -39,6 +39,7 @@ from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve, with_template
 from flowrl.models.sizes.known_shapes import known_shape
+from flowrl.models.turn_ends import end_problem
 from flowrl.nodes.generation.responses import Prefix, ResponseLost, Responses, TokenRequest
 from flowrl.nodes.generation.standby import Standby
 from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates, skips
@@ -165,7 +166,7 @@ class Generator(Node):
     def notes(self) -> list[str]:
         return [method_note(self.engine.quantization)] if self.engine.in_fp8 else []
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_vllm_version()
         if self.policy.hub_name is not None:
             check_model(self.policy)  # it is downloaded, whichever node is the first
@@ -173,6 +174,7 @@ class Generator(Node):
             stored = stored_problems(model_dir, self.engine, self.gpus)
             for problem in self.parallel.problems_with(model_dir, self.gpus) + stored:
                 raise ConfigError(problem)
+        return end_problem(self.policy)
 
     @property
     def parallel(self) -> Parallel:

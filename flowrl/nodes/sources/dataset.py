@@ -17,6 +17,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, tokenizer_of
+from flowrl.models.turn_ends import end_problem
 from flowrl.nodes.sources.given_sample import given_sample
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
@@ -99,7 +100,8 @@ class Demonstrations(Node):
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
         tried = joined(rows, load_demonstrations(self.task).held_out) if self.part == "train" else rows
-        return require_rendered(self.policy, self.task, tried, self._texts)
+        said = (require_rendered(self.policy, self.task, tried, self._texts), end_problem(self.policy))
+        return "; ".join(text for text in said if text) or None
 
     def _texts(self, row: Row) -> RowTexts:
         return RowTexts(row.turns, (row.response,), row.tools, every_turn=self.trained == "all")

@@ -21,6 +21,7 @@ from flowrl.graph.ports import In, Members, Out
 from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered
+from flowrl.models.turn_ends import end_problem
 from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.source import PromptSource
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
@@ -126,7 +127,9 @@ class PreferenceDataset(Node):
             mismatches(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
             self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
-        return require_rendered(self.data.policy, self.data.task, both, self.data.texts)
+        said = [require_rendered(self.data.policy, self.data.task, both, self.data.texts)]
+        said += [] if self.data.scored else [end_problem(self.data.policy)]  # a reward model generates nothing
+        return "; ".join(text for text in said if text) or None
 
     def _refuse_long(self, rendered: Renderer) -> None:
         lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
