@@ -25,6 +25,7 @@ from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names, summary
+from flowrl.proxies import reach_directly
 from flowrl.runtime.telemetry.standard_output import flush, let_go, open_closed, say
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted; 141: the reader of stdout has closed it, which a run does not mind.
     """
     open_closed()
+    reach_directly()
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
     if (

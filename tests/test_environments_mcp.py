@@ -21,6 +21,7 @@ from flowrl.environments import Action, EnvironmentFailed, Episodes, OpenEpisode
 from flowrl.environments.tools import McpServer, ToolResult, Tools, named_tools
 from flowrl.environments.tools.mcp_tools.mcp_server import UNKNOWN
 from flowrl.errors import ConfigError
+from tests.small_proxy import small_proxy
 
 SERVER = Path(__file__).parent / "mcp_notes_server.py"
 COMMAND = f"{sys.executable} {SERVER} stdio"
@@ -391,3 +392,17 @@ def running_servers() -> list[Path]:
 
 def parent(path: Path) -> int:
     return int((path / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_tools_of_a_server_on_this_machine_and_behind_a_proxy(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    def noted(url: str) -> str:
+        async def scenario() -> str:
+            async with Tools([McpServer(url)]).session() as tools:
+                return (await tools.execute(ToolCall("note", {"text": "a"}))).text
+
+        return asyncio.run(scenario())
+
+    with small_proxy({"notes.example": served.port}) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        assert "a" in noted(served.url) and proxy.asked == []
+        assert "a" in noted("http://notes.example/mcp") and set(proxy.asked) == {"HTTP notes.example"}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Thing
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +18,7 @@ from flowrl.environments.adapters.minigrid_text import grid_text
 from flowrl.environments.adapters.package import imported
 from flowrl.environments.find import find_environment
 from flowrl.errors import ConfigError
+from tests.small_proxy import small_proxy
 
 AGENT = Path(__file__).parent / "openrlhf_agent.py"
 GRID = "gymnasium/MiniGrid-Empty-5x5-v0"
@@ -315,6 +317,24 @@ def test_a_server_of_openenv_is_played_and_repeats_alone_and_among_32(serve: Cal
         assert (await asyncio.gather(*(walk(pool, seed, *texts) for seed in range(32))))[:4] == alone
 
     played(f"{serve('guess')}:size=4", scenario)
+
+
+def test_a_server_of_openenv_behind_a_proxy(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., str]) -> None:
+    name = serve("guess")
+    port = urlsplit(name.removeprefix("openenv/")).port or 0
+
+    def first(host: str) -> str:
+        async def scenario() -> str:
+            async with Episodes(f"openenv/http://{host}:{port}:size=4", step_s=20.0) as pool:
+                (text,), _ = await walk(pool, 3)
+                return text
+
+        return asyncio.run(scenario())
+
+    with small_proxy({"game.example": port}) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert first("127.0.0.1") == "A number below 4." and proxy.asked == []
+        assert first("game.example") == "A number below 4." and set(proxy.asked) == {"HTTP game.example"}
 
 
 def test_an_action_of_several_fields_is_a_json_object(serve: Callable[..., str]) -> None:

@@ -4,7 +4,8 @@
 /s/SESSION/v1/…  the URL names it, and either key opens it
 /sessions      see `sessions_over_http`
 
-By default it listens only on this machine's loopback address.
+By default it listens only on this machine's loopback address. Programs that its process starts later reach it without
+a proxy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.agents.endpoint.session_table import SessionTable
 from flowrl.agents.endpoint.sessions_over_http import SessionAccess, SessionsOverHttp, checked_reward
 from flowrl.errors import ConfigError
+from flowrl.proxies import reach_directly
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -77,6 +79,7 @@ class AgentEndpoint:
             await web.TCPSite(runner, self._settings.host, self._settings.port).start()
             self.url = f"http://{_host(self._settings.host)}:{runner.addresses[0][1]}"
             self._write_key()
+            reach_directly(self._settings.host)
         except OSError as problem:
             await runner.cleanup()
             raise ConfigError(

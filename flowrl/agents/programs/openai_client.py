@@ -38,12 +38,16 @@ ANSWER: Any = {
 
 
 def openai_client(**options: Any) -> Any:
-    """An `openai.AsyncOpenAI`; without `options` its address and key are those of the environment variables."""
+    """An `openai.AsyncOpenAI`; without `options` its address and key are those of the environment variables.
+
+    It uses no proxy: it is for the run's endpoint.
+    """
     try:
         import openai
     except ImportError:
         raise ConfigError("an agent's function gets a client of the package openai; install it") from None
-    return openai.AsyncOpenAI(http_client=openai.DefaultAsyncHttpxClient(verify=_certificates()), **options)
+    direct = openai.DefaultAsyncHttpxClient(verify=_certificates(), trust_env=False)
+    return openai.AsyncOpenAI(http_client=direct, **options)
 
 
 def warm_up() -> None:

@@ -23,6 +23,7 @@ import aiohttp
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.errors import ConfigError
+from flowrl.proxies import open_session
 
 SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 """Scheme of the address -> scheme of its pages; aiohttp opens websockets by either."""
@@ -57,8 +58,8 @@ class OpenenvEnv(Env):
         self._rewarded = False
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())
         try:
+            self._session = open_session(self._url, timeout=aiohttp.ClientTimeout())
             self._schema = await self._action_schema(self._session)
             self._socket = await self._session.ws_connect(f"{self._url}/ws", max_msg_size=MESSAGE_BYTES)
         except aiohttp.ClientError as problem:

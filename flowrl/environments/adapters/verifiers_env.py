@@ -61,7 +61,8 @@ class VerifiersEnv(Env):
         import openai
 
         os.environ.update(_access(action.text))
-        async with openai.AsyncOpenAI() as client:
+        direct = openai.DefaultAsyncHttpxClient(trust_env=False)  # the endpoint is never behind a proxy
+        async with openai.AsyncOpenAI(http_client=direct) as client:
             found = await self._environment.run_rollout(self._example, client, MODEL, {})
         if found.get("error") is not None and not any(limit in str(found["error"]) for limit in LIMITS):
             raise RuntimeError(f"the rollout of verifiers failed: {found['error']}")

@@ -28,6 +28,7 @@ from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pins
+from flowrl.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.best import read_best
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
@@ -81,6 +82,7 @@ class Launch:
         from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
 
         raise_limit()
+        reach_directly()
         cluster = RayCluster()
         directory = None
         try:
@@ -114,6 +116,7 @@ class Launch:
             return Cluster.here()
         cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0)
         machines = cluster.machines()
+        reach_directly(*cluster.addresses)
         if len(machines.machines) > 1:
             require_same_versions()
         return machines
@@ -286,7 +289,7 @@ class PreparedRun:
             options=self.launch.options,
             run_dir=self.directory.path,
             slots=slots,
-            specs={host.name: self._spec(host, run_id, transport) for host in self.plan.hosts},
+            specs={host.name: self._spec(host, run_id, transport, cluster) for host in self.plan.hosts},
             resume_from=self.resume_from,
             start_version=self.version,
             start_versions=self.versions,
@@ -310,7 +313,7 @@ class PreparedRun:
             resume.rewind(self.directory.path, self.resume_from, self.version, terms)
             self.launch.describe(self.directory, self.plan)
 
-    def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport) -> Any:
+    def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport, cluster: RayCluster) -> Any:
         from flowrl.runtime.host.host_engine import HostSpec
 
         return HostSpec(
@@ -325,6 +328,7 @@ class PreparedRun:
             transport=transport,
             commits=pins.commits(),
             directory=os.getcwd(),
+            machines=cluster.addresses,
         )
 
     def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:

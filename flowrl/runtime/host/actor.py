@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from flowrl.channel.endpoint import Address
 from flowrl.graph.node import Node
 from flowrl.graph.open_files import raise_limit
+from flowrl.proxies import reach_directly
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.rundir import PRIVATE
 from flowrl.runtime.host.host_engine import HostEngine, HostSpec
@@ -78,6 +79,7 @@ class HostActor:
         raise_limit()
         pin(spec.cores)
         enter_directory(spec)
+        reach_directly(*spec.machines)
         self._spec = spec
         self._gpus = reserved_gpus()
         self._loop = HostLoop()

@@ -59,6 +59,8 @@ class HostSpec:
     """Name on the Hub -> commit to which it is resolved in this run (`flowrl.hub.pins`)."""
     directory: str = ""
     """The driver's working directory, to which relative paths of the user refer; "" if this process is in it."""
+    machines: tuple[str, ...] = ()
+    """Names and addresses of the run's machines, which are reached without a proxy."""
 
 
 class HostEngine:

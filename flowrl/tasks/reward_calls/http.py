@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from flowrl.proxies import open_session, proxy_of, shown_proxy
 from flowrl.tasks.reward_calls.away import BACKOFF_S, PATIENT, Outage, Patience, ServersAway, pause_s, retry_after_s
 from flowrl.tasks.reward_calls.conventions import label_of, openrlhf_answer
 from flowrl.tasks.reward_calls.halves import Halves, may_be_one
@@ -92,7 +93,8 @@ class HttpReward:
         self._busy = dict.fromkeys(self.urls, 0)
         self._waiting: list[Question] = []
         self._requests: set[asyncio.Task[None]] = set()
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        """URL -> its session; each may have a proxy of its own."""
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         loop = asyncio.get_running_loop()
@@ -124,8 +126,8 @@ class HttpReward:
         for request in self._requests:
             request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
     def _send(self) -> None:
         """Send requests for the waiting questions, as many as the servers may have."""
@@ -202,7 +204,7 @@ class HttpReward:
         try:
             async with (
                 asyncio.timeout(self.timeout_s),
-                self._open().post(url, data=self._body(questions), headers=JSON) as answer,
+                self._open(url).post(url, data=self._body(questions), headers=JSON) as answer,
             ):
                 status, text = answer.status, await answer.text(errors="replace")
                 asked_s = retry_after_s(answer.headers.get("Retry-After"))
@@ -210,7 +212,7 @@ class HttpReward:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
                 raise Transient(BadReward("reward_timed_out", f"{url} took more than {self.timeout_s} s")) from None
             told = str(error) or type(error).__name__
-            bad = BadReward("reward_unreachable", f"{url} cannot be reached: {told}")
+            bad = BadReward("reward_unreachable", f"{url} cannot be reached{_by_proxy(url)}: {told}")
             raise self._unreached(url, bad) if _is_away(error) else Transient(bad) from None
         finally:
             self._busy[url] -= 1
@@ -232,13 +234,14 @@ class HttpReward:
     def _body(self, questions: Sequence[Question]) -> bytes:
         return body_of_openrlhf(questions) if self.of_openrlhf else _body(questions)
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self, url: str) -> aiohttp.ClientSession:
+        if url not in self._sessions:
             import aiohttp
 
             connect_s = min(CONNECT_S, self.timeout_s / 2)
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s))
-        return self._session
+            limits = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+            self._sessions[url] = open_session(url, timeout=limits)
+        return self._sessions[url]
 
 
 JSON = {"Content-Type": "application/json"}
@@ -260,6 +263,11 @@ def _body(questions: Sequence[Question]) -> bytes:
         "columns": {name: [question.columns.get(name) for question in questions] for name in names},
     }
     return json.dumps(body, default=str).encode()
+
+
+def _by_proxy(url: str) -> str:
+    proxy = proxy_of(url)
+    return f" through the proxy {shown_proxy(proxy)}" if proxy else ""
 
 
 def _same(bad: BadReward | ServersAway) -> BadReward | ServersAway:

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.tools.tool import ToolError
+from flowrl.proxies import proxy_of
 from flowrl.tasks.program_variables import program_variables
 from flowrl.tasks.user_module import one_line
 
@@ -110,8 +111,10 @@ class McpSession:
             yield StdioServerParameters(command=command, args=arguments, env=program_variables(self._extra))
             return
         times = httpx2.Timeout(CONNECT_S, read=None)  # the call's own limit bounds the wait for an answer
-        async with httpx2.AsyncClient(headers=dict(self._extra), timeout=times) as http:
-            yield streamable_http_client(self._words[0], http_client=http)
+        url = self._words[0]
+        through = httpx2.AsyncHTTPTransport(proxy=proxy_of(url) or None)  # its own choice knows NO_PROXY alone
+        async with httpx2.AsyncClient(headers=dict(self._extra), timeout=times, transport=through) as http:
+            yield streamable_http_client(url, http_client=http)
 
     async def _unless_lost(self, doing: Coroutine[Any, Any, Found], when: str) -> Found:
         """The result, unless the connection ends first."""

@@ -109,6 +109,8 @@ class RayCluster:
         self.owned = False
         """Whether flowrl started this Ray, and so stops it."""
         self.started = False
+        self.addresses: tuple[str, ...] = ()
+        """Names and addresses of the joined cluster's machines."""
         self._alone = False
         self._head: tuple[str, int] | None = None
         self.lost = ""
@@ -193,6 +195,8 @@ class RayCluster:
         here = ray.get_runtime_context().get_node_id()
         nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
         self._places = tuple(_own_resource(node) for node in nodes)
+        names = ("NodeManagerAddress", "NodeManagerHostname")
+        self.addresses = tuple(dict.fromkeys(node[name] for node in nodes for name in names))
         return Cluster(
             tuple(
                 Machine(
