@@ -22,7 +22,6 @@ import numpy.typing as npt
 from flowrl import packing
 from flowrl.message_base import Message as Message
 from flowrl.tensor_table import TensorTable
-from flowrl.tree_packing import ByTree, share
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -292,7 +291,7 @@ class Batch(Message):
         names = [f"pair {s.pair!r}" if s.pair else f"sample {s.sample_id!r}" for s in self.samples for _ in s.sequences]
         packing.require_budget(units, self.token_budget, names, way)
         parts = packing.split(units, n, optimizer_steps=self.optimizer_steps, packing=way)
-        layout = "tree" if isinstance(way, ByTree) else "rows"
+        layout = "tree" if isinstance(way, packing.ByTree) else "rows"
         return tuple(
             replace(
                 self, samples=tuple(self.samples[i] for i in mine), micro_batches=found, step_ends=ends, layout=layout
@@ -304,8 +303,8 @@ class Batch(Message):
         """How to pack the samples: as trees if the layout is "tree", or "auto" and they share enough prefixes."""
         twice = any(sample.mismatched is not None for sample in self.samples)
         passes = [found for sample in self.samples for found in _passes(sample, twice)]
-        if self.layout == "tree" or (self.layout == "auto" and share([tokens for tokens, *_ in passes])):
-            return ByTree(self.token_budget, passes)
+        if self.layout == "tree" or (self.layout == "auto" and packing.share([tokens for tokens, *_ in passes])):
+            return packing.ByTree(self.token_budget, passes)
         return packing.ByRows(self.token_budget)
 
 

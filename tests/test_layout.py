@@ -34,7 +34,6 @@ BASE = {
     "hub",
     "forest",
     "tensor_table",
-    "tree_packing",
     "user_path",
 }
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
@@ -47,11 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": {"errors"},
     "orphans": set(),
     "forest": set(),
-    "packing": {"errors"},
+    "packing": {"errors", "forest"},
     "proxies": {"errors"},
-    "tree_packing": {"forest", "packing"},
     "message_base": {"errors"},
-    "messages": {"errors", "message_base", "packing", "tensor_table", "tree_packing"},
+    "messages": {"errors", "message_base", "packing", "tensor_table"},
     "tensor_table": {"message_base"},
     "user_path": {"errors"},
     "episode": {"messages"},

@@ -23,11 +23,11 @@ import numpy.typing as npt
 from flowrl.cache import Progress, cached_directory
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.token_store import TokenFile
+from flowrl.packing import passes_over
 from flowrl.training.model.row_layout import policy_places
 from flowrl.training.scoring.local_model import ScoringModel
 from flowrl.training.scoring.passes import logprobs_of
 from flowrl.training.settings import Dtype
-from flowrl.tree_packing import passes_over
 
 VERSION = 1
 """Increased when a change of this file gives other numbers."""

@@ -17,6 +17,7 @@ class LocalCluster:
 
     started = True
     lost = ""
+    addresses: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.actors: dict[str, LocalHost] = {}

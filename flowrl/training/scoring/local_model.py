@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from flowrl.packing import passes_over
 from flowrl.training.scoring.passes import tokens_of
 from flowrl.training.settings import Layout
-from flowrl.tree_packing import passes_over
 
 R = TypeVar("R")
 Pass = Callable[..., list[R]]
