@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
+from flowrl.proxies import exceptions
+
 EVERYTHING = ("*",)
 """`keep` for code that does what the run's own user does, such as a reward that asks a service with a key."""
 WITHHELD = ("RAY_AUTH_*",)
@@ -41,7 +43,6 @@ BASIC = (
     "FLOWRL_*",
 )
 """Names, with `*` for any text."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
 
 
@@ -78,8 +79,5 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 
 def _without_proxy_to_loopback(variables: dict[str, str]) -> dict[str, str]:
     """The variables with loopback, where the run's own servers listen, exempt from proxies."""
-    if not any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in variables):
-        return variables
-    given = ",".join(filter(None, (variables.get("no_proxy"), variables.get("NO_PROXY")))).split(",")
-    exempt = ",".join(dict.fromkeys((*filter(None, (one.strip() for one in given)), *LOOPBACK)))
-    return {**variables, "no_proxy": exempt, "NO_PROXY": exempt}
+    has_proxy = any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in variables)
+    return {**variables, **exceptions(variables)} if has_proxy else variables
