@@ -131,8 +131,13 @@ def table(records: Sequence[Record], delimiter: str = ",") -> bytes:
     writer.writerow(header)
     for record in records:
         given = [record[name] for name in header if name in record]
-        writer.writerow([value if isinstance(value, str) else json.dumps([value]) for value in given])
+        writer.writerow([value if isinstance(value, str) else json.dumps(_in_cell(value)) for value in given])
     return _bytes(text.getvalue())
+
+
+def _in_cell(value: Any) -> Any:
+    """A cell is text, so a value of another type is a list of messages, of which one has another type of content."""
+    return [{"role": "user", "content": value}]
 
 
 def parquet(records: Sequence[Record]) -> bytes:

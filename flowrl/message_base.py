@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import sys
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
@@ -92,6 +95,22 @@ def _spelt(hint: Any) -> str:
     for name, stable in _modules.items():
         text = text.replace(f"{name}.", f"{stable}.")
     return text
+
+
+def number_in(value: object) -> float | None:
+    """The number that user code gave: a real one of Python or numpy, a bool, a Decimal, or an array or tensor with one
+    element. None for all else; infinity for what no float can hold."""
+    if not isinstance(value, Real | Decimal) and callable(item := getattr(value, "item", None)):
+        try:
+            value = item()
+        except (ValueError, RuntimeError, TypeError):  # it has several elements
+            return None
+    if not isinstance(value, Real | Decimal):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, ValueError):  # a signaling NaN is a Decimal, too
+        return math.inf
 
 
 def scalar_problem(value: str | int) -> str:

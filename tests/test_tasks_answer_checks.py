@@ -12,6 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows
+from flowrl.tasks.checks import maths
 from flowrl.tasks.checks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
 from flowrl.tasks.checks.code_tests import program_of
 from flowrl.tasks.checks.written_numbers import number_of
@@ -293,3 +294,46 @@ def test_a_response_that_repeats_itself_is_checked_in_time_proportional_to_its_l
     found = find(text)
     assert time.process_time() - began < 2.0
     assert expected is None or found == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "letter"),
+    [
+        ("Answer: b", "B"),
+        ("answer: (b)", "B"),
+        ("The answer is (b).", "B"),
+        ("**Answer:** b", "B"),
+        ("Answer: b) Paris", "B"),
+        ("Answer: b. Paris", "B"),
+        ("Answer = $b$", "B"),
+        ("The answer is: c\nfor it is blue", "C"),
+        ("Answer: A\nAnswer: d", "D"),
+        ("Answer: a dog", None),
+        ("Answer: e.g. a dog", None),
+        ("the answer is a", None),
+        ("Answer: b, c", None),
+    ],
+)
+def test_a_small_letter_is_chosen_where_it_can_be_nothing_else(said: str, letter: str | None) -> None:
+    assert letter_of(said) == letter
+
+
+@pytest.mark.parametrize(
+    "said", ["1 234", "1\u202f234", "it is 1 234 m", "#### 1 234", r"\boxed {1234}", r"\boxed{1 234}"]
+)
+def test_blanks_between_thousands_and_before_a_box(said: str) -> None:
+    assert gsm8k([""], [said], answer=["1234"]) == [1.0]
+    if "boxed" in said:
+        assert boxed([""], [said], answer=["1,234"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "number"), [("2 12", "12"), ("in 2024 100 came", "100"), ("1.5 100", "100"), ("1 2345", "2345")]
+)
+def test_other_numbers_beside_each_other_are_two(said: str, number: str) -> None:
+    assert gsm8k([""], [said], answer=[number]) == [1.0]
+
+
+def test_math_verify_is_shown_a_box_without_the_blank() -> None:
+    pytest.importorskip("math_verify")
+    assert maths.equal(r"so \boxed {42}, or 7", "42") and not maths.equal(r"so \boxed {42}, or 7", "7")

@@ -14,14 +14,15 @@ import pytest
 from flowrl.channel.encoding.codec import freeze
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
-from flowrl.models import Policy
-from flowrl.nodes import PromptSource, Reward
-from flowrl.tasks import Rows, Task, load_preferences, load_rows
+from flowrl.models import Chat, Policy, tokenizer_of
+from flowrl.nodes import Demonstrations, GivenAnswers, PromptSource, Reward
+from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows
 from flowrl.tasks import mixture as mixture_module
 from flowrl.tasks.checks.answer_checks import CHECKS
 from flowrl.tasks.mixture import mixed_order, score
 from flowrl.tasks.reward_calls.judge import Judge, load_judge
 from flowrl.tasks.rewards import PROGRAMS, parse_reward, usual_processes
+from flowrl.tasks.row_reading.tool_shapes import text_of
 from flowrl.tasks.rows import OF_TASK
 from flowrl.testing import run_node
 
@@ -400,3 +401,52 @@ def test_a_file_of_worked_solutions_is_a_task(tmp_path: Path) -> None:
     task = Task(f"{jsonl(tmp_path / 'words.jsonl', words)}:prompt=question,check=math")
     with pytest.raises(ConfigError, match="finds no number or formula in the answer 'words'"):
         PromptSource(task, Policy("tiny")).preflight()
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("record", "options", "learned", "compared"),
+    [
+        ({"prompt": "2+2?", "completion": "So it is 4.", "answer": "4"}, "", "So it is 4.", "4"),
+        ({"prompt": "2+2?", "completion": "So it is 4.", "answer": 4}, "", "So it is 4.", 4),
+        (
+            {"prompt": "2+2?", "completion": "So it is 4.", "answer": ["assert f() == 4"]},
+            "",
+            "So it is 4.",
+            ("assert f() == 4",),
+        ),
+        ({"prompt": "2+2?", "completion": "So it is 4.", "answer": None}, "", "So it is 4.", None),
+        ({"prompt": "2+2?", "completion": [{"role": "assistant", "content": "So"}], "answer": "4"}, "", "So", "4"),
+        ({"instruction": "2+2?", "input": "", "output": "So it is 4.", "answer": "4"}, "", "So it is 4.", "4"),
+        ({"prompt": "2+2?", "completion": "So it is 4.", "answer": "4"}, ",answer=answer", "4", "4"),
+        ({"prompt": "2+2?", "completion": "So it is 4."}, "", "So it is 4.", "So it is 4."),
+        ({"prompt": "2+2?", "completion": None, "answer": "4"}, "", "4", "4"),
+        ({"prompt": "2+2?", "completion": 3, "answer": "4"}, "", "4", "4"),
+    ],
+)
+def test_sft_learns_from_the_completion_and_rewards_compare_with_the_answer(
+    tmp_path: Path, record: dict[str, Any], options: str, learned: str, compared: Any, where: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**record, "n": n}) + "\n" for n in range(3)))
+    task, policy = Task(f"{path}:rows={where}{options}"), Policy("tiny")
+    for found in (load_demonstrations(task, whole=True), load_rows(task, whole=True)):
+        row = (*found.train, *found.held_out)[0]
+        assert text_of(row.response) == learned and row.columns.get("answer") == compared
+        expected = Chat(tokenizer_of(policy)).completion(row.turns, learned)
+        assert (
+            Demonstrations(task, policy).rendered(Chat(tokenizer_of(policy)), row)[0].tolist() == expected[0].tolist()
+        )
+    Demonstrations(task, policy, part="all").preflight()
+
+
+def test_rows_with_prompt_and_messages_are_told_how_to_learn_from_the_messages(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{n}", "messages": CONVERSATION}) + "\n" for n in range(3)))
+    for node in (
+        Demonstrations(Task(str(path)), Policy("tiny"), part="all"),
+        GivenAnswers(Task(str(path)), Policy("tiny"), share=0.5),
+    ):
+        with pytest.raises(ConfigError, match="or messages=messages to learn from the conversations in that column"):
+            node.preflight()
+    Demonstrations(Task(f"{path}:messages=messages"), Policy("tiny"), part="all").preflight()

@@ -161,7 +161,7 @@ def test_rows_have_their_place_and_the_answer_that_is_there(tmp_path: Path, kind
     rows = everything(written(tmp_path, many(FORMS["text"]) + records, f":rows={where}"), kind)
     found = {row.prompt: (row.place, row.columns.get("answer")) for row in rows if row.prompt.endswith("?")}
     file = tmp_path / "rows.jsonl"
-    assert found == {"0?": (f"{file}:22", None), "1?": (f"{file}:23", "4"), "2?": (f"{file}:24", '["a"]')}
+    assert found == {"0?": (f"{file}:22", None), "1?": (f"{file}:23", 4), "2?": (f"{file}:24", ("a",))}
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flowrl.message_base import scalar_problem
+from flowrl.message_base import number_in, scalar_problem
 
 ROLES = ("system", "user", "tool")
 """Roles of messages in an observation. Only the policy speaks as the assistant."""
@@ -281,9 +280,10 @@ def _metrics(values: Any) -> Mapping[str, float]:
 
 
 def _number(what: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+    number = number_in(value)
+    if number is None or not math.isfinite(number):
         raise MalformedValue(f"{what} is {_short(value)}; it needs a finite number")
-    return float(value)
+    return number
 
 
 def _flag(what: str, value: Any) -> bool:

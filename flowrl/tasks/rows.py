@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -50,9 +50,13 @@ class Row:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Definitions of the tools that the conversation may call."""
     reply: tuple[Mapping[str, Any], ...] = ()
-    """The reference response as turns if it calls tools; () if the text `answer` is the whole response."""
+    """The response to learn from, as turns; () if it is the text of `answer`."""
     place: str = field(default="", compare=False)
     """Where the row was read, such as `train.jsonl:17`; "" for a generated row."""
+    opened: tuple[str, ...] = field(default=(), compare=False)
+    """Columns whose text was read as the list of messages that it holds."""
+    unread: str = field(default="", compare=False)
+    """A column with a conversation that is not read because the row has a prompt; "" if there is none."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no message can carry: otherwise they would fail a lane in the middle of the
@@ -96,12 +100,17 @@ class Row:
 
     @property
     def text_answer(self) -> bool:
-        """Whether the answer, if there is one, is a text rather than a list or mapping."""
+        """Whether the answer, if there is one, is a text or a number rather than a list or mapping."""
         return not isinstance(self.columns.get("answer"), tuple | Mapping)
 
     @property
+    def has_response(self) -> bool:
+        """Whether there is something to learn from."""
+        return bool(self.reply) or self.answer is not None
+
+    @property
     def response(self) -> str | tuple[Mapping[str, Any], ...]:
-        """The reference response, as turns or as text. Only for rows that have one."""
+        """What to learn from, as turns or as text. Only for rows that have it."""
         return self.reply or str(self.answer)
 
     @property
@@ -154,6 +163,8 @@ class Rows:
     """Rows that were left out because another row with the same prompt was taken."""
     low_scores: int = 0
     """Rows that were left out because their score is below `min_score`."""
+    opened: tuple[str, ...] = ()
+    """Sentences about columns whose text was read as messages, one for each source and column."""
 
     @classmethod
     def split(cls, rows: Iterable[Row]) -> Rows:
@@ -178,7 +189,7 @@ class Rows:
             highest = max(row.score for row in same)
             best.append([row for row in same if row.score == highest])
         taken = [
-            Demonstration(row.turns, row.columns, row.score, row.as_messages, row.tools, row.reply, row.place, n)
+            Demonstration(**{one.name: getattr(row, one.name) for one in fields(Row)}, occurrence=n)
             for same in best
             for n, row in enumerate(same)
         ]

@@ -19,6 +19,7 @@ from flowrl.agents.endpoint.backend import Busy, RunEnded, Sessions, Unavailable
 from flowrl.agents.endpoint.calls_over_http import json_object, key_of
 from flowrl.agents.endpoint.problems import ApiProblem, invalid
 from flowrl.agents.endpoint.session_table import SessionTable
+from flowrl.message_base import number_in
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -105,10 +106,11 @@ class SessionsOverHttp:
 
 
 def checked_reward(reward: object) -> float:
-    """Raises ApiProblem unless it is a finite number."""
-    if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
+    """Raises ApiProblem unless it is a finite number, or true or false."""
+    number = number_in(reward)
+    if number is None or not math.isfinite(number):
         raise invalid("reward", f"reward is {short(reward)}; it needs a finite number")
-    return float(reward)
+    return number
 
 
 def _json(value: dict[str, object], *, status: int = 200) -> web.Response:

@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
+
+from flowrl.message_base import number_in
 
 NEEDED = "it needs a finite number, or a dict of such with the key 'reward'"
 
@@ -44,6 +45,7 @@ class AgentResult:
 
 
 def _finite(what: str, value: object) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+    number = number_in(value)
+    if number is None or not math.isfinite(number):
         raise TypeError(f"the agent returned {what}{str(value)[:80]!r}; {NEEDED}")
-    return float(value)
+    return number

@@ -24,6 +24,7 @@ from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions, question_of
 from flowrl.errors import ConfigError
+from flowrl.message_base import number_in
 from flowrl.tasks.user_module import user_module
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
@@ -60,7 +61,7 @@ class OpenrlhfEnv(Env):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         row = self._questions.row(EnvironmentRow(task["name"], task["options"], seed))
         self._agent = await _made(self._kind)
-        self._asked = {"prompt": row.prompt, "label": row.answer or ""}
+        self._asked = {"prompt": row.prompt, "label": row.columns.get("answer", "")}
         found = await self._agent.reset({"observation": row.prompt, **self._asked})
         self._said = _text("reset", found, "observation", ("observation",))
         return question_of(row) if self._said == row.prompt else Observation(self._said)
@@ -78,7 +79,7 @@ class OpenrlhfEnv(Env):
         self._sampling = found.get("sampling_params")
         return Step(
             Observation(feedback),
-            _number(found["rewards"]),
+            found["rewards"],
             terminated=bool(found["done"]),
             metrics=_metrics(found),
             max_tokens=getattr(self._sampling, "max_tokens", None),
@@ -134,20 +135,11 @@ def _text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
     return str(found[key])
 
 
-def _number(value: Any) -> float:
-    """A number, or a tensor with one."""
-    return float(value.item() if hasattr(value, "item") else value)
-
-
 def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
     told = dict(found.get("extra_logs") or {})
     if "scores" in found:
         told["score"] = found["scores"]
-    return {str(key): _number(value) for key, value in told.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1)
+    return {str(key): number for key, value in told.items() if (number := number_in(value)) is not None}
 
 
 def _stop(sampling: Any) -> tuple[str, ...]:

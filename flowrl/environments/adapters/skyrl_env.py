@@ -18,6 +18,7 @@ from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions
 from flowrl.errors import ConfigError
+from flowrl.message_base import number_in
 from flowrl.tasks import Row
 from flowrl.tasks.user_module import one_line
 
@@ -54,7 +55,8 @@ class SkyrlEnv(Env):
 
     async def step(self, action: Action) -> Step:
         found = self._game.step(action.text)
-        told = {key: float(value) for key, value in self._game.get_metrics().items() if isinstance(value, int | float)}
+        metrics = self._game.get_metrics().items()
+        told = {key: number for key, value in metrics if (number := number_in(value)) is not None}
         return Step(
             _observation(found["observations"]), float(found["reward"]), terminated=bool(found["done"]), metrics=told
         )

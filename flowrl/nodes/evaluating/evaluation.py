@@ -232,7 +232,8 @@ class Evaluation(Node):
             return text if number < of else f"{text}: all that are held out, fewer than the {one.num} asked for"
         text += f", {found.repeated} rows with the prompt of another left out" if found.repeated else ""
         text += f", {found.low_scores} with a score below min_score left out" if found.low_scores else ""
-        return text + (f", {shared} of them are in the training data too" if shared else "")
+        text += f", {shared} of them are in the training data too" if shared else ""
+        return "; ".join((text, *found.opened))
 
     async def setup(self) -> None:
         if self.sets:

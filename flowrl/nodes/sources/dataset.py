@@ -18,13 +18,14 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, tokenizer_of
 from flowrl.models.turn_ends import end_problem
-from flowrl.nodes.sources.given_sample import given_sample
+from flowrl.nodes.sources.given_sample import given_sample, require_responses
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.source import PromptSource
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
+from flowrl.tasks.row_reading.tool_shapes import text_of
 
 Trained = Literal["all", "last"]
 
@@ -95,7 +96,7 @@ class Demonstrations(Node):
     def preflight(self) -> str | None:
         check_model(self.policy)
         rows = self._read_rows()
-        _require_answers(self.task, rows)
+        require_responses(self.task, rows)
         check_tools(self.policy, rows)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
@@ -158,7 +159,7 @@ class Demonstrations(Node):
             epoch=prompt.epoch,
             member=prompt.member,
             prompt_text=prompt.text,
-            response_text=str(row.answer),
+            response_text=text_of(row.response),
             generator=f"{self.name}/{self.context.replica}",
             columns=prompt.columns,
         )
@@ -173,7 +174,7 @@ class Demonstrations(Node):
     def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
         chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
         rows = load_demonstrations(self.task).held_out
-        answered = [row for row in lowest(rows, most) if row.answer is not None]
+        answered = [row for row in lowest(rows, most) if row.has_response]
         samples = rendered_alone(answered, lambda row: self._held_out_sample(row, chat))
         return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
 
@@ -184,20 +185,5 @@ class Demonstrations(Node):
             group_id=row.prompt_id,
             prompt_id=row.prompt_id,
             prompt_text=row.prompt,
-            response_text=str(row.answer),
-        )
-
-
-def _require_answers(task: Task, rows: Sequence[Row]) -> None:
-    """Raise ConfigError unless every row has an answer that is text or the assistant's turns."""
-    if without := [row for row in rows if row.answer is None]:
-        raise ConfigError(
-            f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "
-            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it, "
-            "or take rows without one out of the data (malformed=skip does not)"
-        )
-    if other := next((row for row in rows if not row.text_answer), None):
-        raise ConfigError(
-            f"{other.place}: the answer is {str(other.answer)[:60]!r}; to learn from it needs text, or the assistant's "
-            "turns; name the column that has them with answer="
+            response_text=text_of(row.response),
         )

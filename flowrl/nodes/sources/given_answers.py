@@ -9,17 +9,18 @@ from functools import partial
 
 import numpy as np
 
-from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Bool, Int32, Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
+from flowrl.nodes.sources.given_sample import require_responses
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined
+from flowrl.tasks.row_reading.tool_shapes import text_of
 
 
 class GivenAnswers(Node):
@@ -62,11 +63,7 @@ class GivenAnswers(Node):
 
     def preflight(self) -> str | None:
         check_model(self.policy)
-        if without := sum(row.answer is None for row in self._all_rows()):
-            raise ConfigError(
-                f"{without} rows of {self.task.name!r} have no answer to learn from; set the option answer= of the "
-                "task to the column that holds it, or take rows without one out of the data (malformed=skip does not)"
-            )
+        require_responses(self.task, self._all_rows())
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
         return require_rendered(
@@ -131,7 +128,7 @@ class GivenAnswers(Node):
         token_ids, mask = self._rendered(self._chat, row)
         return Sample.of(
             prompt,
-            response_text=str(row.answer),
+            response_text=text_of(row.response),
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.cache import Progress
+from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Bool, Int32, Trainable
+from flowrl.tasks import Row, Task
 
 
 class HeldOutSource(Protocol):
@@ -48,6 +50,23 @@ def given_sample(token_ids: Int32, mask: Bool, *, response_text: str, **fields: 
         generated_s=time.time(),
         advantages=mask.astype(np.float32),
     )
+
+
+def require_responses(task: Task, rows: Sequence[Row]) -> None:
+    """Raise ConfigError unless every row has a response to learn from: text, or the assistant's turns."""
+    if without := [row for row in rows if not row.has_response]:
+        unread = next((row.unread for row in without if row.unread), "")
+        other = f", or messages={unread} to learn from the conversations in that column" if unread else ""
+        raise ConfigError(
+            f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "
+            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it"
+            f"{other}, or take rows without one out of the data (malformed=skip does not)"
+        )
+    if other_row := next((row for row in rows if not row.reply and not row.text_answer), None):
+        raise ConfigError(
+            f"{other_row.place}: the answer is {str(other_row.answer)[:60]!r}; to learn from it needs text, or the "
+            "assistant's turns; name the column that has them with answer="
+        )
 
 
 def batch_of(samples: Sequence[Trainable], token_budget: int) -> Batch:

@@ -69,9 +69,10 @@ class TextSource(PromptSource):
     def facts(self) -> Facts:
         return replace(super().facts(), longest_prompt=None)
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         check_model(self.policy)
         self.texts.read()
+        return None
 
     def read(self) -> Rows:
         return self.texts.read()

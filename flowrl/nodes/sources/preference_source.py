@@ -241,7 +241,7 @@ class Renderer:
             member=member,
             group_size=2 if self._kind == "pairs" else 1,
             prompt_text=row.prompt,
-            response_text=reply if isinstance(reply, str) else text_of(reply),
+            response_text=text_of(reply),
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),

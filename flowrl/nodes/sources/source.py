@@ -85,7 +85,7 @@ class PromptSource(RowSource):
         check_prompts(self.policy, rows, self.task.system_prompt)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt), rows)
-        return self._try_rows(rows)
+        return "; ".join(filter(None, (self._try_rows(rows), *self.read().opened))) or None
 
     def _try_rows(self, rows: Sequence[Row]) -> str | None:
         """Raise ConfigError for prompts that the template refuses; returns what is to be said of those left out."""

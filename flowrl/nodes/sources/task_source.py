@@ -40,11 +40,12 @@ class TaskSource(RowSource):
         )
         self.task = task
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         rows = self.rows()
         if rows and MESSAGES in rows[0].columns:
             raise ConfigError(f"the task {self.task.name!r} has a column {MESSAGES!r}, which agents get; rename it")
         self._buckets(rows)
+        return "; ".join(load_rows(self.task, whole=self.part == "all").opened) or None
 
     def rows(self) -> Sequence[Row]:
         rows = load_rows(self.task, whole=self.part == "all")

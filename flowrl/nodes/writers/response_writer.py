@@ -79,11 +79,11 @@ class RemainingPrompts(PromptSource):
     def read(self) -> Any:
         return load_demonstrations(self.task, whole=self.part == "all") if self.given else super().read()
 
-    def preflight(self) -> None:
+    def preflight(self) -> str | None:
         rows, done = self.rows(), self._done()
         if all(prompt_id in done for prompt_id in prompt_ids(rows)):
             raise ConfigError(f"{self.out} has all {len(rows)} {self.row_noun} already; name another file")
-        super().preflight()
+        return super().preflight()
 
     def _done(self) -> frozenset[str]:
         return Written.read(user_path(self.out), self.per_group).prompt_ids

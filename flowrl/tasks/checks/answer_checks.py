@@ -16,15 +16,18 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.tasks.checks.written_numbers import NUMBER, decimal_of, number_of, reference_number
 
-BOX = "\\boxed{"
-BRACES = re.compile(r"\\boxed\{|[{}]")
+BRACES = re.compile(r"\\boxed\s*\{|[{}]")
 # Possessive quantifiers: several parts of the pattern can match the same run of blanks, and none of them backtracks.
 OPENED = r"""(?:\\(?:text|math)\w*+\{|[*\s(\[$"'])*+"""
 LETTER = rf"[*_\s]*+(?P<sign>(?i:is\b)[*\s]*+[:=]?+|[:=])?+{OPENED}(?i:(?:option|choice)\b)?+{OPENED}"
 LETTER += r"(?!I\b(?(sign)(?!)|\s+(?!is\b)[a-z]))(?P<letter>[A-Z])\b(?!['’])"
 """The letter may follow "is", a colon, an equals sign or nothing. After nothing, the I of "the option I chose" is no
 letter."""
-ANSWERED, OPTED = re.compile(f"(?i:answer){LETTER}"), re.compile(f"(?i:option|choice){LETTER}")
+SMALL = rf"[*_\s]*+(?:(?i:is\b)[*\s]*+)?+(?P<colon>[:=][*_\s]*+)?+{OPENED}(?:(?i:option|choice)\b)?+{OPENED}"
+SMALL += r"(?P<small>[a-z])(?:(?<=\(.)\)|(?(colon)(?=[)\]}]|[*_$\"'.]*+[ \t]*+$|[.:]\s)|(?!)))"
+"""A small letter in parentheses, or after a colon if the line ends with it or it is marked as an option: `b) Paris`."""
+ANSWERED = re.compile(f"(?i:answer)(?:{LETTER}|{SMALL})", re.MULTILINE)
+OPTED = re.compile(f"(?i:option|choice){LETTER}(?P<small>(?!))?")
 ALONE = re.compile(r"[\s*]*+[(\[]?+([A-Za-z])(?:[\])]|\**+[.:](?!\w)|[\s*]*+$)")
 AROUND = re.compile(r"\\(?:text|math)\w*+\s*+\{|\\[ ,;!]|[{}$~]")
 """What LaTeX puts around a letter in a box."""
@@ -61,7 +64,7 @@ def box_of(text: str) -> str | None:
     last, found = 0, None
     for brace in BRACES.finditer(text):
         if brace[0] != "}":
-            opened.append(brace.end() if brace[0] == BOX else 0)
+            opened.append(brace.end() if brace[0] != "{" else 0)
         elif opened and (start := opened.pop()) > last:
             last, found = start, text[start : brace.start()]
     return found
@@ -91,8 +94,8 @@ def letter_of(text: str) -> str | None:
 
 
 def _last_letter(pattern: re.Pattern[str], text: str) -> str | None:
-    letters = [found["letter"] for found in pattern.finditer(text)]
-    return letters[-1] if letters else None
+    letters = [found["letter"] or found["small"] for found in pattern.finditer(text)]
+    return letters[-1].upper() if letters else None
 
 
 def _letter_alone(text: str) -> str | None:

@@ -54,7 +54,7 @@ QUANTITY = re.compile(
 )
 """A number with a currency, or with a unit after a blank; its groups are the sign and the number."""
 IN_PROSE = re.compile(
-    rf"(?:^|[\s=])(?:\*\*)?{MONEY}?-?\(?-?\.?\d|\\frac{{-?[\d.,]+}}{{-?\d|\\boxed{{\s*[^\s{{}}]|\$\s*[^$\s][^$\n]*\$"
+    rf"(?:^|[\s=])(?:\*\*)?{MONEY}?-?\(?-?\.?\d|\\frac{{-?[\d.,]+}}{{-?\d|\\boxed\s*{{\s*[^\s{{}}]|\$\s*[^$\s][^$\n]*\$"
     r"|\\[(\[]\s*(?!\\[)\]])\S"
 )
 """What math-verify extracts from a text with words: the beginning of a number, or LaTeX between delimiters."""

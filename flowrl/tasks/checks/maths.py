@@ -22,6 +22,8 @@ SECONDS = 5
 ITEM = re.compile(r"\A-\s+(?=[$€£¥₹]?\.?\d)")
 """The mark of an item in a Markdown list. It is removed only from responses: in a reference answer, `- 12` is -12."""
 LATEX = re.compile(r"[\\{|]")
+SPACED_BOX = re.compile(r"\\boxed\s+\{")
+"""A box with a blank before its brace, which LaTeX allows and math-verify does not read."""
 
 
 def score(prompts: Sequence[str], responses: Sequence[str], *, answer: Sequence[Any]) -> list[float]:
@@ -74,6 +76,7 @@ def _marked(text: str) -> str | None:
 def _read(text: str) -> list[Any]:
     """What math-verify finds: values, and the texts that they were parsed from; only the text where it cannot parse
     LaTeX."""
+    text = SPACED_BOX.sub(r"\\boxed{", text)
     found = [one for formula in bare_formulas(text) for one in _parsed(delimited(formula))] or _parsed(prose(text))
     if found and all(isinstance(one, str) for one in found) and not LATEX.search(found[0]):
         found += _parsed(prose(found[0]))  # it is no LaTeX, so it may be a number with a word

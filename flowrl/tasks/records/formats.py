@@ -159,7 +159,7 @@ def _object(place: str, record: object) -> RawRow:
 
 
 def _table(path: Path, text: IO[str], delimiter: str, reading: Reading) -> Iterator[tuple[str, RawRow]]:
-    """CSV with a header. Every value is text; a list of turns may be written as JSON."""
+    """CSV with a header. Every value is text."""
     csv.field_size_limit(sys.maxsize)
     lines = csv.reader(text, delimiter=delimiter, strict=True)
     try:
@@ -190,17 +190,7 @@ def cells(place: str, header: list[str], values: list[str]) -> RawRow:
         raise Malformed(
             f"{place}: the row has {len(values)} cells, the header {len(header)}; quote what holds a delimiter"
         )
-    return {name: _turns(value) for name, value in zip(header, values, strict=False)}
-
-
-def _turns(value: str) -> Any:
-    """The turns that a cell holds as JSON, else its text."""
-    if not value.startswith("[{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    return dict(zip(header, values, strict=False))
 
 
 def _require_utf8(place: str, text: str) -> None:

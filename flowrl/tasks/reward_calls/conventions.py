@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowrl.message_base import number_in
 from flowrl.tasks.reward_calls.signatures import SECOND, Convention
 
 ROW = "flowrl.row"
@@ -149,7 +150,7 @@ def _chosen(given: Mapping[str, Any], keep: frozenset[str], takes_all: bool) -> 
 
 
 def label_of(columns: Mapping[str, Any]) -> Any:
-    """The label of a row as OpenRLHF's functions and servers get it: text, empty if the row has none."""
+    """The label of a row as OpenRLHF's functions and servers get it: as the row has it, empty text if there is none."""
     return next((columns[name] for name in LABELS if columns.get(name) is not None), "")
 
 
@@ -197,7 +198,7 @@ def openrlhf_answer(answer: Any, number: int) -> Any:
 def _trl_answer(answer: Any) -> Any:
     """A completion for which the function returned None gets 0, as in TRL's sum, and is counted in the logs."""
     values = _flat(answer)
-    if not isinstance(values, list) or None not in values:
+    if not isinstance(values, list) or not any(value is None for value in values):
         return values
     rewards = [0.0 if value is None else value for value in values]
     return {"rewards": rewards, "logs": {"not_applicable": [float(value is None) for value in values]}}
@@ -205,12 +206,10 @@ def _trl_answer(answer: Any) -> Any:
 
 def _verl_answer(answer: Any) -> Any:
     """If the answer is a dict, its `score` is the reward, and its other numbers are logged."""
-    if not isinstance(answer, Mapping):
-        return _flat(answer)
-    if "score" not in answer:
+    if not isinstance(answer, Mapping) or "score" not in answer:
         return answer  # our check of answers names the keys that it has
-    logs = {str(name): float(value) for name, value in answer.items() if isinstance(value, bool | int | float)}
-    return {"reward": _flat(answer["score"]), "logs": {name: value for name, value in logs.items() if name != "score"}}
+    logs = {str(name): number_in(value) for name, value in answer.items() if name != "score"}
+    return {"reward": answer["score"], "logs": {k: value for k, value in logs.items() if value is not None}}
 
 
 def _flat(values: Any) -> Any:

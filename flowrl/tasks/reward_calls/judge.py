@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.message_base import number_in
 from flowrl.tasks.reward_calls.conventions import OF_TRL, adapted, by_position
 from flowrl.tasks.reward_calls.signatures import Convention, convention_of
 from flowrl.tasks.user_module import one_line, user_module
@@ -265,13 +265,16 @@ def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
         )
     if len(values) != num:
         raise BadReward("reward_wrong_length", f"{place} returned {len(values)} {what} for {num} response(s)")
+    found = []
     for value in values:
-        if not isinstance(value, numbers.Real):
+        number = number_in(value)
+        if number is None:
             raise BadReward("reward_malformed", f"{place} returned {what} with {_short(value)}; it needs numbers")
-        if not is_finite(value):
+        if not math.isfinite(number):
             told = _short(value)
             raise BadReward("reward_not_finite", f"{place} returned {what} with {told}; it needs finite numbers")
-    return tuple(float(value) for value in values)
+        found.append(number)
+    return tuple(found)
 
 
 def is_finite(value: Any) -> bool:

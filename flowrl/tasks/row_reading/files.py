@@ -12,11 +12,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.errors import ConfigError
 from flowrl.hub.name import HubName
+from flowrl.message_base import scalar_problem
 from flowrl.tasks.checks.answer_checks import CHECKS
 from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time
 from flowrl.tasks.records.formats import RawRow, files_at, records
@@ -31,16 +33,21 @@ from flowrl.tasks.row_reading.shapes import (
     is_turn,
     messages,
     of_sharegpt,
+    with_messages,
     with_system,
 )
 from flowrl.tasks.row_reading.tool_shapes import definitions, text_of
 from flowrl.tasks.row_reading.usable_answers import lacking
 from flowrl.tasks.rows import Row
 
-MALFORMED, WHERE = ("stop", "skip"), ("auto", "memory", "disk")
-"""Values of the options `malformed` and `rows`."""
-CONVERSATIONS, INSTRUCTION = "conversations", "instruction"
-"""Columns of ShareGPT and of Alpaca that hold the question."""
+MALFORMED, WHERE, TEXTS = ("stop", "skip"), ("auto", "memory", "disk"), ("messages", "raw")
+"""Values of the options `malformed`, `rows` and `text`."""
+CONVERSED = ("messages", "conversations")
+"""Columns that hold a conversation, if no option names one."""
+CONVERSATIONS, INSTRUCTION, OUTPUT = "conversations", "instruction", "output"
+"""Columns of ShareGPT and of Alpaca that hold the question, and Alpaca's for the answer."""
+COMPLETION = "completion"
+"""The column of the response, which is also the answer if there is none."""
 NO_SCORE = "-"
 """Value of the option `score` for rows that have none, whatever columns they have."""
 NUMERAL = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
@@ -58,7 +65,7 @@ class Keys:
     column `messages` if there is no prompt."""
     answer: str = ""
     """Column of the answer: text, a number, or a list of one turn of the assistant's. "": the column `answer`, or
-    `completion` if there is no `answer`."""
+    `completion` if there is no `answer`; if there are both, `completion` is what is learned from."""
     score: str = "score"
     """Column of an answer's score: among several answers to one prompt, the highest is taken. `-`: there is none."""
     min_score: float = -math.inf
@@ -72,6 +79,8 @@ class Keys:
     tools: str = "tools"
     """Column with definitions of the tools that a conversation may call, as a list or as JSON text; none: there are no
     tools."""
+    text: str = "messages"
+    """What a text is that lists messages, as JSON: these messages, or raw text."""
     split: str = "train"
     """Datasets with several splits: the one to read."""
     config: str = ""
@@ -91,7 +100,7 @@ class Keys:
     than 256 MiB."""
 
     def __post_init__(self) -> None:
-        require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE)
+        require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE, text=TEXTS)
         for name, value in self.code_limits.items():
             if self.check != "code":
                 raise ConfigError(f"option {name} of a task is for check=code, and this one has check={self.check}")
@@ -112,6 +121,14 @@ class Keys:
     def answer_column(self) -> str:
         """The column of the answer, whether an option names it or not."""
         return self.answer or "answer"
+
+    def opened(self, record: RawRow) -> RawRow:
+        """The record with the messages that its columns of conversations and responses hold as text."""
+        if self.text == "raw":
+            return record
+        asked = (self.prompt_column, self.messages_column, CONVERSATIONS, INSTRUCTION)
+        replied = (self.answer_column, COMPLETION, OUTPUT, self.chosen, self.rejected, self.completion)
+        return with_messages(record, {*asked, *replied})
 
     @property
     def code_limits(self) -> dict[str, float]:
@@ -178,32 +195,41 @@ def of_record(keys: Keys, place: str, record: RawRow, *, compared: bool = True) 
 
 
 def _row(place: str, record: RawRow, keys: Keys) -> Row:
+    told = keys.opened(record)
     column = _asking_column(place, record, keys)
-    turns, reply = _asked(place, record, keys, column)
+    turns, reference = _asked(place, told, keys, column)
     tools = tools_of(place, record, keys)
     return Row(
         turns,
-        _columns(place, record, keys, column, reply) | ({"tools": tools} if tools else {}),
+        _columns(place, record, keys, column, reference) | ({"tools": tools} if tools else {}),
         score_of(place, record, keys),
-        as_messages=not isinstance(record[column], str),
+        as_messages=not isinstance(told[column], str),
         tools=tools,
-        reply=reply if isinstance(reply, tuple) else (),
+        reply=reference.reply,
         place=place,
+        opened=opened_columns(record, told, (column, *reference.columns)),
+        unread=_unread(told) if column == keys.prompt_column else "",
     )
 
 
-def _columns(place: str, record: RawRow, keys: Keys, column: str, reply: ReplyTurns) -> dict[str, Any]:
+def _unread(record: RawRow) -> str:
+    """The column with a conversation that a record has besides its prompt."""
+    return next((name for name in CONVERSED if isinstance(record.get(name), list)), "")
+
+
+def opened_columns(record: RawRow, told: RawRow, columns: Iterable[str]) -> tuple[str, ...]:
+    """Those of `columns` whose text `told` has as messages."""
+    return tuple(name for name in columns if told.get(name) is not record.get(name))
+
+
+def _columns(place: str, record: RawRow, keys: Keys, column: str, reference: RightResponse) -> dict[str, Any]:
     """What rewards receive: the answer, and the columns that the record's shape does not use."""
     used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
     used |= {*ALPACA} if _is_alpacas(column, keys) else set()
     found = {key: plain(value) for key, value in record.items() if key not in used}
     if keys.check == "code":
         found = {**found, **_times(place, record, keys)}
-    if isinstance(reply, Structured):
-        found["answer"] = plain(reply.value)
-    elif reply is not None:
-        found["answer"] = reply if isinstance(reply, str) else _text(place, text_of(reply), "answer")
-    return found
+    return found if reference.answer is None else {**found, "answer": reference.answer}
 
 
 def _times(place: str, record: RawRow, keys: Keys) -> dict[str, Any]:
@@ -228,15 +254,16 @@ def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
 
 
 @dataclass(frozen=True)
-class Structured:
-    """An answer that is not text but a list or mapping, such as a program's tests: it is for rewards, and is no
-    response."""
+class RightResponse:
+    """What a record says about the response to its prompt."""
 
-    value: Any
-
-
-ReplyTurns = str | Turns | Structured | None
-"""A reference response: text, or turns where it calls tools."""
+    answer: Any = None
+    """What rewards compare with: text, a number, or a list or mapping such as a program's tests. None: nothing."""
+    reply: Turns = ()
+    """The response to learn from, unless it is the text of `answer`: the record has a response apart from the answer,
+    or the response calls tools."""
+    columns: tuple[str, ...] = ()
+    """Where the two were found."""
 
 
 def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
@@ -258,16 +285,16 @@ def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
     raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
 
 
-def _asked(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, ReplyTurns]:
-    """The messages before the response, and the reference response if there is one."""
+def _asked(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, RightResponse]:
+    """The messages before the response, and what the record says about the response."""
     if _is_alpacas(column, keys):
         turns = conversation(place, alpaca(place, record), "instruction with its input and history")
-        reply = _answer(place, record if keys.answer else {"answer": record["output"], **record}, keys)
+        reference = _reference(place, record, keys, response=OUTPUT)
     elif column == keys.messages or column not in (keys.prompt_column, INSTRUCTION):
-        turns, reply = _messages(place, record, keys, column)
+        turns, reference = _messages(place, record, keys, column)
     else:
-        turns, reply = conversation(place, record[column], "prompt"), _answer(place, record, keys)
-    return with_system(turns, record), reply
+        turns, reference = conversation(place, record[column], "prompt"), _reference(place, record, keys)
+    return with_system(turns, record), reference
 
 
 def _is_alpacas(column: str, keys: Keys) -> bool:
@@ -275,15 +302,15 @@ def _is_alpacas(column: str, keys: Keys) -> bool:
     return column == INSTRUCTION and column not in (keys.prompt, keys.messages)
 
 
-def _messages(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, ReplyTurns]:
+def _messages(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, RightResponse]:
     turns = conversation(place, record[column], f"column {column!r}", may_end=True)
     if turns[-1]["role"] != "assistant":
-        return turns, _answer(place, record, keys)
+        return turns, _reference(place, record, keys)
     if len(turns) < 2:
         raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
     if keys.answer:
-        return turns[:-1], _answer(place, record, keys)
-    return turns[:-1], plain_reply(place, turns[-1:], "last message")
+        return turns[:-1], _reference(place, record, keys)
+    return turns[:-1], _of_turns(place, turns[-1:], "last message")
 
 
 def plain_reply(place: str, turns: Turns, what: str) -> str | Turns:
@@ -312,17 +339,45 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
     )
 
 
-def _answer(place: str, record: RawRow, keys: Keys) -> ReplyTurns:
+def _reference(place: str, record: RawRow, keys: Keys, *, response: str = COMPLETION) -> RightResponse:
+    """What the columns say: the one that an option names, else `answer`, else that of the `response`. If there are
+    both of the latter, the answer is what responses are compared with, and the response is what is learned from."""
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")
-    value = record[keys.answer] if keys.answer else record.get("answer", record.get("completion"))
+    if keys.answer or is_missing(record.get(response)):
+        return _referred(place, record, keys.answer_column)
+    learned = _referred(place, record, response)
+    if "answer" not in record:
+        return learned
+    compared = _referred(place, record, "answer")
+    if not isinstance(learned.answer, str):  # a column of this name that holds no response
+        return compared
+    reply = learned.reply or ({"role": "assistant", "content": learned.answer},)
+    return RightResponse(compared.answer, reply, ("answer", response))
+
+
+def _referred(place: str, record: RawRow, column: str) -> RightResponse:
+    """What one column says."""
+    value = record.get(column)
     if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
-        return plain_reply(place, messages(place, value, "answer"), "answer")
-    if isinstance(value, list | Mapping):
-        return Structured(value)
+        found = _of_turns(place, messages(place, value, column), column)
+        return RightResponse(found.answer, found.reply, (column,))
     if is_missing(value):
-        return None
-    return _text(place, str(value), "answer")
+        return RightResponse()
+    return RightResponse(_text(place, value, "answer") if isinstance(value, str) else answer_of(value), (), (column,))
+
+
+def _of_turns(place: str, turns: Turns, what: str) -> RightResponse:
+    reply = plain_reply(place, turns, what)
+    return (
+        RightResponse(reply) if isinstance(reply, str) else RightResponse(_text(place, text_of(reply), "answer"), reply)
+    )
+
+
+def answer_of(value: Any) -> Any:
+    """The answer as the record has it; as text if it is a number of more digits than a message can carry."""
+    found = plain(value)
+    return str(value) if isinstance(found, int) and scalar_problem(found) else found
 
 
 def is_missing(value: object) -> bool:
@@ -361,9 +416,12 @@ def _number(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Convert to values that a message can carry: lists become tuples; dates and similar values become text."""
+    """Convert to values that a message can carry: lists become tuples, decimals become numbers; dates and similar
+    values become text."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
+    if isinstance(value, Decimal) and value.is_finite():
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, Iterable):

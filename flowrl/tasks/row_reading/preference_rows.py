@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,8 +19,10 @@ from flowrl.tasks.records.malformed import Malformed, missing_column
 from flowrl.tasks.row_reading.files import (
     CONVERSATIONS,
     Keys,
+    answer_of,
     conversation,
     is_missing,
+    opened_columns,
     plain,
     plain_reply,
     require_score,
@@ -73,26 +75,28 @@ def of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Prefe
 
 
 def _of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
+    told = keys.opened(record)
     if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
-        before = _prompt(place, record, keys, (keys.completion,))
+        before = _prompt(place, told, keys, (keys.completion,))
         turns = with_system(before, record)
         tools = tools_of(place, record, keys)
         judged = {
-            "completion": _completion(place, record, keys, "completion", (turns, before)),
+            "completion": _completion(place, told, keys, "completion", (turns, before)),
             "label": _label(place, record, keys),
         }
-        one = Preference(turns, _others(place, record, keys, tools) | judged, tools=tools, place=place)
+        opened = _opened(record, told, keys, (keys.completion,))
+        one = Preference(turns, _others(place, record, keys, tools) | judged, tools=tools, place=place, opened=opened)
         one.require_short()
         return (one,)
-    before = _prompt(place, record, keys, (keys.chosen, keys.rejected))
+    before = _prompt(place, told, keys, (keys.chosen, keys.rejected))
     turns = with_system(before, record)
-    chosen, rejected = (_completion(place, record, keys, name, (turns, before)) for name in PAIR)
+    chosen, rejected = (_completion(place, told, keys, name, (turns, before)) for name in PAIR)
     if chosen == rejected:
-        said = chosen if isinstance(chosen, str) else text_of(chosen)
-        raise Malformed(f"{place}: chosen and rejected are the same, {said[:60]!r}; leave the row out")
+        raise Malformed(f"{place}: chosen and rejected are the same, {text_of(chosen)[:60]!r}; leave the row out")
     tools = tools_of(place, record, keys)
     columns = _others(place, record, keys, tools) | {"chosen": chosen, "rejected": rejected}
-    pair = Preference(turns, columns, tools=tools, place=place)
+    opened = _opened(record, told, keys, (keys.chosen, keys.rejected))
+    pair = Preference(turns, columns, tools=tools, place=place, opened=opened)
     pair.require_short()
     return (pair,) if kind == "pairs" else _both(pair)
 
@@ -101,7 +105,13 @@ def _both(pair: Preference) -> tuple[Preference, ...]:
     """The two completions of a pair as separate rows; the column `pair` distinguishes them from others."""
     columns = {name: value for name, value in pair.columns.items() if name not in PAIR} | {"pair": pair.prompt_id}
     judged = ({**columns, "completion": pair.columns[name], "label": name == "chosen"} for name in PAIR)
-    return tuple(Preference(pair.turns, one, tools=pair.tools, place=pair.place) for one in judged)
+    return tuple(Preference(pair.turns, one, tools=pair.tools, place=pair.place, opened=pair.opened) for one in judged)
+
+
+def _opened(record: RawRow, told: RawRow, keys: Keys, completions: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns that hold messages as text, of those from which a preference is made."""
+    asked = (keys.prompt_column,) if keys.prompt_column in record else (keys.messages_column, CONVERSATIONS)
+    return opened_columns(record, told, (*asked, *completions))
 
 
 def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
@@ -201,6 +211,5 @@ def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, A
     used |= set() if keys.prompt_column in record else {CONVERSATIONS}
     columns = {key: plain(value) for key, value in record.items() if key not in used}
     if not is_missing(answer := record.get(keys.answer_column)):
-        is_text = not isinstance(answer, list | Mapping)
-        columns["answer"] = str(answer) if is_text else json.dumps(answer, ensure_ascii=False, default=str)
+        columns["answer"] = answer_of(answer)
     return columns | ({"tools": tools} if tools else {})

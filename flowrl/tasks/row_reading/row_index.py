@@ -7,7 +7,7 @@ In a mixture, rows are chosen within each source first, and then among those of 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,15 @@ class _Found:
         return Scan(places, ids, asked, np.frombuffer(self._scores, np.float64))
 
 
-def scan_source(stored: StoredRows, stores: range, reading: Reading, *, every: bool, mixed: bool) -> tuple[Scan, int]:
+def scan_source(
+    stored: StoredRows, stores: range, reading: Reading, note: Callable[[Row], None], *, every: bool, mixed: bool
+) -> tuple[Scan, int]:
     """The rows of the stores of one source, and 0; in a mixture only the rows that are taken, and the number of other
-    rows, which repeat their prompts. Raises ConfigError."""
+    rows, which repeat their prompts. `note` is called with every row. Raises ConfigError."""
     own, asked, places = _Found(), _Found(), array("q")
     for store in stores:
         for address, row in stored.read(store, reading):
+            note(row)
             places.extend((store, *address))
             if mixed:
                 own.add(row)

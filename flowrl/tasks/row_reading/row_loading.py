@@ -154,6 +154,8 @@ class OneSource:
         twice."""
         self.repeated = 0
         """Rows of a source of a mixture that were left out because they repeat another row's prompt."""
+        self._opened: dict[str, None] = {}
+        """Columns whose text was read as messages, in the order in which they were found."""
 
     @cached_property
     def keys(self) -> Any:
@@ -182,7 +184,24 @@ class OneSource:
             yield from self._kind.generated(self.task)
             return
         for place, record in read_records(self.place, self.keys, self.reading):
-            yield from self.reading.at(place, partial(self._kind.of_record, self.keys, place, record)) or ()
+            for row in self.reading.at(place, partial(self._kind.of_record, self.keys, place, record)) or ():
+                self.note(row)
+                yield row
+
+    def note(self, row: Row) -> None:
+        """Remember which of the row's columns hold messages as text."""
+        if row.opened:
+            self._opened.update(dict.fromkeys(row.opened))
+
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """A sentence about each column whose text was read as messages."""
+        where = self.task.source
+        return tuple(
+            f"{where}: the text in the column {column!r} is a list of messages, and is read as such; {where}:text=raw "
+            "reads it as plain text"
+            for column in self._opened
+        )
 
     def chosen(self) -> Rows:
         """The rows in memory that are taken from one source of a mixture."""
@@ -226,6 +245,7 @@ def _loaded(task: Task, kind: RowKind) -> Rows:
         skipped=tuple(text for reading in readings for text in reading.skipped),
         repeated=found.repeated + sum(source.repeated for source in sources),
         low_scores=sum(reading.low_scores for reading in readings),
+        opened=tuple(text for source in sources for text in source.opened),
     )
 
 
@@ -245,7 +265,8 @@ def _indexed(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: S
     scans, first = [], 0
     for source, own in zip(sources, stores, strict=True):
         places = range(first, first := first + len(own))
-        scan, source.repeated = scan_source(stored, places, source.reading, every=source.every, mixed=len(sources) > 1)
+        note, every = source.note, source.every
+        scan, source.repeated = scan_source(stored, places, source.reading, note, every=every, mixed=len(sources) > 1)
         scans.append(scan)
         source.require(len(scans[-1]))
     return rows_of(stored, scans, every=kind.every)

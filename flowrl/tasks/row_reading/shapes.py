@@ -1,9 +1,15 @@
-"""Shapes that conversations come in: lists of {role, content}, ShareGPT's {from, value}, and Alpaca's columns."""
+"""Shapes that conversations come in: lists of {role, content}, ShareGPT's {from, value}, and Alpaca's columns.
+
+A list may also be written as text: as JSON, which tables with one type per column hold, or as Python writes it, which
+is what pandas puts into CSV.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowrl.tasks.records.malformed import Malformed
@@ -27,6 +33,36 @@ SHAREGPT = {
 ALPACA = ("instruction", "input", "output", "history")
 
 Turns = tuple[Mapping[str, Any], ...]
+OPENING = re.compile(r"\s*\[\s*\{\s*(?P<quote>[\"'])")
+"""How the text of a list of messages begins; the quote says whether JSON or Python has written it."""
+
+
+def with_messages(record: Mapping[str, Any], columns: Iterable[str]) -> Mapping[str, Any]:
+    """The record with the lists of messages that its `columns` hold as text."""
+    told = {name: found for name in columns if (found := _messages_in(record.get(name))) is not None}
+    return {**record, **told} if told else record
+
+
+def _messages_in(value: object) -> list[Mapping[str, Any]] | None:
+    """The list of messages that `value` is the text of; None for other values. A role may be unknown: `is_turn` tells.
+
+    A text that begins like such a list and cannot be parsed is no list, but text.
+    """
+    if not isinstance(value, str) or (opening := OPENING.match(value)) is None:
+        return None
+    try:
+        found = json.loads(value) if opening["quote"] == '"' else ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    is_list = isinstance(found, list) and all(map(_is_like_message, found))
+    return found if is_list else None
+
+
+def _is_like_message(turn: object) -> bool:
+    if not isinstance(turn, Mapping):
+        return False
+    of_role = isinstance(turn.get("role"), str) and ("content" in turn or CALLS in turn)
+    return of_role or (isinstance(turn.get("from"), str) and "value" in turn)
 
 
 def of_sharegpt(value: object) -> object:

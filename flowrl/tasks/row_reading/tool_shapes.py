@@ -86,10 +86,12 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def text_of(turns: Iterable[Mapping[str, Any]]) -> str:
-    """The text of `turns`, for people and for verifiers; a call is a line of JSON with its name and arguments."""
+def text_of(reply: str | Iterable[Mapping[str, Any]]) -> str:
+    """The text of a reply, for people and for verifiers; a call is a line of JSON with its name and arguments."""
+    if isinstance(reply, str):
+        return reply
     lines = []
-    for turn in turns:
+    for turn in reply:
         lines += [turn["content"]] if turn["content"].strip() else []
         lines += [json.dumps(call["function"], ensure_ascii=False, default=list) for call in turn.get(CALLS, ())]
     return "\n".join(lines)
