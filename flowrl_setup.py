@@ -74,7 +74,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     try:
         if len(args) != 1 or args[0] not in ("cpu", "environments"):
-            found = " ".join(args) or "nothing"
+            found = ascii(" ".join(args))[1:-1] or "nothing"
             raise SetupFailed(
                 f"it takes cpu or environments, found {found}; on a machine with GPUs: pip install 'flowrl[gpu]'"
             )
@@ -145,13 +145,17 @@ def pins_folder() -> Path:
 
 def pinned(folder: Path, names: Sequence[str] = PINS) -> list[str]:
     """ "numpy==2.3.0", of all these files; torch is not among them."""
-    lines = [line.partition("#")[0].strip() for name in names for line in (folder / name).read_text().splitlines()]
+    lines = [
+        line.partition("#")[0].strip()
+        for name in names
+        for line in (folder / name).read_text(encoding="utf-8").splitlines()
+    ]
     return [line for line in lines if line]
 
 
 def written(path: Path, lines: Sequence[str]) -> Path:
     """`path`, with these lines."""
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

@@ -54,7 +54,7 @@ def origin_of(directory: Path) -> Path:
     """The directory from which a cached `directory` was made, if its recipe names an `origin`; else `directory`
     itself."""
     try:
-        recipe = json.loads((directory / RECIPE).read_text())
+        recipe = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return directory
     return Path(recipe["origin"]) if isinstance(recipe, dict) and "origin" in recipe else directory
@@ -132,7 +132,7 @@ def _make(final: Path, recipe: Mapping[str, Any], make: Callable[[Path], None], 
     part = Path(tempfile.mkdtemp(prefix=f"{final.name}.part-", dir=final.parent))
     try:
         make(part)
-        (part / RECIPE).write_text(json.dumps(recipe, indent=1, sort_keys=True))
+        (part / RECIPE).write_text(json.dumps(recipe, indent=1, sort_keys=True), encoding="utf-8")
         part.chmod(0o755)
         part.rename(final)
     finally:

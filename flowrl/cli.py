@@ -26,6 +26,7 @@ from flowrl.graph.command_line import parse_options
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names, summary
 from flowrl.proxies import reach_directly
+from flowrl.runtime.telemetry.safe_text import print_text, replace_unwritable
 from flowrl.runtime.telemetry.standard_output import flush, let_go, open_closed, say
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted; 141: the reader of stdout has closed it, which a run does not mind.
     """
     open_closed()
+    replace_unwritable()
     reach_directly()
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage(args: Sequence[str]) -> int:
-    print(USAGE)
+    print_text(USAGE)
     return 0 if args else 2
 
 
@@ -126,7 +128,7 @@ def graphs(args: Sequence[str]) -> int:
     _no_arguments("graphs", args)
     width = max(map(len, shipped_names()))
     for name in shipped_names():
-        print(f"{name:<{width}}  {summary(name)}")
+        print_text(f"{name:<{width}}  {summary(name)}")
     return 0
 
 
@@ -134,8 +136,8 @@ def new(args: Sequence[str]) -> int:
     """`flowrl new MY_GRAPH.py --from NAME`: prints the files written and what to do next."""
     copy = parse_new(list(args))
     for path in copy.write():
-        print(f"wrote {path}")
-    print(f"next: flowrl check {copy.target}, then flowrl run {copy.target} --steps 20")
+        print_text(f"wrote {path}")
+    print_text(f"next: flowrl check {copy.target}, then flowrl run {copy.target} --steps 20")
     return 0
 
 
@@ -185,7 +187,7 @@ def audit(args: Sequence[str]) -> int:
     from flowrl.runtime.audit.audit import audit as prove
 
     report = prove(path)
-    print(report)
+    print_text(report)
     return 0 if report.ok else 1
 
 
@@ -262,7 +264,7 @@ def serve_reward(args: Sequence[str]) -> int:
 def show_version(args: Sequence[str]) -> int:
     """`flowrl version`"""
     _no_arguments("version", args)
-    print(version("flowrl"))
+    print_text(version("flowrl"))
     return 0
 
 

@@ -19,7 +19,7 @@ def adopt_orphans() -> None:
 def child_pids() -> list[int]:
     """Pids of the main thread's children; empty if the kernel does not report them."""
     try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()]
     except OSError:
         return []
 

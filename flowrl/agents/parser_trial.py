@@ -55,7 +55,9 @@ def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str)
     asked = {"model": policy.model, "options": options, "tools": [dict(tool) for tool in tools], **question}
     command = [sys.executable, "-m", "flowrl.agents.parser_trial"]
     try:
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, encoding="utf-8"
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{what} could not be tried within {LIMIT_S:.0f} s; try again when the machine is less busy"
@@ -78,7 +80,7 @@ def main() -> None:
     """The program of the process: it reads the question from standard input and writes the answer to standard
     output."""
     child.die_with_parent()
-    with os.fdopen(os.dup(1), "w") as outbox:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as outbox:
         os.dup2(2, 1)  # for what libraries print
         print(json.dumps(_answer(json.load(sys.stdin))), file=outbox)
 

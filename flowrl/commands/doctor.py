@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from flowrl.commands.finding import Finding, as_text
+from flowrl.runtime.telemetry.safe_text import print_text
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ def examine(options: DoctorOptions) -> int:
     findings = list(parts)
     failed = sum(finding.status == "failed" for finding in findings)
     if options.json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print_text(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        print(as_text(findings))
-        print(f"doctor: {f'{failed} failed' if failed else 'ok'}")
+        print_text(as_text(findings))
+        print_text(f"doctor: {f'{failed} failed' if failed else 'ok'}")
     return 1 if failed else 0

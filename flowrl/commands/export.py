@@ -16,6 +16,7 @@ from flowrl.commands.whole_directory import whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.hub.hub_problems import gigabytes
+from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.user_path import user_path
 
 LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")
@@ -54,12 +55,12 @@ def export(args: Sequence[str]) -> int:
     source = model_dir(user_path(args[0]))
     files = files_of(source)
     size = sum(file.stat().st_size for file in files)
-    print(f"{source}: {len(files)} files, {size / 1e6:.1f} MB", flush=True)
+    print_text(f"{source}: {len(files)} files, {size / 1e6:.1f} MB", flush=True)
     if options.to == "dir":
         copy(source, files, user_path(options.name))
-        print(f"wrote {options.name}")
+        print_text(f"wrote {options.name}")
     else:
-        print(f"uploaded to {upload(source, files, options)}")
+        print_text(f"uploaded to {upload(source, files, options)}")
     return 0
 
 
@@ -80,7 +81,7 @@ def copy(source: Path, files: Sequence[Path], target: Path) -> None:
             shutil.copyfile(file, into)  # not `copy`: a run's own files are readable only by its user
             copied += into.stat().st_size
             if into.stat().st_size >= LARGE_BYTES:
-                print(f"copied {file.name}: {gigabytes(copied)} of {gigabytes(total)}", flush=True)
+                print_text(f"copied {file.name}: {gigabytes(copied)} of {gigabytes(total)}", flush=True)
 
 
 def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:

@@ -125,7 +125,9 @@ def _driver() -> str | None:
     """Version of the NVIDIA driver, None without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True, encoding="utf-8", errors="replace"
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return told.split()[0] if told.split() else None

@@ -18,6 +18,7 @@ from flowrl.hub.name import HubName
 from flowrl.models import Policy, check_model, resolve, to_stderr
 from flowrl.models.directory import weight_files
 from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
+from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.user_path import user_path
 
 ADAPTER = "adapter"
@@ -51,7 +52,7 @@ def merge(args: Sequence[str]) -> int:
     require_free(out)
     base = base_of(adapter, options.base, trust_remote_code=options.trust_remote_code)
     write_merged(adapter, base, out, options.dtype, trust_remote_code=options.trust_remote_code)
-    print(f"wrote {out}")
+    print_text(f"wrote {out}")
     return 0
 
 
@@ -87,7 +88,7 @@ def adapter_dir(path: Path) -> Path:
 def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Path:
     """The directory of the base model, after a check that it can be loaded. Raises ConfigError."""
     try:
-        config = json.loads((adapter / "adapter_config.json").read_text())
+        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError as problem:
         raise ConfigError(
             f"{adapter}/adapter_config.json is not valid JSON ({problem}); save the adapter again"
@@ -119,10 +120,10 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remo
     from flowrl.training.model.policy_model import companions
 
     weights = sum(file.stat().st_size for file in weight_files(base))
-    print(f"loading {base}: {gigabytes(weights)}", flush=True)
+    print_text(f"loading {base}: {gigabytes(weights)}", flush=True)
     merged = _merged(adapter, base, dtype, trust_remote_code=trust_remote_code)
     written = sum(tensor.nbytes for tensor in merged.parameters())
-    print(f"writing {gigabytes(written)} to {out}", flush=True)
+    print_text(f"writing {gigabytes(written)} to {out}", flush=True)
     with whole_directory(out) as temporary:
         merged.save_pretrained(temporary)
         for name, content in companions(base).items():
@@ -148,7 +149,7 @@ def _merged(adapter: Path, base: Path, dtype: str, *, trust_remote_code: bool) -
         raise ConfigError(
             f"the base model {base} cannot be loaded ({_first_line(problem)}); name another with --base"
         ) from None
-    print(f"merging {adapter} into it", flush=True)
+    print_text(f"merging {adapter} into it", flush=True)
     try:
         return PeftModel.from_pretrained(loaded, str(adapter)).merge_and_unload()
     except LOADING as problem:

@@ -9,6 +9,7 @@ from flowrl.graph.command_line import option_names
 from flowrl.graph.load import GraphFile
 from flowrl.models.policy import CHARACTER_MODELS
 from flowrl.models.sizes.size_defaults import BY_SIZE, SizeDefaults
+from flowrl.runtime.telemetry.safe_text import print_text
 
 Origins = Mapping[str, tuple[Any, str]]
 GIVEN = "given"
@@ -48,8 +49,8 @@ def print_origins(found: Origins) -> None:
     width = max(map(len, found), default=0)
     shown = {name: _shown(value) for name, (value, _) in found.items()}
     column = max(map(len, shown.values()), default=0)
-    print("\noptions that depend on the model:")
-    print(*(f"  {name:<{width}}  {shown[name]:<{column}}  {why}" for name, (_, why) in found.items()), sep="\n")
+    print_text("\noptions that depend on the model:")
+    print_text(*(f"  {name:<{width}}  {shown[name]:<{column}}  {why}" for name, (_, why) in found.items()), sep="\n")
 
 
 def derived_text(found: Origins) -> str:

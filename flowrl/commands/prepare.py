@@ -24,6 +24,7 @@ from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
 from flowrl.models.sizes.size_defaults import size_defaults
+from flowrl.runtime.telemetry.safe_text import print_text
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _load(command: str, graph: str, run_file: RunFile | None) -> GraphFile:
 def _loaded(graph: str) -> GraphFile:
     """The graph. If a file of that name also exists here, a line says which of the two is meant."""
     if graph in shipped_names() and Path(f"{graph}.py").is_file():
-        print(f"flowrl: {graph} is the graph of flowrl; the file here is {graph}.py", file=sys.stderr)
+        print_text(f"flowrl: {graph} is the graph of flowrl; the file here is {graph}.py", stream=sys.stderr)
     return load_file(graph)
 
 
@@ -202,8 +203,8 @@ def _print_help(command: str, file: GraphFile, own_types: Sequence[type[Any]], d
         try:
             parse_options(kind, ["--help"], prog=prog, default=default)
         except SystemExit:
-            print()
+            print_text()
     for name, leaf in option_names(file.config_type).items():
         if leaf.startswith(f"{name}."):
-            print(f"--{name} VALUE is short for --{leaf} VALUE")
+            print_text(f"--{name} VALUE is short for --{leaf} VALUE")
     raise SystemExit(0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.telemetry.safe_text import print_text
 
 GRAPH = "grpo"
 
@@ -54,18 +55,20 @@ def report(run_dir: Path, evaluations: dict[str, dict[str, float]], *, control: 
     from flowrl.runtime.telemetry.metrics import read
 
     lines, audited = read(run_dir / "metrics.jsonl"), audit(run_dir)
-    print(f"run directory        {run_dir}")
-    print(f"rewards              {'shuffled within groups (control)' if control else 'exact match'}")
+    print_text(f"run directory        {run_dir}")
+    print_text(f"rewards              {'shuffled within groups (control)' if control else 'exact match'}")
     if {"before", "after"} <= evaluations.keys():
         before, after = (evaluations[phase]["exact_match"] for phase in ("before", "after"))
-        print(f"held-out problems    {int(evaluations['after']['num_answers'])}, disjoint from SFT and RL")
-        print(f"held-out exact match {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
+        print_text(f"held-out problems    {int(evaluations['after']['num_answers'])}, disjoint from SFT and RL")
+        print_text(f"held-out exact match {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
     else:
-        print("held-out exact match not known, as the run was interrupted before its last evaluation")
+        print_text("held-out exact match not known, as the run was interrupted before its last evaluation")
     if lines and (seconds := lines[-1]["time_s"] - lines[0]["time_s"]) > 0:
         samples = sum(line["num_samples"] for line in lines[1:])
-        print(f"samples/s            {samples / seconds:.0f} over {len(lines)} steps in {seconds:.0f} s")
+        print_text(f"samples/s            {samples / seconds:.0f} over {len(lines)} steps in {seconds:.0f} s")
     if lines:
-        print(f"max staleness        {max(line['staleness_max'] for line in lines)} (bound {audited.figures['bound']})")
-    print("audit: ok" if audited.ok else str(audited))
+        print_text(
+            f"max staleness        {max(line['staleness_max'] for line in lines)} (bound {audited.figures['bound']})"
+        )
+    print_text("audit: ok" if audited.ok else str(audited))
     return 0 if audited.ok else 1

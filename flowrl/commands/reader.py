@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
-from rich.console import Console
+from flowrl.runtime.telemetry.view import SafeConsole
 
 
-class ReadersConsole(Console):
+class ReadersConsole(SafeConsole):
     """A console on which a closed pipe ends the command as it does elsewhere (see `flowrl.cli`)."""
 
     def on_broken_pipe(self) -> None:

@@ -15,6 +15,7 @@ from flowrl.errors import GraphError
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
+from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.runtime.telemetry.standard_output import say
 
 
@@ -64,17 +65,17 @@ def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:
     figures = evaluations["before"]
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
-        print(f"{name:<{width}}  {value:.0f}" if float(value).is_integer() else f"{name:<{width}}  {value:.4g}")
+        print_text(f"{name:<{width}}  {value:.0f}" if float(value).is_integer() else f"{name:<{width}}  {value:.4g}")
 
 
 def _dry_run(prepared: Prepared, text: str) -> int:
     """Print the options, the plan, and the results of the checks that a run does before it starts."""
-    print(text)
+    print_text(text)
     report = report_of(prepared, Cluster.here())
     print_report(report, proposal(prepared, Cluster.here(), report))
     print_origins(prepared.origins)
     print_preflight(prepared)
-    print("dry run: graph, models, data and reward are fine; nothing was started")
+    print_text("dry run: graph, models, data and reward are fine; nothing was started")
     return 0
 
 
@@ -105,7 +106,7 @@ def print_report(report: Any, proposed: str = "") -> None:
     if report.problems:
         *others, last = report.problems
         raise GraphError((*others, f"{last} {proposed}".rstrip()))
-    print(render(report))
+    print_text(render(report))
 
 
 def print_preflight(prepared: Prepared) -> None:
@@ -114,6 +115,6 @@ def print_preflight(prepared: Prepared) -> None:
 
     sys.stdout.flush()  # so that the plan is shown while models load
     findings = preflight(prepared.graph, prepared.file.path)
-    print("\npreflight: ok")
+    print_text("\npreflight: ok")
     for name, text in findings.items():
-        print(f"  {name}: {text}")
+        print_text(f"  {name}: {text}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
+from flowrl.runtime.telemetry.safe_text import print_text
 
 USAGE = (
     "flowrl samples needs one run directory first: flowrl samples runs/NAME [--step N] [--best | --worst | --failed] "
@@ -66,7 +67,7 @@ def samples(args: Sequence[str]) -> int:
     options = parse_options(SamplesOptions, args[1:], prog="flowrl samples RUN_DIR")
     if options.json:
         for row in _rows(run_dir, options):
-            print(json.dumps(row))
+            print_text(json.dumps(row))
         return 0
     from flowrl.commands.reader import readers_console
 

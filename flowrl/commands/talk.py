@@ -13,6 +13,7 @@ from flowrl.commands.checkpoint_of import model_dir
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
 from flowrl.models import Chat, Policy, TokenizerOptions, check_model, resolve, to_stderr, tokenizer_of
+from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.tasks import Task
 
 HELP = "/reset begins anew, /exit or the end of input leaves"
@@ -68,7 +69,7 @@ def chat(args: Sequence[str]) -> int:
         raise ConfigError("flowrl chat needs a model first: flowrl chat runs/NAME, or flowrl chat MODEL_DIRECTORY")
     options = parse_options(ChatOptions, args[1:], prog="flowrl chat MODEL")
     talk = Talk(_found(args[0], options), options)
-    print(HELP, file=sys.stderr)
+    print_text(HELP, stream=sys.stderr)
     for line in _lines():
         if line == "/exit":
             break
@@ -76,14 +77,14 @@ def chat(args: Sequence[str]) -> int:
             talk.reset()
             continue
         if re.fullmatch(r"/[a-z]+", line):
-            print(f"there is no {line}; {HELP}", file=sys.stderr)
+            print_text(f"there is no {line}; {HELP}", stream=sys.stderr)
             continue
         try:
             for piece in talk.reply(line):
-                print(piece, end="", flush=True)
-            print()
+                print_text(piece, end="", flush=True)
+            print_text()
         except _NoRoom as told:
-            print(told, file=sys.stderr)
+            print_text(told, stream=sys.stderr)
     return 0
 
 
@@ -102,7 +103,7 @@ def _lines() -> Iterator[str]:
     """The lines that a user writes, without empty ones."""
     while True:
         if sys.stdin.isatty():
-            print("> ", end="", flush=True)
+            print_text("> ", end="", flush=True)
         line = _read()
         if not line:
             return

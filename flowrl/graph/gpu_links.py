@@ -137,8 +137,8 @@ def _cores_of(bus_id: str, sysfs: Path) -> tuple[int, ...]:
     """Cores of the NUMA node of a PCI device, such as 00000000:1B:00.0; () if the kernel does not know the node."""
     domain, _, rest = bus_id.lower().partition(":")
     try:
-        node = (sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text().strip()
-        return core_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip())
+        node = (sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text(encoding="utf-8").strip()
+        return core_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text(encoding="utf-8").strip())
     except OSError:  # no such device; or its node is -1
         return ()
 
@@ -147,6 +147,14 @@ def _cores_of(bus_id: str, sysfs: Path) -> tuple[int, ...]:
 def ask_nvidia_smi(*arguments: str) -> str | None:
     """What nvidia-smi prints; None if it is missing or fails. Cached: a call may take seconds, and nothing changes."""
     try:
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            encoding="utf-8",
+            errors="replace",
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None

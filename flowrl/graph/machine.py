@@ -194,7 +194,9 @@ def _gpus_told() -> tuple[int, float]:
     """(bytes of the smallest GPU, the least compute capability), as nvidia-smi reports them; 0 for one not reported."""
     command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True, encoding="utf-8", errors="replace"
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return 0, 0.0
     cards, numbers = told.splitlines(), visible_cards(_visible())
@@ -217,6 +219,6 @@ def _shm_here() -> int:
 def _memory_here() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
+        if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdigit():
             limits.append(int(text))
     return min(limits)

@@ -32,7 +32,7 @@ def snapshot_dir(name: HubName, commit: str) -> Path:
 def referred(name: HubName) -> str | None:
     """The commit that the cache knows for the branch or tag."""
     try:
-        return (repo_dir(name) / "refs" / name.revision).read_text().strip() or None
+        return (repo_dir(name) / "refs" / name.revision).read_text(encoding="utf-8").strip() or None
     except OSError:
         return None
 

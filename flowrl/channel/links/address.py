@@ -48,7 +48,7 @@ def this_machine() -> str:
     """Identifies this machine: two processes with the same value share /dev/shm and can connect over ipc."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     shared = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
-    return f"{socket.gethostname()}:{boot.read_text().strip() if boot.exists() else ''}:{shared}"
+    return f"{socket.gethostname()}:{boot.read_text(encoding='utf-8').strip() if boot.exists() else ''}:{shared}"
 
 
 def socket_root() -> Path:

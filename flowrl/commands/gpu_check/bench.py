@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.errors import FlowrlError
+from flowrl.runtime.telemetry.safe_text import print_text
 
 DeviceKind = Literal["cuda", "cpu"]
 TOLD_LINES = 15
@@ -45,7 +46,7 @@ class Bench:
 
     def figure(self, name: str, text: str) -> None:
         self.figures[name] = text
-        print(f"{name}: {text}", flush=True)
+        print_text(f"{name}: {text}", flush=True)
 
     def require(self, holds: bool, sentence: str) -> None:
         """Raise StageFailed with the sentence, unless `holds`."""
@@ -61,6 +62,7 @@ class Bench:
             text=True,
             errors="replace",
             env={**os.environ, **(env or {})},
+            encoding="utf-8",
         )
         if told.returncode:
             raise StageFailed(
@@ -79,7 +81,7 @@ class Bench:
         processes = []
         for rank, sight in enumerate(self.sights(size)):
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": sight} if self.on_gpu else None
-            with (self.directory / f"rank-{rank}.log").open("w") as output:
+            with (self.directory / f"rank-{rank}.log").open("w", encoding="utf-8") as output:
                 given = [*command, str(rank), str(self.directory), *arguments]
                 process = subprocess.Popen(given, stdout=output, stderr=subprocess.STDOUT, env=env)
             processes.append(process)
@@ -90,7 +92,7 @@ class Bench:
                 process.kill()
                 process.wait()
         if failed is not None:
-            text = (self.directory / f"rank-{failed}.log").read_text(errors="replace")
+            text = (self.directory / f"rank-{failed}.log").read_text(errors="replace", encoding="utf-8")
             raise StageFailed(f"rank {failed} of {size} failed:\n{last_lines(text)}")
 
     def sights(self, count: int) -> list[str]:

@@ -25,6 +25,7 @@ from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
 from flowrl.runtime.checkpoints.directory_lock import locked
+from flowrl.runtime.telemetry.safe_text import print_text
 
 StageOutcome = Literal["ok", "failed", "timed out", "skipped"]
 NAMED = ("flowrl", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")
@@ -82,7 +83,7 @@ def gpu_check(options: GpuCheckOptions, stages: Sequence[CheckStage] = STAGES) -
     """Run the stages that are due and print the table; returns the exit status: 0, or 1 if a stage failed."""
     if options.list:
         for stage in stages:
-            print(f"{stage.name:<14} {stage.shows}" + ("" if stage.on_cpu else " (GPU only)"))
+            print_text(f"{stage.name:<14} {stage.shows}" + ("" if stage.on_cpu else " (GPU only)"))
         return 0
     chosen = _chosen(options.only, stages)
     machine = examined(options.device)
@@ -96,16 +97,16 @@ def _checked(
     results = _known_results(options, machine)
     for stage in chosen:
         if stage.name in results and not options.again and results[stage.name].outcome != "skipped":
-            print(f"{stage.name}: {results[stage.name].outcome}, found before", flush=True)
+            print_text(f"{stage.name}: {results[stage.name].outcome}, found before", flush=True)
             continue
-        print(f"{stage.name}: {stage.shows}", flush=True)
+        print_text(f"{stage.name}: {stage.shows}", flush=True)
         with ending_in_order():
             results[stage.name] = found = run_stage(stage, machine, options.out)
         _write_results(options.out, machine, results)
-        print(f"{stage.name}: {found.outcome}, {found.seconds:.0f} s" + (f"\n{found.told}" if found.told else ""))
+        print_text(f"{stage.name}: {found.outcome}, {found.seconds:.0f} s" + (f"\n{found.told}" if found.told else ""))
     text = table(machine, {stage.name: results[stage.name] for stage in stages if stage.name in results})
-    (options.out / "table.md").write_text(text + "\n")
-    print(f"\n{text}")
+    (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
+    print_text(f"\n{text}")
     return int(any(results[stage.name].outcome in ("failed", "timed out") for stage in chosen))
 
 
@@ -148,7 +149,9 @@ def _version(package: str) -> str:
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True, encoding="utf-8", errors="replace"
+        ).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
 
@@ -159,12 +162,12 @@ def _known_results(options: GpuCheckOptions, machine: CheckedMachine) -> dict[st
     if not path.is_file():
         return {}
     try:
-        known = json.loads(path.read_text())
+        known = json.loads(path.read_text(encoding="utf-8"))
         results = {name: StageResult(**found) for name, found in known["stages"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not a file of gpu-check's results; give another directory with --out") from error
     if known.get("machine") != json.loads(json.dumps(asdict(machine))):
-        print(f"{path} is about another machine or other packages: every stage runs again", flush=True)
+        print_text(f"{path} is about another machine or other packages: every stage runs again", flush=True)
         return {}
     return results
 
@@ -173,7 +176,7 @@ def _write_results(out: Path, machine: CheckedMachine, results: Mapping[str, Sta
     """Write the results. The file is complete at any time: a new file takes the old one's place."""
     text = json.dumps({"machine": asdict(machine), "stages": {n: asdict(r) for n, r in results.items()}}, indent=2)
     temporary = out / f".{RESULTS}"
-    temporary.write_text(text + "\n")
+    temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(out / RESULTS)
 
 
@@ -200,7 +203,9 @@ def run_stage(stage: CheckStage, machine: CheckedMachine, out: Path) -> StageRes
     if status:
         failure = directory / "failure.txt"
         told = (
-            failure.read_text() if failure.is_file() else f"status {status}; the last it said:\n{_last_of(directory)}"
+            failure.read_text(encoding="utf-8")
+            if failure.is_file()
+            else f"status {status}; the last it said:\n{_last_of(directory)}"
         )
         return StageResult("failed", seconds, told, figures)
     return StageResult("ok", seconds, "", figures)
@@ -210,7 +215,7 @@ def _ended(stage: CheckStage, machine: CheckedMachine, directory: Path) -> int |
     """The exit status of the stage's process; None if it was killed because its time was up, with all that it had
     started."""
     given = [stage.target, machine.device, str(len(machine.gpus)), str(directory)]
-    with (directory / "log.txt").open("w") as output:
+    with (directory / "log.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.stage_process", *given],
             stdout=output,
@@ -236,14 +241,14 @@ def _empty(directory: Path) -> None:
 
 def _read_figures(directory: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads((directory / "figures.json").read_text())
+        found: dict[str, str] = json.loads((directory / "figures.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found
 
 
 def _last_of(directory: Path) -> str:
-    return last_lines((directory / "log.txt").read_text(errors="replace"))
+    return last_lines((directory / "log.txt").read_text(errors="replace", encoding="utf-8"))
 
 
 def table(machine: CheckedMachine, results: Mapping[str, StageResult]) -> str:

@@ -22,7 +22,7 @@ def devices(bench: Bench) -> None:
     run_dir = bench.directory / "run"
     options = ["--gpus", str(count), "--ask-torch" if bench.on_gpu else "--no-ask-torch", "--run-dir", str(run_dir)]
     bench.run(["flowrl.cli", "run", str(HERE / "seen_graph.py"), *options, "--plain"], env=env)
-    seen = {path.stem: json.loads(path.read_text()) for path in run_dir.glob("*-[0-9]*.json")}
+    seen = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in run_dir.glob("*-[0-9]*.json")}
     for name, found in sorted(seen.items()):
         bench.figure(name, f"planned {found['plan']}, sees {found['visible'] or 'none'}")
     names = {"reader-0", "judge-0", *(f"ranks-{rank}" for rank in range(count))}
@@ -57,7 +57,7 @@ def lease(bench: Bench) -> None:
     own = ["--steps", str(STEPS), "--save-every", "2", "--run-dir", str(run_dir), "--plain"]
     told = bench.run(["flowrl.cli", "run", str(HERE / "lease_graph.py"), *options, *own])
     bench.require("audit: ok" in told, "the audit of the run is not ok")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     bench.figure("steps", str(len(lines)))
     bench.figure("checkpoints", str(len(list((run_dir / "checkpoints").glob("step_*")))))
     for name in ("device_leave_s", "device_return_s"):

@@ -51,7 +51,9 @@ class Looker(Node):
     async def run(self) -> None:
         async for _ in self.signals:
             found = await self.blocking(self.look)
-            (Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.json").write_text(json.dumps(found))
+            (Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.json").write_text(
+                json.dumps(found), encoding="utf-8"
+            )
 
     def look(self) -> dict[str, object]:
         """Devices in the plan, devices in the environment variable, and those that torch finds."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.errors import FlowrlError
+from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.tasks.reward_calls.child import die_with_parent
 
 
@@ -31,11 +32,11 @@ def main() -> int:
     try:
         getattr(import_module(module), name)(bench)
     except FlowrlError as failure:
-        print(failure, flush=True)
-        (bench.directory / "failure.txt").write_text(str(failure))
+        print_text(failure, flush=True)
+        (bench.directory / "failure.txt").write_text(str(failure), encoding="utf-8")
         return 1
     finally:
-        (bench.directory / "figures.json").write_text(json.dumps(bench.figures))
+        (bench.directory / "figures.json").write_text(json.dumps(bench.figures), encoding="utf-8")
     return 0
 
 

@@ -106,7 +106,7 @@ def spread(values: Sequence[float]) -> float:
 
 def busy_spans(path: Path, *, trainer: str, tail: int) -> dict[str, Spans]:
     """Node replica -> the disjoint spans in which it was busy during the measured steps, in seconds and in order."""
-    events: list[dict[str, Any]] = json.loads(path.read_text())
+    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     tracks = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
     found: dict[str, dict[str, Spans]] = {"work": defaultdict(list), "item": defaultdict(list)}
     for event in events:

@@ -38,7 +38,7 @@ class Measurements:
         self._valid.add(key)
         runs = {name: asdict(known) for name, known in self._known.items()}
         temporary = self._path.with_name(f".{MEASUREMENTS}")
-        temporary.write_text(json.dumps({"format": FORMAT, "runs": runs}, indent=2) + "\n")
+        temporary.write_text(json.dumps({"format": FORMAT, "runs": runs}, indent=2) + "\n", encoding="utf-8")
         temporary.replace(self._path)
 
 
@@ -54,7 +54,7 @@ def _read(path: Path) -> dict[str, MeasuredStep]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}")
         return {key: MeasuredStep(**step) for key, step in found["runs"].items()}

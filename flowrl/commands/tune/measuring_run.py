@@ -36,7 +36,7 @@ def run_graph(config: Path, run_dir: Path, *, steps: int, limit_s: float | None 
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     log, began_s = run_dir.with_name(f"{run_dir.name}.log"), time.monotonic()
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command(config, run_dir, steps), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -47,7 +47,7 @@ def run_graph(config: Path, run_dir: Path, *, steps: int, limit_s: float | None 
         finally:
             end(process)
     if status:
-        told = "\n".join(log.read_text(errors="replace").splitlines()[-TOLD_LINES:])
+        told = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-TOLD_LINES:])
         raise FlowrlError(f"a run that was to be measured ended with status {status}; the end of {log}:\n{told}")
     return time.monotonic() - began_s
 

@@ -37,6 +37,7 @@ from flowrl.graph.run_file import run_file_text
 from flowrl.runtime.checkpoints.directory_lock import locked
 from flowrl.runtime.checkpoints.rundir import provenance
 from flowrl.runtime.telemetry.metrics import roles
+from flowrl.runtime.telemetry.safe_text import print_text
 
 CHOSEN = "chosen.yaml"
 
@@ -89,7 +90,7 @@ def tune(args: Sequence[str]) -> int:
     if options.dry_run:
         return _show(found, runs, options)
     if len(found) == 1:
-        print(f"flowrl: the given options leave one placement, {found[0].words}", file=sys.stderr)
+        print_text(f"flowrl: the given options leave one placement, {found[0].words}", stream=sys.stderr)
     directory = options.run_dir or Path("runs") / f"tune-{prepared.graph.name}"
     _refuse_files(options, directory)
     with locked(directory, option="--run-dir", holder="flowrl tune"):
@@ -242,7 +243,7 @@ class Tuning:
 
     @staticmethod
     def _report(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print_text(text, stream=sys.stderr, flush=True)
 
 
 def _write(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
@@ -260,23 +261,23 @@ def _show(found: Sequence[TunedPlacement], runs: Sequence[TunedPlacement], optio
     """Print placements and runs; nothing was started."""
     if options.json:
         plain = [[{"placement": one.words, "options": one.text} for one in some] for some in (found, runs)]
-        print(json.dumps(dict(zip(("placements", "runs"), plain, strict=True))))
+        print_text(json.dumps(dict(zip(("placements", "runs"), plain, strict=True))))
         return 0
     for title, some in ((f"{len(found)} placements fit:", found), (f"\n{len(runs)} runs would be measured:", runs)):
-        print(title)
+        print_text(title)
         for placement in some:
-            print(f"  {placement.words}\n      {placement.text}")
+            print_text(f"  {placement.words}\n      {placement.text}")
     return 0
 
 
 def _report(rows: Sequence[TunedRow], best: TunedRow, path: Path, options: TuneOptions) -> None:
     loads = [row.verified.load for row in rows if row.verified is not None]
     if options.json:
-        print(json.dumps({"config": str(path), "rows": list(records(rows, best))}))
+        print_text(json.dumps({"config": str(path), "rows": list(records(rows, best))}))
         return
-    print(table(rows, best))
+    print_text(table(rows, best))
     if missing := sum(row.predicted is None for row in rows):
-        print(f"\n{missing} without a prediction: the time was up before the runs that it needs were measured")
+        print_text(f"\n{missing} without a prediction: the time was up before the runs that it needs were measured")
     if loads:
-        print(f"\nload average before the verified runs: {min(loads):.1f} to {max(loads):.1f}")
-    print(f"\nchosen: {best.placement.text}\nflowrl run --config {path}")
+        print_text(f"\nload average before the verified runs: {min(loads):.1f} to {max(loads):.1f}")
+    print_text(f"\nchosen: {best.placement.text}\nflowrl run --config {path}")

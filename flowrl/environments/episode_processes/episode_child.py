@@ -85,7 +85,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _data_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) << 10
     return 0

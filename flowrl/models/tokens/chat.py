@@ -62,7 +62,7 @@ def _not_loaded(model_dir: Path, problem: Exception) -> str:
 def _defect(path: Path) -> str:
     """Why the file is not one JSON object, "" if it is."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         return str(problem)
     return "" if isinstance(content, dict) else f"a {type(content).__name__} where an object was needed"
@@ -87,7 +87,7 @@ def _tokenizer_class(model_dir: Path) -> Any:
 def _json(path: Path) -> dict[str, Any]:
     """The file's content; {} if the file is invalid, because loading the tokenizer gives a better error."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

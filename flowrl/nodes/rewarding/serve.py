@@ -14,6 +14,7 @@ from flowrl.models import Policy, check_model, resolve
 from flowrl.models.tokens.chat import Messages, Unrendered
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes.rewarding.process_reward import OfSteps, reward_of
+from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.tasks.reward_calls.away import Patience
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts
 from flowrl.tasks.reward_calls.reward_client import RewardClient
@@ -202,7 +203,7 @@ async def _serve(server: RewardServer, options: ServeOptions) -> None:
     try:
         await web.TCPSite(runner, options.host, options.port).start()
         port = runner.addresses[0][1]
-        print(f"flowrl: {server.name} answers at http://{options.host}:{port}/score", flush=True)
+        print_text(f"flowrl: {server.name} answers at http://{options.host}:{port}/score", flush=True)
         await stop.wait()
     except OSError as problem:
         raise ConfigError(f"port {options.port} of {options.host} cannot be served: {problem.strerror}") from None

@@ -69,7 +69,7 @@ class Parallel:
 def read_config(model_dir: Path) -> dict[str, Any]:
     """The model's config.json; empty if it cannot be read, which `check_model` reports."""
     try:
-        config = json.loads((model_dir / "config.json").read_text())
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

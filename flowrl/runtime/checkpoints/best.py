@@ -54,7 +54,7 @@ def recorded_best(run_dir: Path) -> Best | None:
     if not path.is_file():
         return None
     try:
-        best = Best(**json.loads(path.read_text()))
+        best = Best(**json.loads(path.read_text(encoding="utf-8")))
         if isinstance(best.step, int) and isinstance(best.score, int | float) and isinstance(best.checkpoint, str):
             return best
         why = "its values have other types"

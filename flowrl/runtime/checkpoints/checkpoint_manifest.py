@@ -49,7 +49,7 @@ def write(directory: Path, facts: Mapping[str, Any], stop: threading.Event) -> N
     sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
     content = {"format": FORMAT, **facts, "files": _summed(directory, sizes, stop)}
     sealed = {**content, "checksum": _seal(content)}
-    (directory / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n")
+    (directory / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n", encoding="utf-8")
 
 
 def read(directory: Path) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ class DirectoryLock:
     def __init__(self, directory: Path, *, option: str, holder: str) -> None:
         """Take the lock. Raises ConfigError if another process has it, OSError if the file cannot be written."""
         self.path = directory / LOCK
-        self._file: IO[str] = open(self.path, "a+", opener=_private_file)  # noqa: SIM115
+        self._file: IO[str] = open(self.path, "a+", encoding="utf-8", opener=_private_file)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

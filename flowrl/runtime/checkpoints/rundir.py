@@ -201,7 +201,7 @@ class RunDir:
         """The content of config.json. Raises ConfigError if the file is damaged."""
         path = self.path / CONFIG
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as problem:
             raise _damaged(path, str(problem)) from None
         if not isinstance(found, Mapping):
@@ -243,7 +243,9 @@ def provenance(graph_file: Path) -> dict[str, Any]:
 def _git_commit(directory: Path) -> str | None:
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=False, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

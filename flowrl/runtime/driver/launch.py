@@ -178,10 +178,8 @@ class Launch:
         return self.options.resume and not directory.goes_on
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
-        from rich.console import Console
-
         from flowrl.runtime.telemetry.board import Board
-        from flowrl.runtime.telemetry.view import open_view
+        from flowrl.runtime.telemetry.view import SafeConsole, open_view
 
         board = Board(
             name=self.graph.name,
@@ -191,7 +189,7 @@ class Launch:
             capacities={edge.name: edge.capacity for edge in plan.edges},
         )
         output = cast(TextIO, LastingOutput(sys.stdout, _going_on(run_dir, sys.stderr)))
-        return open_view(board, Console(file=output, force_terminal=False if self.options.plain else None))
+        return open_view(board, SafeConsole(file=output, force_terminal=False if self.options.plain else None))
 
     def _check_steps(self, version: int, resume_from: Path) -> None:
         steps = self.options.steps

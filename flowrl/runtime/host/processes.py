@@ -83,7 +83,7 @@ class Processes:
 
 def pid_space() -> str:
     """Identifies the pid namespace: processes with the same value are on one machine and in one container."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8", errors="replace").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -130,7 +130,7 @@ def _stats() -> dict[int, _Stat]:
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with suppress(OSError):  # it has ended meanwhile
-                before, _, rest = (directory / "stat").read_text().rpartition(") ")
+                before, _, rest = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")
                 state, parent, *_ = rest.split()
                 found[int(directory.name)] = _Stat(before.partition("(")[2], state, int(parent))
     return found

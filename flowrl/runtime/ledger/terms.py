@@ -46,7 +46,7 @@ class Terms:
     def read(cls, run_dir: Path) -> Terms:
         """The terms of the run in `run_dir`; all None if it has no graph.json."""
         path = run_dir / "graph.json"
-        return cls.of(json.loads(path.read_text())) if path.is_file() else cls()
+        return cls.of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls()
 
     @classmethod
     def of_row(cls, row: tuple[Any, ...]) -> Terms:

@@ -88,7 +88,7 @@ class Metrics:
         before = read(run_dir / METRICS)
         self._alarms = Alarms(limits or AlarmThresholds(), before)
         self._start_s = time.monotonic() - (before[-1]["time_s"] if before else 0.0)
-        self._file = (run_dir / METRICS).open("a")
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8")
         self._evaluations = run_dir / EVALUATIONS
         self.evaluated = {(str(line.get("phase")), int(line["step"])) for line in read(self._evaluations)}
         """(phase, version) of each evaluation that has a line."""
@@ -133,7 +133,7 @@ class Metrics:
         """
         self._watch_evaluation(phase, values)
         record = _finite({"step": step, "phase": phase, "time_s": self._time_s, **values})
-        with self._evaluations.open("a") as file:
+        with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self.evaluated.add((phase, step))
         for sink in self._sinks:

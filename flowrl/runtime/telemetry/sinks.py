@@ -64,11 +64,11 @@ ID_FILE = "tracking_id"
 def tracking_id(run_dir: Path) -> str:
     """The id of this run in W&B and Trackio: made once, so that `--resume` continues this run and no other."""
     file = run_dir / ID_FILE
-    if not file.exists() or not file.read_text().strip():
+    if not file.exists() or not file.read_text(encoding="utf-8").strip():
         temporary = run_dir / f".{ID_FILE}.tmp"
-        temporary.write_text(secrets.token_hex(4))
+        temporary.write_text(secrets.token_hex(4), encoding="utf-8")
         temporary.replace(file)
-    return file.read_text().strip()
+    return file.read_text(encoding="utf-8").strip()
 
 
 class WandB:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from flowrl.runtime.telemetry.safe_text import REPLACED, print_text
+
 
 def open_closed() -> None:
     """Give a process that was started without a standard stream (`>&-`) an empty one.
@@ -52,7 +54,7 @@ def let_go(stream: TextIO) -> None:
 def say(text: str, stream: TextIO) -> None:
     """Print a line to `stream`, which may have no reader any longer."""
     try:
-        print(text, file=stream, flush=True)
+        print_text(text, stream=stream, flush=True)
     except OSError:
         let_go(stream)
 
@@ -82,6 +84,8 @@ class LastingOutput:
         if not self._is_lost:
             try:
                 self._stream.write(text)
+            except UnicodeEncodeError:  # of a stream that is not this command's own
+                self._stream.write(text.encode(self.encoding, REPLACED).decode(self.encoding))
             except OSError as error:
                 self._let_go(error)
         return len(text)

@@ -7,17 +7,27 @@ REDRAW_PER_S times per second, and leaves its last picture on the screen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 
 from flowrl.runtime.telemetry.board import Board, clock, draw, evaluation_text, rewards_by_source
 from flowrl.runtime.telemetry.judged_figures import judged
+from flowrl.runtime.telemetry.safe_text import shown
 from flowrl.runtime.telemetry.statistics import Statistics, bottleneck
 
 REDRAW_PER_S = 4.0
+
+
+class SafeConsole(Console):
+    """A console on which texts have no escape sequences; those of the styles, and rich's own controls, remain."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
 
 class View(Protocol):
@@ -182,5 +192,5 @@ class PlainView:
 
 def open_view(board: Board, console: Console | None = None) -> View:
     """The live view if the console is a terminal, else the plain view."""
-    console = console or Console()
+    console = console or SafeConsole()
     return LiveView(board, console) if console.is_terminal else PlainView(board, console)

@@ -16,7 +16,7 @@ def build_async_io() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     directory = _directory()
-    with (directory.parent / "flowrl-async_io.lock").open("w") as mine:
+    with (directory.parent / "flowrl-async_io.lock").open("w", encoding="utf-8") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
         (directory / "lock").unlink(missing_ok=True)
         AsyncIOBuilder().load(verbose=False)

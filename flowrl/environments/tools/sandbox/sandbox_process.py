@@ -83,7 +83,14 @@ class SandboxProcess:
         self._output = BoundedOutput(source, most_bytes=settings.output_bytes)
         try:
             self._process = subprocess.Popen(
-                (sys.executable, "-I", "-S", str(START), self._text(theirs, seed), INTERPRETER.read_text()),
+                (
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(START),
+                    self._text(theirs, seed),
+                    INTERPRETER.read_text(encoding="utf-8"),
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,

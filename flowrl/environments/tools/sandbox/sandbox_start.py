@@ -118,7 +118,7 @@ def _map_users(pid: int, user: int, group: int) -> int:
             ("uid_map", f"{INNER} {user} 1"),
             ("gid_map", f"{INNER} {group} 1"),
         ):
-            with open(f"/proc/{pid}/{name}", "w") as file:
+            with open(f"/proc/{pid}/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
     except OSError as problem:
         return problem.errno or 1
@@ -223,7 +223,7 @@ def _own_user() -> int:
     """The id of this sandbox's user and group; that of `nobody` if a container has no such id."""
     own = FIRST_USER + os.getpid()
     for map_file in ("/proc/self/uid_map", "/proc/self/gid_map"):
-        with open(map_file) as file:
+        with open(map_file, encoding="utf-8") as file:
             ranges = [tuple(map(int, line.split())) for line in file]
         if not any(first <= own < first + count for first, _, count in ranges):
             return NOBODY

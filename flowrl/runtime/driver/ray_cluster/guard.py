@@ -115,7 +115,8 @@ def speak_until_settled(driver: int, mark: str) -> dict[int, int]:
             print(MUTE.format(ended[0]), file=sys.stderr, flush=True)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             break
-    with open(os.devnull, "w") as nothing:  # a reader of the driver's stderr waits until all copies are closed
+    # A reader of the driver's stderr waits until all copies are closed.
+    with open(os.devnull, "w", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), sys.stderr.fileno())
     return hidden
 
@@ -128,7 +129,7 @@ def _is_closed(pipe: int, within_s: float) -> bool:
 
 def _name(pid: int) -> str:
     with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 
@@ -183,7 +184,9 @@ def _parents() -> dict[int, int]:
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with suppress(OSError):  # it has ended
-                found[int(directory.name)] = int((directory / "stat").read_text().rpartition(") ")[2].split()[1])
+                found[int(directory.name)] = int(
+                    (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()[1]
+                )
     return found
 
 

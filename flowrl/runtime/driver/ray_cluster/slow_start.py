@@ -22,5 +22,5 @@ TOO_OFTEN = f"{WHY}, {STARTS} times in a row: the machine is too busy. Try again
 def was_too_slow(logs: Path, process: str) -> bool:
     """Whether Ray's process with this name, whose logs are in `logs`, has ended because the machine was too slow."""
     with suppress(OSError):
-        return process == "raylet" and SAID in (logs / "raylet.err").read_text(errors="replace")
+        return process == "raylet" and SAID in (logs / "raylet.err").read_text(errors="replace", encoding="utf-8")
     return False
