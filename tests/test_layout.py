@@ -345,6 +345,47 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split("\n")[-2].split())
 
 
+PURE = {
+    *("all", "any", "bool", "callable", "dict", "frozenset", "hasattr", "isinstance", "issubclass", "len", "list"),
+    *("max", "min", "range", "set", "sorted", "str", "sum", "tuple", "type", "zip"),
+    *("get", "items", "keys", "values", "startswith", "endswith"),
+}
+"""What an assert may call: functions and methods that change nothing, whatever they are given."""
+
+
+def effects_of_asserts(code: ast.AST) -> list[int]:
+    """Lines of asserts that may do something: `python -O` leaves them out, and what they do with them."""
+    found = []
+    for node in (one for one in ast.walk(code) if isinstance(one, ast.Assert)):
+        inside = list(ast.walk(node))
+        called = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in inside if isinstance(one, ast.Call)}
+        if called - PURE or any(isinstance(one, ast.NamedExpr | ast.Await | ast.Yield) for one in inside):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("assert opened.pop(name) is session", [1]),
+        ("assert segment.lock(exclusive=True)", [1]),
+        ("assert (found := find())", [1]),
+        ("async def f():\n    assert await read(), 'closed'", [2]),
+        ("assert x, log('no x')", [1]),
+        ("assert isinstance(x, int) and all(len(y) for y in x.values())", []),
+    ],
+)
+def test_an_assert_that_does_something_is_seen(code: str, expected: list[int]) -> None:
+    assert effects_of_asserts(ast.parse(code)) == expected
+
+
+def test_no_assert_does_anything() -> None:
+    found = {
+        str(path.relative_to(ROOT)): effects_of_asserts(tree(path)) for path in [*modules(), ROOT / "flowrl_setup.py"]
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
 def test_importing_flowrl_and_building_a_graph_loads_nothing_heavy() -> None:
     assert loaded_by(CHECKED) == set()
 

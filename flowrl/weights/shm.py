@@ -130,7 +130,8 @@ class SegmentPool:
 
             self._presence = Presence(self._run_id)
         segment = Segment(f"{self._stem}{next(_serial)}", create=True)
-        assert segment.lock(exclusive=True)
+        locked = segment.lock(exclusive=True)
+        assert locked
         segment.begin()
         self._segments.append(segment)
         return segment

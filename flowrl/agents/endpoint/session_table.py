@@ -90,7 +90,8 @@ class SessionTable:
     def end(self, session: AgentSession, cause: str = "") -> FinishedSession:
         """Cancel the session's calls and report it."""
         name = session.session_id
-        assert self._open.pop(name) is session
+        ended = self._open.pop(name)
+        assert ended is session
         if name in self._timers:
             self._timers.pop(name).cancel()
         self._ended[name] = session.key
