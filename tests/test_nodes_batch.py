@@ -76,6 +76,10 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         "truncated_share": 0.0,
         "all_equal_groups_share": 0.5,
     }
+    (batch,) = batches(
+        TokenBatch(2), [(0, group("a", rewards=(1e-9, 3e-9))), (1, group("b", rewards=(0.1, 0.1 + 1e-9)))]
+    )
+    assert batch.metrics["all_equal_groups_share"] == 0.5, "by the rule of the advantages"
 
 
 def test_whitening_is_over_the_trained_tokens_of_the_whole_batch() -> None:

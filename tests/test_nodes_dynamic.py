@@ -29,6 +29,12 @@ def test_raw_rewards_decide_before_any_shaping() -> None:
     assert lost == {"a": "all_equal", "c": "all_equal"}
 
 
+def test_a_group_that_differs_by_rounding_alone_is_not_kept_for_nothing() -> None:
+    close, small = group("close", 0.1, 0.1 + 1e-9), group("small", 1e-9, 3e-9)
+    kept, lost = through(DynamicSampling(2), close, small)
+    assert [g.group_id for g in kept] == ["small"] and lost == {"close": "all_equal"}
+
+
 def test_the_mean_may_be_asked_to_lie_strictly_between() -> None:
     dynamic = DynamicSampling(2, mean_between=(0.0, 0.75))
     kept, lost = through(dynamic, group("a", 0.5, 1.0), group("b", 0.5, 0.5), group("c", 0.0, 0.0))

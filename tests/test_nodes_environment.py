@@ -137,6 +137,13 @@ def test_an_episode_is_what_was_sampled_and_what_was_fed_by_id() -> None:
     assert episode.metrics == {"steps": 1.0, "turns": 3.0}
 
 
+def test_where_metrics_of_episodes_are_is_said_once_for_each_name() -> None:
+    said = [text for text in play(Script("end"), prompts=3).progress if "metrics" in text]
+    assert said == [
+        "metrics of episodes (steps) are shown by flowrl show, episode by episode; they are not in metrics.jsonl"
+    ]
+
+
 def test_a_turn_names_its_place_and_its_seed_differs_from_every_other() -> None:
     script = Script("a", "end")
     play(script, prompts=2)

@@ -105,7 +105,7 @@ def test_a_run_in_which_nothing_is_passed_on_any_more_ends(node: Node) -> None:
         run_node(node, {"scored": ties})
 
 
-@pytest.mark.parametrize("rewards", [(0.1, 0.1, 0.1), (0.0, 1e-9, 0.0)])
+@pytest.mark.parametrize("rewards", [(0.1, 0.1, 0.1), (0.0, 1e-13, 0.0), (1.0, 1.0 + 1e-9, 1.0)])
 def test_without_a_difference_there_is_no_pair(rewards: tuple[float, ...]) -> None:
     record, lost = through(PairMaker(size=3), *rewards, size=3)
     assert record.sent("groups") == [] and set(lost.values()) == {"tie"} and len(lost) == 3

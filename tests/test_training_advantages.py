@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, advantages, group_rewards, whiten
+from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, advantages, all_equal, group_rewards, whiten
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.5]
 GROUPS = ["a", "a", "a", "b", "b"]
@@ -42,6 +42,25 @@ def test_equal_rewards_give_exactly_zero(estimator: str) -> None:
     assert group_rewards(rewards, estimator).tolist() == [0.0] * 8
     assert group_rewards(rewards * 1e6 + np.arange(8) * 1e-2, estimator).tolist() == [0.0] * 8
     assert np.abs(group_rewards(rewards + np.arange(8, dtype=np.float32) * 1e-3, estimator)).max() > 0
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-7, 1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_what_counts_as_equal_is_relative_to_the_rewards(estimator: str, scale: float) -> None:
+    rewards = np.array([1.0, 0.0, 0.25, 1.0]) * scale
+    found = group_rewards(rewards, estimator)
+    if estimator == "group_norm":
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-9)
+    else:
+        expected = group_rewards(rewards / scale, estimator) * scale
+    assert found == pytest.approx(expected, rel=1e-9, abs=0)
+    assert np.count_nonzero(found) == np.count_nonzero(expected) > 0
+    assert not all_equal(rewards) and all_equal(scale + rewards * 1e-7)
+
+
+def test_a_spread_below_the_floor_is_rounding() -> None:
+    assert all_equal([1e-13, 0.0]) and all_equal([0.0, 0.0]) and all_equal([-5e-13, 5e-13])
+    assert not all_equal([1e-11, 0.0])
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)

@@ -30,7 +30,7 @@ from flowrl.nodes.batching.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.batching.valued import question, require_advantages, value_metrics, with_values
 from flowrl.nodes.groups.by_source import source_metrics
 from flowrl.nodes.groups.judged import judged_metrics
-from flowrl.training.advantage.advantages import whiten
+from flowrl.training.advantage.advantages import all_equal, whiten
 from flowrl.training.advantage.estimate import Estimate
 from flowrl.training.batch.masks import loss_masks, trained_mask
 from flowrl.training.settings import Layout
@@ -322,7 +322,7 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "raw_reward_mean": float(np.mean([sample.raw_reward for sample in samples])),
         "response_tokens_mean": float(np.mean([sample.response_tokens for sample in samples])),
         "truncated_share": float(np.mean([sample.truncated for sample in samples])),
-        "all_equal_groups_share": float(np.mean([max(rewards) == min(rewards) for rewards in raw])),
+        "all_equal_groups_share": float(np.mean([all_equal(rewards) for rewards in raw])),
     }
     for name in sorted({name for sample in samples for name in sample.reward_parts}):
         parts = [sample.reward_parts[name] for sample in samples if name in sample.reward_parts]

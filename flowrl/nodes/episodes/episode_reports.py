@@ -5,6 +5,7 @@ The names of the figures are explained in docs/episodes.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from flowrl.training.batch.batch_stats import length_name
 
 RETOKENIZED_ONE_IN = 8
 """One episode in this many is tokenized again: a reply takes 0.1 ms or more, as much as everything else together."""
+SEAT_REWARD = re.compile(r"seat_\d+_reward")
+"""Names of metrics that an episode of several seats has from flowrl itself."""
 
 
 class EpisodeReports:
@@ -31,11 +34,13 @@ class EpisodeReports:
         self._records = EpisodeRecords(tokenizer, name_of)
         self._failing = FailingByLength()
         self._num_finished = 0
+        self._told_metrics: set[str] = set()
 
     def finished(self, prompt: Prompt, attempt: int, played: Played, reward: float) -> None:
         """An episode was played to its end at this attempt, counted from 0."""
         self._failing.finished(prompt.group_id, prompt.group_size, played.turns)
         self._count(played)
+        self._tell_metrics(played)
         if self._num_finished % RETOKENIZED_ONE_IN == 0:
             for sequence in played.sequences:
                 self._count_retokenized(sequence)
@@ -44,6 +49,17 @@ class EpisodeReports:
         if self._context.keep_episodes:
             line = self._records.line(prompt, attempt, played, reward=reward)
             self._context.episode(prompt.sample_id, line, failed=False)
+
+    def _tell_metrics(self, played: Played) -> None:
+        """Say once for each name where the metrics of an environment or an agent are, because they are no figures."""
+        of_seats = {name for name in played.metrics if played.seat_rewards and SEAT_REWARD.fullmatch(name)}
+        new = played.metrics.keys() - of_seats - self._told_metrics
+        if new:
+            self._told_metrics |= new
+            self._context.progress(
+                f"metrics of episodes ({', '.join(sorted(new))}) are shown by flowrl show, episode by episode; they "
+                "are not in metrics.jsonl"
+            )
 
     def failed(self, prompt: Prompt, attempt: int, played: Played | None, cause: str, text: str, *, last: bool) -> None:
         """An attempt failed; `last` says whether it was the last one of its episode.

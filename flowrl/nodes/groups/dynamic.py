@@ -15,6 +15,7 @@ import numpy as np
 from flowrl.errors import FlowrlError
 from flowrl.messages import Scored
 from flowrl.nodes.groups.judged import Judged
+from flowrl.training.advantage.advantages import all_equal
 from flowrl.training.advantage.seat_credit import require_one_seat
 
 LEAST_LIMIT = 256
@@ -30,7 +31,7 @@ class DynamicSampling:
     groups_per_step: int
     """The batcher's number of groups in a batch."""
     mean_between: tuple[float, float] | None = None
-    """None keeps groups with max > min of the raw rewards; (low, high) keeps groups with low < mean < high."""
+    """None keeps groups with raw rewards that differ by more than rounding; (low, high): with low < mean < high."""
     max_filtered_per_step: int | None = None
     """If more groups than this are filtered before a batch is full, the run ends with an error; None: see `limit`."""
 
@@ -57,7 +58,7 @@ class DynamicSampling:
     def reason(self, raw: Sequence[float]) -> str:
         """Why a group with these raw rewards is filtered; "" if it is kept."""
         if self.mean_between is None:
-            return "all_equal" if max(raw) <= min(raw) else ""
+            return "all_equal" if all_equal(raw) else ""
         low, high = self.mean_between
         return "" if low < float(np.mean(raw)) < high else "mean_out_of_range"
 

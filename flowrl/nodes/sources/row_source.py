@@ -20,6 +20,7 @@ from flowrl.messages import Prompt
 from flowrl.nodes.curricula.curriculum import Curriculum, GroupOutcome, Noted
 from flowrl.nodes.curricula.pass_rates import ChosenRow, PassRates
 from flowrl.tasks.row_reading.indexed_rows import joined, prompt_ids
+from flowrl.training.advantage.advantages import all_equal
 
 RowPart = Literal["train", "held_out", "all"]
 
@@ -170,7 +171,7 @@ class RowSource(Node):
         assert self._rates is not None
         is_new = self._rates.note(outcome)
         if is_new:
-            self.context.gauge("all_equal_share", max(outcome.raw_rewards) <= min(outcome.raw_rewards))
+            self.context.gauge("all_equal_share", all_equal(outcome.raw_rewards))
             self.context.gauge("prompts_solved", self._rates.num_at(1.0))
             self.context.gauge("prompts_unsolved", self._rates.num_at(0.0))
         return Noted(is_new)

@@ -28,7 +28,9 @@ WHITENED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 DISCOUNTED_ESTIMATORS = ("gae", "reinforce")
 
 EQUAL_REWARDS = 1e-6
-"""Rewards of a group that differ by less than this, relative to their size, are equal: R′ is exactly 0."""
+"""Rewards of a group that differ by no more than this, relative to the largest |reward|, are equal: R′ is exactly 0."""
+LEAST_SPREAD = 1e-12
+"""Rewards of a group that differ by no more than this are equal, however small they are."""
 
 
 def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
@@ -51,9 +53,10 @@ def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
 
 
 def all_equal(rewards_K: npt.ArrayLike) -> bool:
-    """Whether rewards differ at most by rounding."""
+    """Whether rewards of a group differ at most by rounding. Every use of "equal" in a group is this one, so that a
+    group which is kept or counted as different trains something."""
     rewards = np.asarray(rewards_K, np.float64)
-    return bool(rewards.max() - rewards.min() <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards).max())))
+    return bool(rewards.max() - rewards.min() <= max(EQUAL_REWARDS * float(np.abs(rewards).max()), LEAST_SPREAD))
 
 
 def token_rewards(
