@@ -141,7 +141,7 @@ def _socks_connector(proxy: str) -> aiohttp.BaseConnector:
     import aiohttp
 
     try:
-        from aiohttp_socks import ProxyConnector, ProxyError
+        from aiohttp_socks import ProxyConnector, ProxyError  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise ConfigError(
             f"the proxy {shown_proxy(proxy)} needs the package aiohttp-socks: pip install aiohttp-socks"
