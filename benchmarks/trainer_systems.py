@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from benchmarks.overlap import pace
-from benchmarks.process_memory import CommandFailed, watch
+from benchmarks.process_memory import CommandFailed, Watched, watch
 from flowrl.models import Policy, resolve
 from flowrl.runtime.telemetry.metrics import read
 from flowrl.training.settings import Dtype
@@ -97,7 +97,9 @@ class Found:
     samples_per_s: float
     response_tokens: float
     """Mean of a sample: shows that both systems had the same work."""
-    peak_rss_bytes: int
+    peak_bytes: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Process -> its bytes at the peak."""
 
 
 def run(cell: TrainerRun, setting: Setting, data: Path) -> Found:
@@ -127,7 +129,7 @@ def run_flowrl(cell: TrainerRun, setting: Setting, place: Path, data: Path) -> F
     here = pace(lines, skip=setting.skip, tail=staleness)
     measured = lines[setting.skip : len(lines) - staleness]
     tokens = fmean(line["response_tokens_mean"] for line in measured)
-    return Found(here.step_s, here.samples_per_s, tokens, watched.peak_rss_bytes)
+    return Found(here.step_s, here.samples_per_s, tokens, watched.peak_bytes, watched.parts)
 
 
 def flowrl_options(cell: TrainerRun, data: Path, staleness: int) -> Sequence[str]:
@@ -142,7 +144,8 @@ def flowrl_options(cell: TrainerRun, data: Path, staleness: int) -> Sequence[str
         f"{ROOT / 'benchmarks/job_reward.py'}:correct",
     ]
     options += ["--groups-per-step", str(job.prompts), "--group-size", str(job.samples)]
-    options += ["--max-tokens", str(job.max_tokens), "--dtype", cell.dtype, "--lr", str(LR), "--evaluate", "0"]
+    options += ["--max-tokens", str(job.max_tokens), "--lr", str(LR), "--evaluate", "0"]
+    options += ["--dtype", cell.dtype, "--engine.dtype", cell.dtype]
     return [*options, *time_shared()] if cell.system == "flowrl-sync" else [*options, "--staleness", str(staleness)]
 
 
@@ -175,15 +178,15 @@ def run_trl(cell: TrainerRun, setting: Setting, place: Path, data: Path) -> Foun
     env.pop("PYTHONPATH", None)
     watched = watch(command, log=place.with_suffix(".log"), env=env, cwd=ROOT, limit_s=LIMIT_S)
     found = json.loads(result.read_text())
-    return of_trl(found, cell.job, setting, watched.peak_rss_bytes)
+    return of_trl(found, cell.job, setting, watched)
 
 
-def of_trl(found: Mapping[str, Any], job: StepJob, setting: Setting, peak_rss_bytes: int) -> Found:
+def of_trl(found: Mapping[str, Any], job: StepJob, setting: Setting, watched: Watched) -> Found:
     """The figures of what benchmarks/trl_job.py wrote."""
     ends_s = found["ends_s"]
     step_s = (ends_s[-1] - ends_s[setting.skip - 1]) / (len(ends_s) - setting.skip)
     tokens = fmean(found["response_tokens"][setting.skip :])
-    return Found(step_s, job.prompts * job.samples / step_s, tokens, peak_rss_bytes)
+    return Found(step_s, job.prompts * job.samples / step_s, tokens, watched.peak_bytes, watched.parts)
 
 
 def trl_python(cache: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ from benchmarks.trainer_systems import Found, StepJob, TrainerRun
 
 BEGIN, END = "<!-- trainers: begin -->", "<!-- trainers: end -->"
 COLUMNS = (
+    "processor",
     "job",
     "dtype",
     "system",
@@ -33,28 +34,46 @@ class TrainerResult:
     cell: TrainerRun
     found: Found
     load_before: float
+    processor: str
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> TrainerResult:
         cell = {**record["cell"], "job": StepJob(**record["cell"]["job"])}
-        return cls(TrainerRun(**cell), Found(**record["found"]), record["load_before"])
+        return cls(TrainerRun(**cell), Found(**record["found"]), record["load_before"], record["processor"])
 
 
 def table(results: Sequence[TrainerResult], steps: int, command: str) -> str:
-    """A line for each job, dtype and system, with medians and (smallest–largest) of the repetitions."""
-    kinds = dict.fromkeys((one.cell.job, one.cell.dtype) for one in results)
+    """A line for each processor, job, dtype and system, with medians and (smallest–largest) of the repetitions."""
+    kinds = dict.fromkeys(map(_kind, results))
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    for job, dtype in kinds:
-        here = [one for one in results if (one.cell.job, one.cell.dtype) == (job, dtype)]
+    for kind in kinds:
+        here = [one for one in results if _kind(one) == kind]
         for system in sorted({one.cell.system for one in here}, reverse=True):
             lines.append(_line(here, system))
     loads = [one.load_before for one in results]
     told = f" The machine's load before a run was {min(loads):.1f} to {max(loads):.1f}." if loads else ""
     about = (
         f"Medians of the runs (smallest–largest), each over {steps} steps; × TRL compares runs of one repetition, "
-        f"and counts samples/s. Memory is the resident memory of all processes of a run.{told}"
+        "and counts samples/s. Both systems sample in the dtype in which they train. Memory is that of all processes, "
+        f"with shared memory counted once.{told}"
     )
-    return "\n".join([about, "", *lines, "", f"    {command}"])
+    return "\n".join([about, "", *lines, "", f"    {command}", "", *_memory_lines(results)])
+
+
+def _kind(one: TrainerResult) -> tuple[str, StepJob, str]:
+    return one.processor, one.cell.job, one.cell.dtype
+
+
+def _memory_lines(results: Sequence[TrainerResult]) -> Iterator[str]:
+    """The memory of each process at the peak of a run: a table of the medians, in GiB."""
+    yield from ("| dtype | system | process | GiB at the peak |", "|---|---|---|---|")
+    for dtype, system in dict.fromkeys((one.cell.dtype, one.cell.system) for one in results):
+        runs = [one.found.memory for one in results if (one.cell.dtype, one.cell.system) == (dtype, system)]
+        sizes = {
+            name: [run.get(name, 0) / 2**30 for run in runs] for name in dict.fromkeys(n for run in runs for n in run)
+        }
+        for name in sorted(sizes, key=lambda name: -median(sizes[name])):
+            yield f"| {dtype} | {system} | {name} | {spread(sizes[name])} |"
 
 
 def _line(results: Sequence[TrainerResult], system: str) -> str:
@@ -65,6 +84,7 @@ def _line(results: Sequence[TrainerResult], system: str) -> str:
     ]
     cell, found = runs[0].cell, [one.found for one in runs]
     cells = (
+        runs[0].processor,
         str(cell.job),
         cell.dtype,
         system,
@@ -73,7 +93,7 @@ def _line(results: Sequence[TrainerResult], system: str) -> str:
         spread([one.samples_per_s for one in found]),
         spread(gains) if gains and system != "trl" else "–",
         spread([one.response_tokens for one in found], digits=1),
-        spread([one.peak_rss_bytes / 2**30 for one in found], digits=1),
+        spread([one.peak_bytes / 2**30 for one in found], digits=1),
     )
     return f"| {' | '.join(cells)} |"
 

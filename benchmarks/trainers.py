@@ -6,9 +6,10 @@
 
 A job is PROMPTSxSAMPLESxTOKENS: prompts of a step, samples of a prompt, most tokens of a sample. The model is
 SmolLM2-135M, the prompts are sums of one-digit numbers. `flowrl` has --staleness and a core each for generator and
-trainer, or what its options say; `flowrl-sync` has staleness 0, and generator and trainer have all cores in turns. TRL
-samples by transformers and trains in one process on all cores, with --trl-micro-batch samples a pass, in an
-environment that the first run makes in --cache. Without --repetitions the headline job 8x8x24 has 5, others 3.
+trainer, or what its options say; `flowrl-sync` has staleness 0, and generator and trainer have all cores in turns. Both
+sample in the dtype in which they train. TRL samples by transformers and trains in one process on all cores, with
+--trl-micro-batch samples a pass, in an environment that the first run makes in --cache. Without --repetitions the
+headline job 8x8x24 has 5, others 3.
 
 Every run is a process of its own; a repetition runs all systems, each time another one first. Measured are --steps
 steps after the first --skip. `flowrl` goes on for --staleness more, so that as many batches are ahead of the last
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -37,6 +37,7 @@ from benchmarks.process_memory import CommandFailed
 from benchmarks.trainer_systems import Setting, StepJob, System, TrainerRun, run, trl_python, write_prompts
 from benchmarks.trainer_tables import BEGIN, END, TrainerResult, alone_table, table
 from flowrl.cache import cache_dir
+from flowrl.cpu_flags import describe_cpu
 from flowrl.errors import FlowrlError
 from flowrl.training.settings import Dtype
 
@@ -151,7 +152,7 @@ def measure(planned: Iterator[TrainerRun], setting: Setting, results: Path) -> N
 
 def _machine(load: float) -> dict[str, Any]:
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"load_before": load, "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "ended": when}
+    return {"load_before": load, "cores": len(os.sched_getaffinity(0)), "processor": describe_cpu(), "ended": when}
 
 
 def read_results(path: Path, setting: Setting) -> list[TrainerResult]:

@@ -19,6 +19,13 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     return frozenset(_field(cpuinfo, "flags", "Features").split())
 
 
+def describe_cpu(cpuinfo: Path = CPUINFO) -> str:
+    """The CPU and what decides how fast it multiplies: "AMD EPYC without AVX512"."""
+    flags, name = cpu_flags(cpuinfo), _field(cpuinfo, "model name") or "CPU"
+    fast = [told for told, flag in (("AVX512", "avx512f"), ("AMX", "amx_bf16"), ("bf16", "bf16")) if flag in flags]
+    return f"{name} with {' and '.join(fast)}" if fast else f"{name} without AVX512" if flags else name
+
+
 def cpu_maker(cpuinfo: Path = CPUINFO) -> str:
     """ "GenuineIntel", "AuthenticAMD"; "" if the kernel does not report it, as on Arm."""
     return _field(cpuinfo, "vendor_id")

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from benchmarks import process_memory, trainer_systems, trainers
 from benchmarks.job_reward import correct
 from benchmarks.page import put
-from benchmarks.process_memory import CommandFailed, watch
+from benchmarks.process_memory import SHARED, CommandFailed, Watched, watch
 from benchmarks.trainer_systems import Found, Setting, StepJob, TrainerRun, flowrl_options, of_trl
 from benchmarks.trainer_tables import BEGIN, END, TrainerResult, alone_table, table
 from flowrl.graph.load import load_file
@@ -21,12 +22,13 @@ from flowrl.recipes import grpo
 
 SETTING = Setting(Path("runs"), Path("cache"), steps=2, skip=1, staleness=1, trl_micro_batch=8, flowrl_options=())
 JOB = StepJob(8, 8, 24)
+CPU = "AMD EPYC without AVX512"
 LASTING = "import time; time.sleep(60)"  # longer than its limit
 
 
 def result(system: trainer_systems.System, repetition: int, step_s: float) -> TrainerResult:
     return TrainerResult(
-        TrainerRun(JOB, "bfloat16", system, repetition), Found(step_s, 64 / step_s, 20.0, 3 << 30), 0.5
+        TrainerRun(JOB, "bfloat16", system, repetition), Found(step_s, 64 / step_s, 20.0, 3 << 30), 0.5, CPU
     )
 
 
@@ -95,8 +97,8 @@ def test_a_job_that_is_none_is_refused(text: str) -> None:
 
 
 def test_steps_of_trl_are_counted_from_the_end_of_the_last_skipped_one() -> None:
-    found = of_trl({"ends_s": [100.0, 104.0, 110.0], "response_tokens": [9.0, 20.0, 22.0]}, JOB, SETTING, 7)
-    assert found == Found(step_s=5.0, samples_per_s=64 / 5, response_tokens=21.0, peak_rss_bytes=7)
+    found = of_trl({"ends_s": [100.0, 104.0, 110.0], "response_tokens": [9.0, 20.0, 22.0]}, JOB, SETTING, Watched(1, 7))
+    assert found == Found(step_s=5.0, samples_per_s=64 / 5, response_tokens=21.0, peak_bytes=7)
 
 
 @pytest.mark.parametrize("system", ["flowrl", "flowrl-sync"])
@@ -104,6 +106,7 @@ def test_flowrl_takes_the_options_of_a_job(system: trainer_systems.System, tmp_p
     file = load_file(Path(grpo.__file__))
     cfg = file.parse(flowrl_options(TrainerRun(JOB, "bfloat16", system, 0), tmp_path / "p.jsonl", 2), prog="test")
     assert (cfg.groups_per_step, cfg.group_size, cfg.max_tokens, cfg.dtype) == (8, 8, 24, "bfloat16")
+    assert cfg.engine.dtype == cfg.dtype, "TRL too samples in what it trains in"
     assert cfg.staleness == (0 if system == "flowrl-sync" else 2)
 
 
@@ -112,9 +115,20 @@ def test_the_table_compares_runs_of_one_repetition() -> None:
     runs += [result("flowrl", n, s) for n, s in enumerate((5.0, 5.0, 4.0))]
     lines = table(runs, 2, "python -m benchmarks.trainers").splitlines()
     trl = "| 24.00 (20.00–30.00) | 2.67 (2.13–3.20) | – | 20.0 (20.0–20.0) | 3.0 (3.0–3.0) |"
-    assert lines[4] == f"| 8x8x24 | bfloat16 | trl | 3 {trl}"
+    assert lines[4] == f"| {CPU} | 8x8x24 | bfloat16 | trl | 3 {trl}"
     assert "| flowrl | 3 | 5.00 (4.00–5.00) | 12.80 (12.80–16.00) | 6.00 (4.00–6.00) |" in lines[5]
-    assert lines[-1] == "    python -m benchmarks.trainers"
+    assert "    python -m benchmarks.trainers" in lines
+
+
+def test_runs_of_two_processors_are_two_rows_and_memory_is_told_by_process() -> None:
+    runs = [result("trl", 0, 20.0), replace(result("trl", 0, 10.0), processor="other with AVX512")]
+    parts = {"trainer/0": 2 << 30, SHARED: 1 << 29}
+    runs += [replace(runs[0], cell=replace(runs[0].cell, system="flowrl"), found=replace(runs[0].found, memory=parts))]
+    lines = table(runs, 2, "python -m benchmarks.trainers").splitlines()
+    assert [line.split(" | ")[4] for line in lines[4:7]] == ["1", "1", "1"]
+    assert lines[6].startswith("| other with AVX512 | 8x8x24 | bfloat16 | trl | 1 | 10.00 |")
+    assert "20.00" in lines[4] and "20.00" in lines[5] and CPU in lines[5]
+    assert lines[-2:] == ["| bfloat16 | flowrl | trainer/0 | 2.00 |", "| bfloat16 | flowrl | shared memory | 0.50 |"]
 
 
 def test_the_trainer_alone_is_what_layouts_measured(tmp_path: Path) -> None:
@@ -142,7 +156,28 @@ def test_memory_is_that_of_all_processes(tmp_path: Path, monkeypatch: pytest.Mon
     child = f"import time; kept = b'x' * {held}; print('ready', flush=True); time.sleep(0.3)"  # is seen
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     done = watch([sys.executable, "-c", parent], log=tmp_path / "log", env=os.environ, cwd=tmp_path, limit_s=30)
-    assert done.peak_rss_bytes > held
+    assert held < done.peak_bytes == sum(done.parts.values())
+
+
+def test_shared_memory_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes map the same pages; a segment that nobody maps counts by its name, which has the process."""
+    monkeypatch.setattr(process_memory, "EVERY_S", 0.05)
+    held = 64 << 20
+    code = f"""
+import mmap, os, pathlib, sys, time
+shared, part = mmap.mmap(-1, {held}), b'x' * (1 << 20)
+for _ in range({held} >> 20): shared.write(part)
+file = pathlib.Path(f"/dev/shm/flowrl-test-{{os.getpid()}}-weights-x-0")
+with file.open("wb") as stream:
+    for _ in range(int(sys.argv[1]) * {held} >> 20): stream.write(part)
+if os.fork() == 0: sum(shared[::4096]); time.sleep(0.5); os._exit(0)  # both are seen
+time.sleep(0.6); file.unlink()  # after the child
+"""
+    for times in (0, 3):
+        done = watch(
+            [sys.executable, "-c", code, str(times)], log=tmp_path / "log", env=os.environ, cwd=tmp_path, limit_s=30
+        )
+        assert done.parts[SHARED] == pytest.approx(max(1, times) * held, rel=0.05)
 
 
 def test_a_command_that_fails_shows_the_end_of_its_output(tmp_path: Path) -> None:

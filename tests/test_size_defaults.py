@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from flowrl.blocks import OnlineOptions
-from flowrl.cli import CheckOptions
+from flowrl.cli import CheckOptions, main
 from flowrl.commands import prepare as preparing
 from flowrl.commands.prepare import Prepared, prepare
-from flowrl.cpu_flags import is_slow_in_bfloat16
+from flowrl.cpu_flags import describe_cpu, is_slow_in_bfloat16
 from flowrl.graph.shipped import shipped_names
 from flowrl.models import Policy
 from flowrl.models.sizes.model_size import ModelSize, model_size
-from flowrl.models.sizes.size_defaults import BY_SIZE, size_defaults
+from flowrl.models.sizes.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, size_defaults
 from flowrl.models.sizes.size_table import TABLE, row_for
 from flowrl.runtime.driver.options import RunOptions
 
@@ -70,6 +70,20 @@ def test_the_kernel_tells_what_a_cpu_multiplies_fast(line: str, slow: bool, tmp_
     assert not is_slow_in_bfloat16(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("model name\t: AMD EPYC 7B13\nflags\t\t: avx2 fma\n", "AMD EPYC 7B13 without AVX512"),
+        ("model name\t: X\nflags\t\t: avx2 avx512f amx_bf16\n", "X with AVX512 and AMX"),
+        ("Features\t: fp asimd bf16\n", "CPU with bf16"),
+        ("", "CPU"),
+    ],
+)
+def test_a_cpu_is_described_by_what_makes_it_fast(lines: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    assert describe_cpu(tmp_path / "cpuinfo") == told
+
+
 def test_a_cpu_that_is_slow_in_bfloat16_trains_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -88,6 +102,64 @@ def test_a_cpu_that_is_slow_in_bfloat16_trains_in_float32(tmp_path: Path, monkey
     assert origin(checked("grpo", *options), "dtype")[0] == "bfloat16"
 
 
+SAMPLED_AS_TRAINED = "the trainer's, on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("graph", "given", "slow", "sampled"),
+    [
+        ("grpo", (), False, ("bfloat16", SAMPLED_AS_TRAINED)),
+        ("grpo", (), True, ("float32", SAMPLED_AS_TRAINED)),
+        ("grpo", ("--dtype", "float32"), False, ("float32", SAMPLED_AS_TRAINED)),
+        ("grpo", ("--dtype=float32",), True, ("float32", SAMPLED_AS_TRAINED)),
+        ("grpo", ("--dtype", "bfloat16"), True, ("float32", SLOW)),
+        ("grpo", ("--zero.stage", "0"), False, ("float32", SAMPLED_AS_TRAINED)),
+        ("sft", ("--dtype", "float32", "--evaluate", "8"), False, ("float32", SAMPLED_AS_TRAINED)),
+        ("grpo", ("--engine.dtype", "float16"), True, ("float16", "given")),
+        ("evaluate", (), True, ("float32", SLOW)),
+        ("evaluate", (), False, ("auto", "what the model is stored in")),
+        ("sft", ("--dtype", "float32"), False, ("auto", "what the model is stored in")),
+        ("generate", ("--engine.quantization", "gptq"), True, ("auto", "what the model is stored in")),
+        ("grpo", ("--cluster", "1 x 8 x H100"), True, ("auto", "what the model is stored in")),
+    ],
+)
+def test_on_a_cpu_the_engine_samples_in_what_is_trained_and_fast(
+    graph: str,
+    given: tuple[str, ...],
+    slow: bool,
+    sampled: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own choice, the type that the model is stored in, is ten times slower on a CPU without AVX512."""
+    monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: slow)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    model = a_model(tmp_path / "m", 135_000_000)
+    prepared = checked(graph, "--policy", model, "--task", "train.jsonl", *given)
+    assert origin(prepared, ENGINE_DTYPE) == sampled
+    assert prepared.cfg.engine.dtype == sampled[0]
+    if "--dtype" in given:
+        assert origin(prepared, "dtype") == (given[1], "given")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    on_gpus = checked(graph, "--policy", model, "--task", "train.jsonl", *given)
+    assert on_gpus.cfg.engine.dtype == (sampled[0] if sampled[1] == "given" else "auto"), "nothing changes on GPUs"
+
+
+def test_the_types_of_trainer_and_engine_are_told_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["check", "grpo", "--policy", str(a_model(tmp_path / "m", 135_000_000)), "--dtype", "bfloat16"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(told) if line.startswith("  dtype "))
+    assert [line.split(maxsplit=2) for line in told[at : at + 2]] == [
+        ["dtype", "bfloat16", "given"],
+        ["engine.dtype", "float32", SLOW],
+    ]
+
+
 def test_a_resumed_run_keeps_its_dtype_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, run_dir = str(a_model(tmp_path / "m", 135_000_000)), tmp_path / "run"
     run_dir.mkdir()
@@ -95,9 +167,9 @@ def test_a_resumed_run_keeps_its_dtype_on_another_machine(tmp_path: Path, monkey
     for slow, kept in ((False, "float32"), (True, "bfloat16")):
         monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda slow=slow: slow)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        (run_dir / "config.json").write_text(json.dumps({"config": {"dtype": kept}}))
+        (run_dir / "config.json").write_text(json.dumps({"config": {"dtype": kept, "engine": {"dtype": kept}}}))
         resumed = run(*where, "--resume")
-        assert origin(resumed, "dtype") == (kept, "of the run that is resumed")
+        assert origin(resumed, "dtype") == origin(resumed, ENGINE_DTYPE) == (kept, "of the run that is resumed")
         assert origin(run(*where), "dtype")[0] != kept
         other = "float32" if kept == "bfloat16" else "bfloat16"
         assert origin(run(*where, "--resume", "--dtype", other), "dtype") == (other, "given")
@@ -109,7 +181,8 @@ def test_a_saved_run_file_leaves_the_machine_its_own_dtype(tmp_path: Path, monke
     monkeypatch.setattr(preparing, "is_slow_in_bfloat16", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     model = a_model(tmp_path / "m", 135_000_000)
-    assert "dtype" not in checked("grpo", "--policy", model).lasting()
+    lasting = checked("grpo", "--policy", model).lasting()
+    assert "dtype" not in lasting and "dtype" not in lasting["engine"] and "concurrency" in lasting["engine"]
     assert checked("grpo", "--policy", model, "--dtype", "float32").lasting()["dtype"] == "float32"
     assert checked("grpo").lasting()["dtype"] == "float32", "tiny's own"
 
@@ -169,7 +242,8 @@ def test_lengths_fit_the_context(tmp_path: Path) -> None:
 def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -> None:
     """All options of the table that the graph has are set by it, or kept at 0 where that means none."""
     prepared = checked(graph, "--policy", a_model(tmp_path / "m", 8_000_000_000), "--task", "train.jsonl")
-    kept = {name for name, (_, why) in prepared.origins.items() if not why.startswith("default for 8 billion")}
+    found = {name: why for name, (_, why) in prepared.origins.items() if name != ENGINE_DTYPE}
+    kept = {name for name, why in found.items() if not why.startswith("default for 8 billion")}
     assert kept <= {"evaluate", "token_budget", "group_size", "overlong_buffer", "answer_tokens"}
     assert ("answer_tokens" in kept) is (graph == "sft"), "nothing is answered unless it evaluates"
     assert bool(prepared.origins) is (graph != "score")
@@ -185,7 +259,7 @@ def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -
 def test_the_table_names_options_that_some_graph_has(tmp_path: Path) -> None:
     model = a_model(tmp_path / "m", 8_000_000_000)
     prepared = [checked(graph, "--policy", model, "--task", "train.jsonl") for graph in shipped_names()]
-    assert {*BY_SIZE} == {name for one in prepared for name in one.origins}
+    assert {*BY_SIZE, ENGINE_DTYPE} == {name for one in prepared for name in one.origins}
     found = [size_defaults(type(one.cfg), {"policy": str(model), "evaluate_task": "a.jsonl"}) for one in prepared]
     assert {*BY_SIZE} == {name for one in found for name in one.values}
 

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from flowrl.channel.links.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
-from flowrl.cpu_flags import is_slow_in_bfloat16
+from flowrl.cpu_flags import describe_cpu, is_slow_in_bfloat16
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster, gpu_names
@@ -55,8 +55,9 @@ def python() -> Finding:
 def products() -> Iterator[Finding]:
     """A warning if this machine has to compute on a CPU that is slow in bfloat16."""
     if not gpu_names() and is_slow_in_bfloat16():
-        found = "this CPU multiplies bfloat16 some ten times slower than float32"
-        yield Finding("bfloat16", "warning", found, "train with --dtype float32, which is the default here")
+        found = f"this CPU ({describe_cpu()}) multiplies bfloat16 some ten times slower than float32"
+        remedy = "train and sample in float32 (--dtype, --engine.dtype), which is the default here"
+        yield Finding("bfloat16", "warning", found, remedy)
 
 
 def packages() -> Finding:

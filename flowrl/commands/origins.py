@@ -1,4 +1,4 @@
-"""Where the values of options that depend on the model come from: given, derived from its size, or `tiny`'s own."""
+"""Where the values of options that depend on the model or the machine come from: given, derived, or `tiny`'s own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import GraphFile
 from flowrl.models.policy import CHARACTER_MODELS
-from flowrl.models.sizes.size_defaults import BY_SIZE, SizeDefaults
+from flowrl.models.sizes.size_defaults import BY_SIZE, ENGINE_DTYPE, SizeDefaults
 from flowrl.runtime.telemetry.safe_text import print_text
 
 Origins = Mapping[str, tuple[Any, str]]
@@ -29,7 +29,7 @@ def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
 
 
 def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
-    """Every option of the graph that depends on the model -> (its value, where the value comes from)."""
+    """Every option of the graph that depends on model or machine -> (its value, where the value comes from)."""
     model = getattr(cfg, "policy", None)
     if not isinstance(model, str) or not hasattr(cfg, "learning"):
         return {}
@@ -39,6 +39,10 @@ def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str
         value = _leaf(cfg, name)
         if value is not None:
             found[name] = (value, GIVEN if name in given else fitting.origin(name) if name in fitting.values else own)
+        if name == "dtype" and (sampled := _leaf(cfg, ENGINE_DTYPE)) is not None:
+            left = "what the model is stored in" if sampled == "auto" else f"of {file.shown}"
+            told = fitting.origin(ENGINE_DTYPE) if ENGINE_DTYPE in fitting.values else left
+            found[ENGINE_DTYPE] = (sampled, GIVEN if ENGINE_DTYPE in given else told)
     return found
 
 
@@ -49,7 +53,7 @@ def print_origins(found: Origins) -> None:
     width = max(map(len, found), default=0)
     shown = {name: _shown(value) for name, (value, _) in found.items()}
     column = max(map(len, shown.values()), default=0)
-    print_text("\noptions that depend on the model:")
+    print_text("\noptions that depend on the model and the machine:")
     print_text(*(f"  {name:<{width}}  {shown[name]:<{column}}  {why}" for name, (_, why) in found.items()), sep="\n")
 
 

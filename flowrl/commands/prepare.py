@@ -48,7 +48,11 @@ class Prepared:
     def lasting(self) -> dict[str, Any]:
         """The graph's options for a run file. Options in `of_machine` are left out, because another machine may read
         the file."""
-        return {name: value for name, value in dump(self.cfg).items() if name not in self.of_machine}
+        lasting = dump(self.cfg)
+        for name in self.of_machine:
+            block, _, leaf = name.rpartition(".")
+            (lasting[block] if block else lasting).pop(leaf)
+        return lasting
 
 
 def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
@@ -111,10 +115,10 @@ def _resumed_options(args: Sequence[str], of_run: Mapping[str, Any]) -> Mapping[
     return config if isinstance(config, dict) else {}
 
 
-def _is_slow_in_bfloat16(args: Sequence[str]) -> bool:
-    """Whether the run uses only this machine's CPU, and that CPU is slow in bfloat16."""
+def _is_slow_in_bfloat16(args: Sequence[str]) -> bool | None:
+    """Whether this machine's CPU is slow in bfloat16; None if the run may use more than this CPU."""
     elsewhere = any(arg.partition("=")[0] == "--cluster" for arg in args) or os.environ.get("RAY_ADDRESS")
-    return not elsewhere and not gpu_names() and is_slow_in_bfloat16()
+    return None if elsewhere or gpu_names() else is_slow_in_bfloat16()
 
 
 def _refuse_those_of_run(command: str, args: Sequence[str], known: set[str], own_types: Sequence[type[Any]]) -> None:

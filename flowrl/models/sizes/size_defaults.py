@@ -3,6 +3,9 @@
 A default that flowrl declares (in a block or a shipped graph) is meant for `tiny`. For every other model, the defaults
 that depend on the model are replaced from the table of `flowrl.models.sizes.size_table`. An option that the user gives
 takes precedence, and so does a default in the user's own graph file.
+
+On a CPU `engine.dtype` is replaced as well, for every model. vLLM's own choice, the dtype that the model is stored in,
+may be one that the processor computes ten times slower, or another one than the trainer's.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ BY_SIZE = (
     "overlong_buffer",
 )
 """The options of all graphs whose defaults depend on the model."""
+ENGINE_DTYPE = "engine.dtype"
+SLOW = "this CPU is slow in bfloat16"
+RESUMED = "of the run that is resumed"
 OURS = Path(__file__).resolve().parents[2]
 SHIPPED = (OURS / "recipes").resolve()
 
@@ -67,32 +73,50 @@ def size_defaults(
     kind: type[Any],
     given: Mapping[str, Any],
     *,
-    slow_bfloat16: bool = False,
+    slow_bfloat16: bool | None = None,
     resumed: Mapping[str, Any] = MappingProxyType({}),
 ) -> SizeDefaults:
-    """The defaults of the configuration `kind` for the model in `given`; empty for a model of the `tiny` family.
+    """The defaults of the configuration `kind` for the model in `given`; those by size not for the `tiny` family.
 
     `given` has the options that a user has set, by name ("lora.rank"); only some of their values are read.
-    `slow_bfloat16`: the run is on a CPU that is slow in bfloat16. `resumed`: the options of the run that is resumed; a
-    default that depends on the machine stays as in that run.
+    `slow_bfloat16`: whether the CPU that the run is on is slow in bfloat16; None: the run may use other devices.
+    `resumed`: the options of the run that is resumed; a default that depends on the machine stays as in that run.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     learning: Learning | None = getattr(kind, "learning", None)
     model = given.get("policy", getattr(fields.get("policy"), "default", None))
-    if learning is None or not isinstance(model, str) or not model or model in CHARACTER_MODELS:
-        return SizeDefaults({}, "")
-    policy = Policy(model)
-    size = model_size(policy)
-    found = dict(_values(row_for(size.parameters), learning, given, model_context(policy), fields))
-    others = {}
+    found, others, why = dict[str, Any](), dict[str, str](), ""
+    if learning is not None and isinstance(model, str) and model and model not in CHARACTER_MODELS:
+        policy = Policy(model)
+        size = model_size(policy)
+        found, why = dict(_values(row_for(size.parameters), learning, given, model_context(policy), fields)), str(size)
     if "dtype" in found and "dtype" in resumed:
-        found["dtype"] = resumed["dtype"]
-        others["dtype"] = "of the run that is resumed"
+        found["dtype"], others["dtype"] = resumed["dtype"], RESUMED
     elif slow_bfloat16 and "dtype" in found:
-        found["dtype"] = "float32"
-        others["dtype"] = f"default for {size} on a CPU that is slow in bfloat16"
+        found["dtype"], others["dtype"] = "float32", f"default for {why} on a CPU that is slow in bfloat16"
+    if "engine" in fields and _answers(learning, given, fields):
+        trained = given.get("dtype", found.get("dtype", fields["dtype"].default)) if "dtype" in fields else None
+        if (sampled := _sampled(trained, given, slow_bfloat16, resumed)) is not None:
+            found[ENGINE_DTYPE], others[ENGINE_DTYPE] = sampled
     wanted = {name: value for name, value in found.items() if name not in given and _is_ours(kind, name)}
-    return SizeDefaults(wanted, f"default for {size}", others)
+    return SizeDefaults(wanted, f"default for {why}" if why else "", others)
+
+
+def _sampled(
+    trained: str | None, given: Mapping[str, Any], slow_bfloat16: bool | None, resumed: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """(the engine's dtype, why) beside a trainer in the dtype `trained`, None without a trainer; None: vLLM's choice.
+
+    A quantized model is left to vLLM, because its methods need dtypes of their own.
+    """
+    before = resumed.get("engine")
+    if isinstance(before, Mapping) and "dtype" in before:
+        return before["dtype"], RESUMED
+    if slow_bfloat16 is None or given.get("engine.quantization"):
+        return None
+    if slow_bfloat16 and trained != "float32":
+        return "float32", SLOW
+    return None if trained is None else (trained, "the trainer's, on a CPU")
 
 
 def _values(
@@ -114,8 +138,7 @@ def _values(
             yield "max_prompt_tokens", prompt
         longest = _number(given, "max_tokens", response) + _number(given, "max_prompt_tokens", prompt)
         yield "token_budget", max(MICRO_BATCH, longest)
-    sampled = learning == "samples" and _number(given, "lmbda", 1) != 0
-    answers = sampled or _evaluates(given, fields)
+    answers = _answers(learning, given, fields)
     if learning == "rows":
         if answers:
             yield "answer_tokens", response
@@ -132,9 +155,11 @@ def _values(
         yield "evaluate", EVALUATED
 
 
-def _evaluates(given: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Whether a run evaluates answers of the model."""
-    return "evaluate_task" in given or _number(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
+def _answers(learning: Learning | None, given: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether the model answers prompts in a run: to train on its samples, or to be evaluated."""
+    sampled = learning == "samples" and _number(given, "lmbda", 1) != 0
+    evaluated = _number(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
+    return sampled or evaluated or "evaluate_task" in given
 
 
 def _number(given: Mapping[str, Any], name: str, default: int) -> int:

@@ -64,7 +64,8 @@ class Engine:
     """Prompts that one generator processes at a time; evaluation has the same number of further places, at lower
     priority."""
     dtype: EngineDtype = "auto"
-    """Type of weights and computation; auto: the model's own."""
+    """Type of weights and computation; auto: the model's own. On a CPU the default is the trainer's, or float32 if the
+    CPU is slow in bfloat16."""
     enforce_eager: bool | None = None
     """Neither compile nor record CUDA graphs; None: eager on a CPU."""
     quantization: str = ""

@@ -48,6 +48,10 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_I
 """Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
 
 
+HOST_VARIABLE = "FLOWRL_HOST"
+"""Name of the host, such as generator/0. Ray gives the processes of all hosts the same title; tools read this."""
+
+
 @dataclass(frozen=True)
 class HostSlot:
     """The resources that one host needs on its machine; `environment` derives its variables from them."""
@@ -75,6 +79,7 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
         "PYTHONUNBUFFERED": "1",
+        HOST_VARIABLE: slot.host,
         **(LOOPBACK if alone else {}),
         **(keeping(os.environ) if slot.cpus and not slot.gpus else {}),
         **forwarded(os.environ),
