@@ -134,6 +134,8 @@ class EnvironmentOptions(EpisodeOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.task.reasoning:
+            yield f"--task.reasoning is {self.task.reasoning}, but an environment's rows have no replies; leave it out"
         if self.task.template:
             yield f"--task.template is {self.task.template!r}, but an environment words its questions; leave it out"
         why = "held-out episodes are those of the environment; name sets of questions with --evaluate-task"

@@ -23,7 +23,7 @@ from flowrl.tasks.row_reading.row_loading import (
     options_of,
     place_of_rows,
 )
-from flowrl.tasks.rows import OF_TASK, Row, Rows
+from flowrl.tasks.rows import OF_TASK, Row, Rows, without_weight
 from flowrl.tasks.sticks import SticksRules, demonstrate_move
 from flowrl.tasks.task import Task
 
@@ -72,7 +72,7 @@ def conversation(task: Task, row: Row) -> list[dict[str, str]]:
     task's."""
     own = row.turns[0]["role"] == "system"
     system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt and not own else []
-    return [*system, *(dict(turn) for turn in row.turns)]
+    return [*system, *map(without_weight, row.turns)]
 
 
 def asked_columns(parts: Sequence[Part], task: Task, row: Row) -> dict[str, Any]:

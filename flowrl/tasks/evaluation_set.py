@@ -55,6 +55,8 @@ class EvaluationSet:
         name, rest = named.groups() if named else ("", text)
         plain, own = take_options(f"evaluation set {text!r}", rest, OWN_OPTIONS)
         task = Task(plain, system_prompt=like.system_prompt, template=like.template)
+        if len(task.made_sources) < len(task.sources):
+            task = replace(task, reasoning=like.reasoning)
         reward = (
             str(own["reward"])
             if "reward" in own

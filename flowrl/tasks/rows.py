@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from flowrl.errors import ConfigError
 from flowrl.message_base import scalar_problem
@@ -21,6 +21,8 @@ HELD_OUT_ONE_IN = 8
 MOST_TEXT_BYTES = 7 << 20
 """The most text, in bytes, of a row's columns. A message holds 8 MiB (`flowrl.channel.encoding.cost`), of which 1 MiB
 is reserved for the texts of a prompt and a response within the limits of a model."""
+WEIGHT, REASONING = "weight", ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message: 0 for a turn that is not trained; and those that may hold its reasoning."""
 OF_TASK = "of_task"
 """The column of a mixture's rows that names the row's own source."""
 
@@ -34,6 +36,14 @@ def digest(value: Any) -> str:
 def is_held_out(row_id: str) -> bool:
     """Whether a row with this digest belongs to the held-out part."""
     return int(row_id, 16) % HELD_OUT_ONE_IN == 0
+
+
+Turns = tuple[Mapping[str, Any], ...]
+
+
+def without_weight(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a model sees it, without the weight of its tokens in the loss."""
+    return {name: value for name, value in turn.items() if name != WEIGHT}
 
 
 @dataclass(frozen=True)
@@ -118,10 +128,14 @@ class Row:
         """Every message of the row, including those of a response that is not text."""
         return (*self.turns, *self.reply)
 
+    def reworded(self, word: Callable[[Turns], Turns]) -> Self:
+        """The row with all of its messages as `word` makes them."""
+        return replace(self, turns=word(self.turns), reply=word(self.reply))
+
     @cached_property
     def asked(self) -> tuple[Mapping[str, Any], ...]:
-        """What identifies a prompt: the conversation, and its tools if it has any."""
-        return (*map(dict, self.turns), *([{"tools": self.tools}] if self.tools else []))
+        """What identifies a prompt: the conversation, and its tools if it has any. What is trained of it is no part."""
+        return (*map(without_weight, self.turns), *([{"tools": self.tools}] if self.tools else []))
 
     @cached_property
     def asked_id(self) -> str:

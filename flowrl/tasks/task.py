@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
-from flowrl.tasks.input_template import check_template
+from flowrl.tasks.input_template import WORDED, check_template
 from flowrl.tasks.name_options import option_text, parse_options, split_name
 from flowrl.tasks.rewards import MODEL, VERIFIER, names_model, parse_reward
 from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
@@ -44,9 +44,13 @@ class Task:
     template: str = ""
     """How a question is asked, such as 'Solve: {prompt}'; {COLUMN} is another column of the row. {} also is the
     prompt."""
+    reasoning: str = ""
+    """Reasoning of messages (reasoning_content) apart from their text: inline as <think>...</think>; drop; "" gives it
+    to the chat template, and refuses rows whose reasoning the template does not show."""
 
     def __post_init__(self) -> None:
         check_template(self.template)
+        self._check_reasoning()
         if len(self.sources) > 1:
             self._check_sources()
             return
@@ -55,6 +59,15 @@ class Task:
         _ = self.options, self.head_weights
         if self.reward:
             parse_reward(self.reward)
+
+    def _check_reasoning(self) -> None:
+        if self.reasoning not in WORDED:
+            raise ConfigError(f"--task.reasoning is {self.reasoning!r}; choose one of {', '.join(WORDED[1:])}, or none")
+        if self.reasoning and len(self.made_sources) == len(self.sources):
+            raise ConfigError(
+                f"--task.reasoning is {self.reasoning}, but task {self.name!r} makes its rows, which have no "
+                "reasoning; leave it out"
+            )
 
     def _check_sources(self) -> None:
         for term in self.sources:

@@ -13,7 +13,8 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
-from flowrl.models.tokens.tool_form import plain_tools, tool_form, uses_tools
+from flowrl.models.tokens.tool_form import plain_tools, reasoned, tool_form, uses_tools
+from flowrl.tasks.rows import WEIGHT, without_weight
 
 Messages = Sequence[Mapping[str, Any]]
 """Roles and contents, with everything that chat templates read: tool calls, tools' answers, reasoning."""
@@ -188,8 +189,11 @@ class Chat:
         """`completion` as a reward model reads it, in training and in scoring: with one end token of the tokenizer
         behind the template's own end, where the score is.
 
-        A reply that a policy has `sampled` may hold end tokens in its middle, which a row to be trained may not.
+        A reply that a policy has `sampled` may hold end tokens in its middle, which a row to be trained may not. Raises
+        Unrendered for a turn of the reply with a weight: the score is of the whole reply.
         """
+        if not isinstance(reply, str) and any(turn.get(WEIGHT) == 0 for turn in reply):
+            raise Unrendered(f"a turn of the response has {WEIGHT} 0, but a reward model scores the whole response")
         ids, mask = self._tokens(*self.find_turns(turns, reply, first=len(turns), sampled=sampled))
         ended = self.ended(ids)
         return ended, np.append(mask[: ended.size], np.ones(max(0, ended.size - mask.size), np.bool_))
@@ -229,7 +233,10 @@ class Chat:
         replied = ({"role": "assistant", "content": reply},) if isinstance(reply, str) else tuple(reply)
         ends = end_texts(self.tokenizer)
         told = [*turns[:first], *(_without_ends(turn, ends) for turn in (*turns, *replied)[first:])]
-        marked = [n for n in range(first, len(told)) if told[n]["role"] == "assistant"]
+        marked = [n for n in range(first, len(told)) if told[n]["role"] == "assistant" and told[n].get(WEIGHT) != 0]
+        if not marked:
+            raise Unrendered(f"every turn that would be trained has {WEIGHT} 0, so there is nothing to train")
+        told = [without_weight(turn) for turn in told]
         for turn in () if sampled else (told[n] for n in marked):
             _require_no_end(turn, ends)
         if not self.tokenizer.chat_template:
@@ -238,7 +245,7 @@ class Chat:
             return asked + answer, [(len(asked), len(asked) + len(answer))]
         text = self._template(told)
         found = [(start := self._start(told, n, text), self._end(told, n, text, start)) for n in marked]
-        if not found or self._is_lost(told[-1], text[slice(*found[-1])]):
+        if self._is_lost(told[marked[-1]], text[slice(*found[-1])]):
             raise Unrendered("the chat template shows nothing of the answer, so there is nothing to train")
         return text, found
 
@@ -340,7 +347,18 @@ class Chat:
                 return shown.find(mark), alone.partition(mark)[2]
         raise Unrendered(_rewritten(self._template(turns[: n + 1]), text))
 
+    def _reasoned(self, turns: Messages) -> Messages:
+        """The turns with their reasoning where the template shows it. Raises Unrendered if it does not."""
+        if (told := reasoned(self.tokenizer, turns)) is None:
+            raise Unrendered(
+                "a message has reasoning apart from its text, which the model's chat template does not show; "
+                "--task.reasoning inline writes it before the text as <think>...</think>, --task.reasoning drop leaves "
+                "it out"
+            )
+        return told
+
     def _require_plain(self, turns: Messages) -> None:
+        self._reasoned(turns)
         if uses_tools(turns, self.tools):
             raise ConfigError(
                 "the data have tools or their calls, and the model has no chat template that could show them; name a "
@@ -350,7 +368,7 @@ class Chat:
     def _template(self, turns: Messages, *, add_generation_prompt: bool = False) -> str:
         own = bool(turns) and turns[0]["role"] == "system"
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt and not own else []
-        told: Messages = [*system, *turns]
+        told = self._reasoned([*system, *map(without_weight, turns)])
         if uses_tools(told, self.tools):
             form = tool_form(self.tokenizer)
             form.require(told, self.tools)

@@ -2,7 +2,8 @@
 
 A template is a program of the model's author: it may silently leave out what it does not know. Rows whose tools, calls
 or answers would be left out are refused. Most templates take a call's arguments as a mapping, some as JSON text. A few
-need ids of calls, which must have nine letters and digits.
+need ids of calls, which must have nine letters and digits. Reasoning has one of several names, of which a template
+knows at most some.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.tasks.rows import REASONING
 
 Messages = Sequence[Mapping[str, Any]]
 NAME, ARGUMENT, VALUE, ANSWER = "probe3tool", "probe3key", "probe3value", "probe3answer"
@@ -81,6 +83,31 @@ class ToolForm:
                 f"the data have {' and '.join(missing)}, which the model's chat template does not show; name a model "
                 "or a --chat-template that knows tools, or leave the column out with FILE:tools=none"
             )
+
+
+def reasoned(tokenizer: Any, messages: Messages) -> Messages | None:
+    """The messages with their reasoning in a field that the chat template shows; None if it shows none."""
+    if not any(name in message for message in messages for name in REASONING):
+        return messages
+    shown = _shown_reasoning(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else ()
+    return [_with_reasoning(message, shown) for message in messages] if shown else None
+
+
+def _with_reasoning(message: Mapping[str, Any], shown: tuple[str, ...]) -> Mapping[str, Any]:
+    """The message with the reasoning that it has in a field that is `shown`."""
+    given = [name for name in REASONING if name in message]
+    if not given or any(name in shown for name in given):
+        return message
+    others = {name: value for name, value in message.items() if name not in REASONING}
+    return {**others, shown[0]: message[given[0]]}
+
+
+@functools.lru_cache(maxsize=8)
+def _shown_reasoning(tokenizer: Any, template: str) -> tuple[str, ...]:
+    """The fields in which `template`, the tokenizer's, shows the reasoning of a last message."""
+    asked = {"role": "user", "content": "probe"}
+    replied = {"role": "assistant", "content": "probe"}
+    return tuple(name for name in REASONING if VALUE in _text(tokenizer, [asked, {**replied, name: VALUE}], []))
 
 
 def uses_tools(messages: Messages, tools: Messages) -> bool:

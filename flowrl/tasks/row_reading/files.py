@@ -27,7 +27,6 @@ from flowrl.tasks.records.malformed import LowScore, Malformed, Reading, missing
 from flowrl.tasks.row_reading.shapes import (
     ALPACA,
     ROLES,
-    Turns,
     alpaca,
     is_alpaca,
     is_turn,
@@ -38,7 +37,7 @@ from flowrl.tasks.row_reading.shapes import (
 )
 from flowrl.tasks.row_reading.tool_shapes import definitions, text_of
 from flowrl.tasks.row_reading.usable_answers import lacking
-from flowrl.tasks.rows import Row
+from flowrl.tasks.rows import Row, Turns
 
 MALFORMED, WHERE, TEXTS = ("stop", "skip"), ("auto", "memory", "disk"), ("messages", "raw")
 """Values of the options `malformed`, `rows` and `text`."""

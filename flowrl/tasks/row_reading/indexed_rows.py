@@ -26,13 +26,13 @@ R = TypeVar("R")
 
 
 class StoredRows:
-    """The rows of several stores, put into the task's template.
+    """The rows of several stores, put into the task's template, and with its choice for their reasoning.
 
     `sources` names the source of each store in a mixture; "" for a task with one source.
     """
 
-    def __init__(self, stores: Sequence[RowStore], sources: Sequence[str], template: str) -> None:
-        self._stores, self.sources, self._template = stores, sources, template
+    def __init__(self, stores: Sequence[RowStore], sources: Sequence[str], template: str, reasoning: str) -> None:
+        self._stores, self.sources, self._template, self._reasoning = stores, sources, template, reasoning
 
     def read(self, store: int, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
         """Every row of a store, not yet finished. Raises ConfigError, and Malformed if `reading` stops at malformed
@@ -41,7 +41,7 @@ class StoredRows:
 
     def finished(self, store: int, row: Row) -> Row:
         """A row of a store with its source's name, put into the task's template."""
-        return asked_of_source(row, self.sources[store], self._template)
+        return asked_of_source(row, self.sources[store], self._template, self._reasoning)
 
     def row(self, store: int, *address: int) -> Row:
         """One row. Raises ConfigError if its file has changed."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.records.formats import RawRow
@@ -29,9 +30,9 @@ from flowrl.tasks.row_reading.files import (
     score_of,
     tools_of,
 )
-from flowrl.tasks.row_reading.shapes import Turns, with_system
+from flowrl.tasks.row_reading.shapes import with_system
 from flowrl.tasks.row_reading.tool_shapes import text_of
-from flowrl.tasks.rows import Row
+from flowrl.tasks.rows import Row, Turns
 
 Kind = Literal["pairs", "labelled"]
 PAIR = ("chosen", "rejected")
@@ -44,8 +45,16 @@ class Preference(Row):
     @property
     def all_turns(self) -> Turns:
         """Every message of the row, including those of completions that are not text."""
-        given = [self.columns[name] for name in (*PAIR, "completion") if isinstance(self.columns.get(name), tuple)]
+        given = [self.columns[name] for name in (*PAIR, "completion") if self._has_turns(name)]
         return (*self.turns, *itertools.chain.from_iterable(given))
+
+    def reworded(self, word: Callable[[Turns], Turns]) -> Self:
+        """The row with its messages, and those of its completions, as `word` makes them."""
+        told = {name: word(self.columns[name]) for name in (*PAIR, "completion") if self._has_turns(name)}
+        return replace(self, turns=word(self.turns), columns={**self.columns, **told})
+
+    def _has_turns(self, name: str) -> bool:
+        return isinstance(self.columns.get(name), tuple)
 
     @cached_property
     def prompt_id(self) -> str:

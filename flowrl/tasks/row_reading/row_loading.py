@@ -261,7 +261,7 @@ def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
 def _indexed(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: Sequence[bool]) -> Rows:
     stores = [source.stores(stays) for source, stays in zip(sources, on_disk, strict=True)]
     names = [source.name for source, own in zip(sources, stores, strict=True) for _ in own]
-    stored = StoredRows([store for own in stores for store in own], names, task.template)
+    stored = StoredRows([store for own in stores for store in own], names, task.template, task.reasoning)
     scans, first = [], 0
     for source, own in zip(sources, stores, strict=True):
         places = range(first, first := first + len(own))
@@ -283,7 +283,7 @@ def _asked(task: Task, sources: Sequence[OneSource]) -> Iterator[Row]:
         number = 0
         for row in source.rows() if len(sources) == 1 else _both_parts(source.chosen()):
             number += 1
-            yield asked_of_source(row, source.name, task.template)
+            yield asked_of_source(row, source.name, task.template, task.reasoning)
         source.require(number)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from flowrl.tasks.records.malformed import Malformed
 from flowrl.tasks.row_reading.tool_shapes import CALLS, message, of_function_call
+from flowrl.tasks.rows import REASONING, WEIGHT, Turns
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT = {
@@ -32,7 +33,6 @@ SHAREGPT = {
 """Speaker -> role."""
 ALPACA = ("instruction", "input", "output", "history")
 
-Turns = tuple[Mapping[str, Any], ...]
 OPENING = re.compile(r"\s*\[\s*\{\s*(?P<quote>[\"'])")
 """How the text of a list of messages begins; the quote says whether JSON or Python has written it."""
 
@@ -69,13 +69,15 @@ def of_sharegpt(value: object) -> object:
     """A list of {from, value} as one of {role, content}; anything else unchanged."""
     if not (isinstance(value, Sequence) and value and all(_is_sharegpt(turn) for turn in value)):
         return value
-    return [_of_speaker(turn["from"], turn["value"]) for turn in value]
+    return [_of_speaker(turn) for turn in value]
 
 
-def _of_speaker(speaker: str, value: str) -> Mapping[str, Any]:
+def _of_speaker(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    speaker, value = turn["from"], turn["value"]
+    others = {name: turn[name] for name in (WEIGHT, *REASONING) if name in turn}
     if speaker == "function_call":
-        return {"role": "assistant", "content": "", CALLS: of_function_call(value)}
-    return {"role": SHAREGPT[speaker], "content": value}
+        return {"role": "assistant", "content": "", CALLS: of_function_call(value), **others}
+    return {"role": SHAREGPT[speaker], "content": value, **others}
 
 
 def _is_sharegpt(turn: object) -> bool:

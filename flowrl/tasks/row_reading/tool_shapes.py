@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowrl.tasks.records.malformed import Malformed
+from flowrl.tasks.rows import REASONING, WEIGHT
 
 CALLS = "tool_calls"
-TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+TEXTS = ("name", "tool_call_id")
 """Further fields of a message that chat templates read, each a text."""
 
 
@@ -53,7 +54,34 @@ def message(place: str, turn: Mapping[str, Any], what: str) -> dict[str, Any]:
                 "list of calls of the assistant"
             )
         found[CALLS] = tuple(_call(place, one, what) for one in calls)
-    return found | {name: turn[name] for name in TEXTS if isinstance(turn.get(name), str)}
+    found |= {name: turn[name] for name in TEXTS if isinstance(turn.get(name), str)}
+    return found | _reasoning(place, turn, what) | _weight(place, turn, what)
+
+
+def _reasoning(place: str, turn: Mapping[str, Any], what: str) -> dict[str, str]:
+    """The reasoning of a message. Raises Malformed for what is no text, or no assistant's."""
+    given = {name: turn[name] for name in REASONING if turn.get(name) not in (None, "")}
+    for name, text in given.items():
+        if not isinstance(text, str) or turn["role"] != "assistant":
+            raise Malformed(
+                f"{place}: in the {what}, {name} of the {turn['role']} is {str(text)[:60]!r}; it needs text, in a "
+                "message of the assistant"
+            )
+    return given
+
+
+def _weight(place: str, turn: Mapping[str, Any], what: str) -> dict[str, int]:
+    """The weight 0 of a message that is not trained; 1 is what others have. Raises Malformed for other weights."""
+    weight = turn.get(WEIGHT)
+    trained = turn["role"] == "assistant"
+    if weight is None or (weight == 0 and not trained and not isinstance(weight, str)):
+        return {}
+    if not isinstance(weight, bool | int | float) or weight not in (0, 1) or not trained:
+        raise Malformed(
+            f"{place}: in the {what}, the {WEIGHT} of a message of the {turn['role']} is {str(weight)[:60]!r}; it "
+            "needs 0 for a turn of the assistant that is not trained, or 1, and 0 for all others"
+        )
+    return {} if weight else {WEIGHT: 0}
 
 
 def _call(place: str, value: object, what: str) -> Mapping[str, Any]:
