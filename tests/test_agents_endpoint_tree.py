@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowrl.agents import ChatTemplate, TokenSequence, examine
-from flowrl.agents.chat_template import MARK
+from flowrl.agents.chat_template import MARK, TextBound
 from flowrl.agents.conversation import Span
 from flowrl.agents.endpoint.tree import Asked, MessageTree, RawPrompts, SampledBranches
 from flowrl.agents.endpoint.tree.message_tree import AskedMessages
@@ -360,7 +360,11 @@ def test_replies_one_after_the_other_keep_their_ids() -> None:
 )
 def test_prompts_that_go_on_have_the_sampled_ids(texts: list[tuple[str, str, int, bool]], as_ids: bool) -> None:
     template, branches = template_of("merging", 0), SampledBranches()
-    raw, prompt, ids_so_far = RawPrompts(template.tokenizer, branches), "", np.zeros(0, np.int32)
+    raw, prompt, ids_so_far = (
+        RawPrompts(template.tokenizer, branches, TextBound(1 << 20, None)),
+        "",
+        np.zeros(0, np.int32),
+    )
     for number, (fed, said, cut, ended) in enumerate(texts):
         prompt, ids_so_far = f"{prompt}{fed}", np.concatenate([ids_so_far, template.ids(fed)])
         asked = raw.asked(ids_so_far.tolist() if as_ids else prompt)

@@ -38,18 +38,43 @@ class Boundary:
     """Index in `token_ids` at which the reply is complete and its end begins; -1 if no probe shows it."""
 
 
+class TooMuchText(ConfigError):
+    """A text has more tokens than a context, at least `num_tokens`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(f"a text has at least {num_tokens} tokens, which is more than a context has")
+
+
+@dataclass(frozen=True)
+class TextBound:
+    """Refuses texts that cannot fit into a context before they are tokenized, which takes a second for each MB."""
+
+    context_tokens: int
+    characters_per_token: int | None
+    """As `most_characters_per_token` says; None: nothing is refused."""
+
+    def check(self, text: str) -> None:
+        """Raises TooMuchText."""
+        if self.characters_per_token is not None:
+            least = -(-len(text) // self.characters_per_token)
+            if least > self.context_tokens:
+                raise TooMuchText(least)
+
+
 class ChatTemplate:
     """The chat template of a tokenizer with an episode's tools. Raises ConfigError if its boundary cannot be found.
 
     One instance serves any number of conversations; it keeps what the probes have found. Messages are those of
-    `apply_chat_template`; the arguments of a tool call may be a mapping or JSON text.
+    `apply_chat_template`; the arguments of a tool call may be a mapping or JSON text. Several threads may use it.
     """
 
-    def __init__(self, tokenizer: Any, tools: Messages = ()) -> None:
+    def __init__(self, tokenizer: Any, tools: Messages = (), bound: TextBound | None = None) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template, so messages cannot be joined; name a chat model")
         self.tokenizer = tokenizer
         self.tools = tools
+        self._bound = bound
         self._added = frozenset(tokenizer.added_tokens_decoder) | frozenset(tokenizer.all_special_ids)
         self._boundaries: dict[tuple[str, bool], Boundary] = {}
         self._in_parts = False
@@ -69,7 +94,9 @@ class ChatTemplate:
             ) from None
 
     def ids(self, text: str) -> Int32:
-        """The ids of text that starts a context."""
+        """The ids of text that starts a context. Raises TooMuchText beyond the bound that was given."""
+        if self._bound is not None:
+            self._bound.check(text)
         return token_ids(self.tokenizer, text)
 
     @cached_property

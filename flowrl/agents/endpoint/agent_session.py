@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.agents.chat_template import ChatTemplate
+from flowrl.agents.chat_template import ChatTemplate, TextBound
 from flowrl.agents.endpoint.apis import CallAnswer
 from flowrl.agents.endpoint.backend import FinishedSession, SampledAnswer, SessionTask
 from flowrl.agents.endpoint.call_runs import CallRuns
@@ -27,13 +28,16 @@ class AgentSession:
         tokenizer: Any,
         template_of: Callable[[Messages], ChatTemplate],
         runs: CallRuns[SampledCall, CallAnswer],
+        bound: TextBound,
     ) -> None:
         self.task = task
         self.key = key
         self.runs = runs
         self.branches = SampledBranches()
         self.tree = MessageTree(template_of, self.branches)
-        self.prompts = RawPrompts(tokenizer, self.branches)
+        self.prompts = RawPrompts(tokenizer, self.branches, bound)
+        self.asking = asyncio.Lock()
+        """Held while a call's contexts are made, which may be in a thread."""
         self.active_s = 0.0
         """Time of the client's last activity, on the loop's clock."""
         self.request_ids: list[str] = []

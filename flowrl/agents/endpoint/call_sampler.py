@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from flowrl.agents.chat_template import TooMuchText
 from flowrl.agents.conversation import Span
 from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
 from flowrl.agents.endpoint.apis import ApiCall, CallAnswer, Choice
@@ -22,6 +24,9 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 
 log = logging.getLogger(__name__)
+LONG = 20_000
+"""Characters of a call's texts from which its contexts are made in a thread. That takes some 50 ms, in which the
+tokenizer lets other threads run."""
 
 
 class CallSampler:
@@ -47,7 +52,7 @@ class CallSampler:
 
     async def sample(self, session: AgentSession, call: ApiCall) -> SampledCall:
         """The replies, `n` to each context. Raises ApiProblem; cancelling aborts all of them."""
-        asked = [one for one in self._asked(session, call) for _ in range(call.n)]
+        asked = [one for one in await self._asked(session, call) for _ in range(call.n)]
         contexts = [one.token_ids for one in asked]
         session.full = session.full or any(not self._room(context.size) for context in contexts)
         limits = [self.max_tokens(call, context.size) for context in contexts]
@@ -61,11 +66,14 @@ class CallSampler:
             raise failed.exceptions[0] from None
         return [(one, task.result()) for one, task in zip(asked, tasks, strict=True)]
 
-    def count(self, session: AgentSession, call: ApiCall) -> int:
+    async def count(self, session: AgentSession, call: ApiCall) -> int:
         """The tokens of a call's messages. Raises ApiProblem."""
         self.check(call)
+        count = functools.partial(session.tree.num_tokens, call.messages, call.tools)
         try:
-            return session.tree.num_tokens(call.messages, call.tools)
+            return await asyncio.to_thread(count) if _is_long(call) else count()
+        except TooMuchText as problem:
+            raise self._too_long(problem.num_tokens) from None
         except ConfigError as problem:
             raise invalid("messages", str(problem)) from None
 
@@ -83,26 +91,45 @@ class CallSampler:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
         room = self._room(context_tokens)
         if not room:
-            # Harnesses recognise a full context by the words of OpenAI's or Anthropic's servers, not by the code.
-            most = self._settings.context_tokens
-            message = (
-                f"prompt is too long: {context_tokens} tokens > {most - 1} maximum; this model's maximum context "
-                f"length is {most} tokens with the reply; shorten the messages"
-            )
-            raise ApiProblem(400, message, param="messages", code="context_length_exceeded")
+            raise self._too_long(context_tokens)
         return min(call.max_tokens or room, self._settings.turn_tokens, room)
 
     def _room(self, context_tokens: int) -> int:
         """Tokens that a context leaves for a reply."""
         return max(0, self._settings.context_tokens - context_tokens)
 
-    def _asked(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
-        if call.prompts:
-            return [session.prompts.asked(prompt) for prompt in call.prompts]
+    def _too_long(self, num_tokens: int) -> ApiProblem:
+        # Harnesses recognise a full context by the words of OpenAI's or Anthropic's servers, not by the code.
+        most = self._settings.context_tokens
+        message = (
+            f"prompt is too long: {num_tokens} tokens > {most - 1} maximum; this model's maximum context "
+            f"length is {most} tokens with the reply; shorten the messages"
+        )
+        return ApiProblem(400, message, param="messages", code="context_length_exceeded")
+
+    async def _asked(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
+        """The contexts; those of long texts are made in a thread. One call of a session at a time: calls share nodes.
+
+        A thread goes on although its call is cancelled, and the next call of the session waits for its end.
+        """
         try:
-            return [session.tree.asked(call.messages, call.tools)]
+            if not _is_long(call):
+                async with session.asking:
+                    return self._contexts(session, call)
+            await session.asking.acquire()
+            made = asyncio.ensure_future(asyncio.to_thread(self._contexts, session, call))
+            made.add_done_callback(functools.partial(_release, session))
+            return await asyncio.shield(made)
+        except TooMuchText as problem:
+            session.full = True
+            raise self._too_long(problem.num_tokens) from None
         except ConfigError as problem:
             raise invalid("messages", str(problem)) from None
+
+    def _contexts(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
+        if call.prompts:
+            return [session.prompts.asked(prompt) for prompt in call.prompts]
+        return [session.tree.asked(call.messages, call.tools)]
 
     async def _reply(self, session: AgentSession, call: ApiCall, context: Int32, max_tokens: int) -> SampledAnswer:
         try:
@@ -140,3 +167,24 @@ class CallSampler:
         for prompt in call.prompts:
             if not isinstance(prompt, str) and max(prompt) >= size:
                 raise invalid("prompt", f"prompt has the token {max(prompt)}, and the policy has {size} tokens")
+
+
+def _release(session: AgentSession, made: asyncio.Future[Sequence[Asked]]) -> None:
+    session.asking.release()
+    if not made.cancelled():
+        made.exception()  # mark it as retrieved: the call may have been cancelled
+
+
+def _is_long(call: ApiCall) -> bool:
+    return _num_characters((call.messages, call.tools, call.prompts)) > LONG
+
+
+def _num_characters(value: object) -> int:
+    """How long all texts of a message are together; a prompt of ids has as many as it has ids."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, value.values()))
+    if not isinstance(value, Sequence):
+        return 0
+    return len(value) if value and isinstance(value[0], int) else sum(map(_num_characters, value))

@@ -68,7 +68,7 @@ class CallsOverHttp:
         session = self._table.named(key_of(request), request.match_info.get("session"))
         body = json_object(await request.read())
         call = APIS["messages"].read({**body, "max_tokens": body.get("max_tokens") or 1}, session)
-        counted = dumped({"input_tokens": self._sampler.count(session, call)})
+        counted = dumped({"input_tokens": await self._sampler.count(session, call)})
         return web.Response(text=counted, content_type="application/json")
 
     async def _whole(

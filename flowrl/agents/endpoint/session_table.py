@@ -10,11 +10,12 @@ import functools
 import hmac
 import re
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any
 
-from flowrl.agents.chat_template import ChatTemplate
+from flowrl.agents.chat_template import ChatTemplate, TextBound
 from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
 from flowrl.agents.endpoint.apis import CallAnswer
 from flowrl.agents.endpoint.backend import FinishedSession, Sessions, SessionTask
@@ -24,6 +25,7 @@ from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.agents.endpoint.tree.matching import canonical
 from flowrl.errors import ConfigError
 from flowrl.models.tokens.chat import Messages
+from flowrl.models.tokens.token_extent import most_characters_per_token
 
 MOST_TEMPLATES = 64
 MOST_REMEMBERED = 4096
@@ -43,7 +45,9 @@ class SessionTable:
         self._ended: OrderedDict[str, str] = OrderedDict()
         """Id -> key."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._bound = TextBound(settings.context_tokens, most_characters_per_token(tokenizer))
         self._templates: OrderedDict[str, ChatTemplate] = OrderedDict()
+        self._templates_lock = threading.Lock()
         self._tasks: set[asyncio.Task[SampledCall]] = set()
 
     def is_full_with(self, more: int) -> bool:
@@ -62,7 +66,7 @@ class SessionTable:
             changed=functools.partial(self._heard_of, name),
         )
         key = f"{name}.{secrets.token_urlsafe(24)}"
-        self._open[name] = AgentSession(task, key, self._tokenizer, self._template_of, runs)
+        self._open[name] = AgentSession(task, key, self._tokenizer, self._template_of, runs, self._bound)
         self._heard_of(name)
         return self._open[name]
 
@@ -152,13 +156,17 @@ class SessionTable:
             self.end(session, "session_idle")
 
     def _template_of(self, tools: Messages) -> ChatTemplate:
+        """Also called by threads, which make the contexts of long messages."""
         key = canonical(list(tools))
-        if key not in self._templates:
-            self._templates[key] = ChatTemplate(self._tokenizer, tools)
+        with self._templates_lock:
+            found = self._templates.get(key)
+        found = found or ChatTemplate(self._tokenizer, tools, self._bound)
+        with self._templates_lock:
+            self._templates[key] = found
+            self._templates.move_to_end(key)
             if len(self._templates) > MOST_TEMPLATES:
                 self._templates.popitem(last=False)
-        self._templates.move_to_end(key)
-        return self._templates[key]
+        return found
 
 
 def _equal(key: str, known: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.agents.chat_template import TextBound
 from flowrl.agents.conversation import Span
 from flowrl.agents.endpoint.tree.sampled_branches import Asked, SampledBranches
 from flowrl.messages import Int32
@@ -43,13 +44,16 @@ class CompletedPrompt:
 class RawPrompts:
     """Ask for a prompt's context, sample, and add the answer."""
 
-    def __init__(self, tokenizer: Any, branches: SampledBranches) -> None:
+    def __init__(self, tokenizer: Any, branches: SampledBranches, bound: TextBound) -> None:
         self._tokenizer = tokenizer
+        self._bound = bound
         self._branches = branches
         self._completed: list[CompletedPrompt] = []
 
     def asked(self, prompt: RawPrompt) -> AskedPrompt:
-        """The context; the longest earlier one that the prompt continues keeps its ids."""
+        """The context; the longest earlier one that the prompt continues keeps its ids. Raises TooMuchText."""
+        if isinstance(prompt, str):
+            self._bound.check(prompt)
         spans = self._text_spans(prompt) if isinstance(prompt, str) else self._id_spans(prompt)
         return AskedPrompt(tuple(span for span in spans if span.token_ids.size), prompt)
 
