@@ -55,7 +55,7 @@ def origin_of(directory: Path) -> Path:
     itself."""
     try:
         recipe = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return directory
     return Path(recipe["origin"]) if isinstance(recipe, dict) and "origin" in recipe else directory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from flowrl.graph.load import dump, load_file
 from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile, run_file_text, write_run_file
 from flowrl.graph.shipped import shipped_names
+from flowrl.graph.yaml_text import parse_yaml, plain
 from flowrl.runtime.driver.options import RunOptions
 
 Capture = pytest.CaptureFixture[str]
@@ -261,3 +263,53 @@ def test_every_option_of_a_graph_has_a_type_that_a_file_can_hold() -> None:
         for hint in leaves_of(kind).values():
             values_of(hint).validate()
     assert get_type_hints(RunOptions)
+
+
+ALIASES = ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(10))
+BOMBS = {
+    "aliases of aliases": (
+        f"stop_strings: [{ALIASES}]",
+        "run.yaml:2: stop_strings is not plain data (its lists and al",
+    ),
+    "merged mappings": (
+        "zero.deepspeed: {"
+        + ", ".join(
+            f"m{n}: &m{n} {{!!merge <<: [{', '.join([f'*m{n - 1}'] * 9 if n else ['{a: 1}'])}]}}" for n in range(9)
+        )
+        + "}",
+        "run.yaml:2: zero.deepspeed is not plain data (its lists and aliases stand for more than 100000 values)",
+    ),
+    "deep lists": (f"lr: {'[' * 5000}", "cannot be read: its lists or mappings are nested too deeply"),
+    "deep mappings": (f"lr: {'{a: ' * 5000}", "cannot be read: its lists or mappings are nested too deeply"),
+    "a node in itself": ("zero.deepspeed: &a {a: *a}", "is not plain data (it contains itself)"),
+    "many digits": (f"lr: {'9' * 5000}", "run.yaml:2: lr is not plain data (Exceeds the limit (4300 digits)"),
+    "more digits": (
+        f"lr: !!int 0x{'f' * 9000}",
+        "run.yaml:2: lr is a number of thousands of digits; it needs a number",
+    ),
+    "many keys": ("zero.deepspeed: {" + ", ".join(f"k{n}: 1" for n in range(3000)) + ", k7: 2}", "it has k7 twice"),
+    "many bytes": ("lr: 1 # " + "x" * (1 << 20), "and a file of options has at most 1048576; is it another?"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_file_of_many_values_is_refused_at_once(capsys: Capture, tmp_path: Path, name: str) -> None:
+    text, said = BOMBS[name]
+    file = write(tmp_path, f"graph: grpo\n{text}\n")
+    began_s = time.process_time()
+    assert main(["check", "--config", file]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1, captured.err
+    assert time.process_time() - began_s < 3.0  # a second is the aim; the first call also imports
+
+
+def test_a_node_of_many_aliases_is_visited_once(tmp_path: Path) -> None:
+    """Where the aliases stand for few values, too."""
+    aliases = ", ".join(f"a{n}: &a{n} {{b: [{f'*a{n - 1}' if n else 'x'}]}}" for n in range(60))
+    root = parse_yaml(tmp_path / write(tmp_path, f"it: {{{aliases}}}\n"))
+    assert plain(root)["it"]["a59"]["b"][0]["b"]
+
+
+def test_an_option_of_deep_json_is_one_sentence(capsys: Capture) -> None:
+    assert main(["check", "grpo", "--zero.deepspeed", "a=" + "[" * 100_000]) == 2
+    assert "nested too deeply" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def base_of(adapter: Path, named: str, *, trust_remote_code: bool = False) -> Pa
     """The directory of the base model, after a check that it can be loaded. Raises ConfigError."""
     try:
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(
             f"{adapter}/adapter_config.json is not valid JSON ({problem}); save the adapter again"
         ) from None

@@ -110,7 +110,7 @@ def _resumed_options(args: Sequence[str], of_run: Mapping[str, Any]) -> Mapping[
         return {}
     try:
         config = json.loads((Path(run_dir) / "config.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}  # the run itself says what is wrong
     return config if isinstance(config, dict) else {}
 

@@ -75,3 +75,5 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+    except RecursionError:
+        raise ConfigError(f"{text[:20]}… has lists or mappings that are nested too deeply") from None

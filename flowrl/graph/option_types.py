@@ -90,7 +90,10 @@ def _takes_text(hint: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    try:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    except ValueError:  # of more digits than Python writes
+        text = "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

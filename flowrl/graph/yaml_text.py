@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ SCALARS = (
     ),
 )
 """(tag, its texts as a regular expression, the characters that they begin with)"""
+MOST_BYTES = 1 << 20
+"""The largest file that is read: PyYAML takes some 10 s for 1 MiB, and people write a few KiB."""
+MOST_VALUES = 100_000
+"""The most values that a node may stand for. Aliases of aliases make 10^10 values of a line."""
+TOO_DEEP = "its lists or mappings are nested too deeply"
 
 
 def parse_yaml(path: Path) -> Any:
@@ -28,7 +34,11 @@ def parse_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if (size := path.stat().st_size) <= MOST_BYTES else None
+        if text is None:
+            raise ConfigError(
+                f"{path} has {size} bytes, and a file of options has at most {MOST_BYTES}; is it another?"
+            )
         root = yaml.compose(text, _loader())
     except UnicodeDecodeError as problem:
         raise ConfigError(f"{path} is not text in UTF-8 (byte {problem.start}); save it as UTF-8") from None
@@ -37,7 +47,9 @@ def parse_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as problem:
         line = problem.problem_mark.line + 1 if problem.problem_mark else 1
         raise ConfigError(f"{path}:{line}: {problem.problem}; write one `option: value` a line") from None
-    except (yaml.YAMLError, RecursionError) as problem:
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: {TOO_DEEP}; write one `option: value` a line") from None
+    except yaml.YAMLError as problem:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} has no options; write one `option: value` a line")
@@ -49,10 +61,12 @@ def plain(node: Any) -> Any:
     import yaml
 
     try:
-        _once(node, set())
+        _count_values(node, {})
         return _loader()("").construct_document(node)
-    except (yaml.YAMLError, ValueError, TypeError) as problem:
-        text = problem.problem if isinstance(problem, yaml.MarkedYAMLError) else str(problem)
+    except RecursionError:
+        raise ConfigError(f"is not plain data ({TOO_DEEP})") from None
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as problem:  # AttributeError: PyYAML on a wrong tag
+        text = problem.problem if isinstance(problem, yaml.MarkedYAMLError) else str(problem).partition(";")[0]
         raise ConfigError(f"is not plain data ({text})") from None
 
 
@@ -70,17 +84,29 @@ def to_yaml(data: Mapping[str, Any]) -> str:
     return text
 
 
-def _once(node: Any, above: set[int]) -> None:
-    """Raise ValueError for a mapping that has a key twice, or a node that contains itself."""
+def _count_values(node: Any, known: dict[int, int]) -> int:
+    """How many values the node stands for, where each alias counts as what it stands for.
+
+    `known` has the counts of the nodes visited before, so that a node with many aliases is visited once. Raises
+    ValueError for more than MOST_VALUES, for a mapping that has a key twice, and for a node that contains itself.
+    """
     if isinstance(node.value, str):
-        return
-    if id(node) in above:
-        raise ValueError("it contains itself")
+        return 1
+    if id(node) in known:
+        if not known[id(node)]:
+            raise ValueError("it contains itself")
+        return known[id(node)]
+    known[id(node)] = 0  # until it is counted
     keys = [key.value for key, _ in node.value if isinstance(key.value, str)] if is_mapping(node) else []
-    if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
+    if twice := [key for key, times in Counter(keys).items() if times > 1]:
         raise ValueError(f"it has {twice[0]} twice")
+    count = 1
     for inner in (part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))):
-        _once(inner, above | {id(node)})
+        count += _count_values(inner, known)
+        if count > MOST_VALUES:
+            raise ValueError(f"its lists and aliases stand for more than {MOST_VALUES} values")
+    known[id(node)] = count
+    return count
 
 
 @functools.cache

@@ -118,7 +118,7 @@ def _check_weights(file: Path) -> None:
         header = stream.read(length) if 0 < length < size else b""
     try:
         tensors = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{file} is no safetensors file ({size} bytes); download the model again") from None
     ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
     needed = LENGTH.size + length + max(ends, default=0)
@@ -139,7 +139,7 @@ def context_length(path: str | Path) -> int:
 def _json(file: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{file} is not valid JSON ({problem}); save the model again with save_pretrained") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds a {type(content).__name__}, but an object was needed; save the model again")

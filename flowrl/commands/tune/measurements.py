@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, MeasuredStep]:
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}")
         return {key: MeasuredStep(**step) for key, step in found["runs"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise ConfigError(
             f"{path} is no file of measurements that this flowrl reads ({problem}); remove it, or name another "
             "directory with --run-dir"

@@ -86,7 +86,7 @@ def known_config(policy: Policy) -> Mapping[str, Any] | None:
         return None
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
 

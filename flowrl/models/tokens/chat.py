@@ -64,7 +64,7 @@ def _defect(path: Path) -> str:
     """Why the file is not one JSON object, "" if it is."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         return str(problem)
     return "" if isinstance(content, dict) else f"a {type(content).__name__} where an object was needed"
 
@@ -89,7 +89,7 @@ def _json(path: Path) -> dict[str, Any]:
     """The file's content; {} if the file is invalid, because loading the tokenizer gives a better error."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

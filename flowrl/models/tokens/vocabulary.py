@@ -66,7 +66,7 @@ def _of_directory(path: Path) -> Vocabulary | None:
         described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         pieces = described["model"]["vocab"]
         added = {token["content"]: int(token["id"]) for token in described.get("added_tokens", ())}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None  # not such a file; loading the tokenizer decides
     if isinstance(pieces, list):  # unigram models list (piece, score) in the order of ids
         pieces = {piece: index for index, (piece, _) in enumerate(pieces)}

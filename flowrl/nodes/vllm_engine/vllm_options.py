@@ -81,5 +81,5 @@ def _typed(name: str, value: str, annotation: str) -> Any:
 def _json_or_text(value: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value

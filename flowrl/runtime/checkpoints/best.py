@@ -58,7 +58,7 @@ def recorded_best(run_dir: Path) -> Best | None:
         if isinstance(best.step, int) and isinstance(best.score, int | float) and isinstance(best.checkpoint, str):
             return best
         why = "its values have other types"
-    except (OSError, ValueError, TypeError) as problem:
+    except (OSError, ValueError, TypeError, RecursionError) as problem:
         why = str(problem)
     raise ConfigError(
         f"{path} is damaged ({why}); restore it from a copy, or remove it: the best checkpoint is then that of the "

@@ -28,9 +28,11 @@ that ends while one of its threads publishes stops the thread and waits for it: 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
+import struct
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -43,7 +45,7 @@ import numpy.typing as npt
 
 from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.encoding.stored import dump, load
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.checkpoints import checkpoint_manifest
 from flowrl.runtime.ports.items import ItemKey
@@ -57,6 +59,15 @@ Packed = tuple[bytes, int, str, int, bytes]
 PAGE_BYTES = 64 << 20
 PAGE_MESSAGES = 4096
 """Largest number of messages in one answer or request."""
+STATE = "state.msgpack"
+SEAL = b"flowrl state\n"
+"""The first bytes of a state. DIGEST_BYTES of a BLAKE2b digest of the msgpack value behind them follow."""
+DIGEST_BYTES = 16
+UNREADABLE = (
+    *(FlowrlError, msgpack.UnpackException, struct.error, ArithmeticError, AssertionError, AttributeError),
+    *(LookupError, MemoryError, RecursionError, TypeError, ValueError),
+)
+"""What reading a value raises that is not what was written."""
 ASIDE = ".old"
 RUBBISH = ".tmp"
 
@@ -182,7 +193,10 @@ def unpack(packed: Iterable[Any]) -> Envelope:
 
 
 def write_state(directory: Path, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
-    """`state.msgpack`: the messages, node states and `facts` (version, next ticket, ...)."""
+    """`state.msgpack`: the messages, node states and `facts` (version, next ticket, ...), behind their digest.
+
+    The manifest sums what the disk holds; the digest is of what was meant, so it also reveals what went wrong before.
+    """
     content = {
         "format": FORMAT,
         "facts": dict(facts),
@@ -191,19 +205,84 @@ def write_state(directory: Path, snapshot: Snapshot, facts: Mapping[str, Any]) -
         "cursors": snapshot.cursors,
         "states": snapshot.states,
     }
-    with open(directory / "state.msgpack", "wb") as file:
-        file.write(msgpack.packb(content))
+    packed = msgpack.packb(content)
+    with open(directory / STATE, "wb") as file:
+        file.write(SEAL + _digest(packed))
+        file.write(packed)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The content that `write_state` wrote, with unpacked envelopes. Raises ConfigError for another format."""
-    content = msgpack.unpackb((directory / "state.msgpack").read_bytes(), strict_map_key=False)
-    if content["format"] != FORMAT:
-        raise ConfigError(f"{directory}: checkpoint format {content['format']}, but this flowrl reads {FORMAT}")
-    content["messages"] = unpage(content["messages"])
-    return dict(content)
+    """The content that `write_state` wrote, with unpacked envelopes.
+
+    Raises ConfigError for another format, and for damage.
+    """
+    try:
+        content = dict(msgpack.unpackb(_unsealed(directory), strict_map_key=False))
+        _require_all(int, content["format"])
+        if content["format"] != FORMAT:
+            raise ConfigError(f"{directory}: checkpoint format {content['format']}, but this flowrl reads {FORMAT}")
+        content["messages"] = unpage(content["messages"])
+        _require_types(content)
+        return content
+    except ConfigError:
+        raise
+    except UNREADABLE as problem:
+        raise damaged_state(directory, problem) from None
+
+
+def require_sealed(directory: Path) -> None:
+    """Raise ConfigError if the state differs from its digest."""
+    _unsealed(directory)
+
+
+def damaged_state(directory: Path, problem: BaseException) -> ConfigError:
+    """The message about a state that is not what `write_state` wrote."""
+    step = int(found[1]) if (found := STEP_DIR.fullmatch(directory.name)) else 0
+    older = [path.name for number, path in steps_of(directory.parent) if number < step]
+    remedy = (
+        f"move {directory.name} away, and --resume continues from {older[-1]}"
+        if older
+        else "restore it from a copy, or start again with a new --run-dir"
+    )
+    why = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
+    return ConfigError(f"{directory.name}: its {STATE} is damaged, or another program wrote it ({why}); {remedy}")
+
+
+def _unsealed(directory: Path) -> memoryview:
+    """The msgpack value in the state. A state of an earlier flowrl has no digest."""
+    data = (directory / STATE).read_bytes()
+    if not data.startswith(SEAL):
+        return memoryview(data)
+    digest, packed = data[len(SEAL) :][:DIGEST_BYTES], memoryview(data)[len(SEAL) + DIGEST_BYTES :]
+    if digest != _digest(packed):
+        raise ConfigError(f"{STATE} is not what was written (its own digest differs)")
+    return packed
+
+
+def _digest(packed: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
+
+
+def _require_types(content: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError unless every part has the type with which `write_state` writes it."""
+    for producer, edge, consumer, envelope in content["messages"]:
+        name, replica = producer.split("/")
+        out, into = edge.split(" -> ")
+        _require_all(str, name, out, into, consumer, envelope.group_id)
+        _require_all(int, int(replica), envelope.ticket, envelope.member)
+        _require_all(bytes, envelope.id)
+    _require_all(dict, content["facts"], content["cursors"], content["states"])
+    _require_all(str, *content["cursors"], *content["states"])
+    _require_all(int, *content["cursors"].values())
+    _require_all(bytes, *content["states"].values(), *content["sent"])
+
+
+def _require_all(kind: type, *values: Any) -> None:
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r:.40} in place of {kind.__name__}")
 
 
 def made(messages: Iterable[SavedMessage]) -> tuple[set[str], set[str]]:

@@ -58,7 +58,7 @@ def read(directory: Path) -> Mapping[str, Any]:
         content = json.loads((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"it has no {MANIFEST}, so it was never finished") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{MANIFEST} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.pop("checksum", None) != _seal(content):
         raise ConfigError(f"{MANIFEST} has changed since it was written (its own checksum differs)")

@@ -18,6 +18,7 @@ the same checkpoint, and a fresh run in the directory is refused.
 
 from __future__ import annotations
 
+import operator
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -55,19 +56,33 @@ def require(directory: Path, graph: Graph, plan: Plan, seed: int) -> dict[str, i
     Returns the version from which each trainer continues.
     """
     state = checkpoint.read_state(directory)
-    before, now = state["facts"]["graph"], plan.to_json()
-    problems = [*_edges(before, now)]
+    try:
+        states = {replica_id: load_value(data) for replica_id, data in state["states"].items()}
+        problems = _differences(state, states, plan, seed)
+        versions = {str(name): operator.index(version) for name, version in state["facts"]["versions"].items()}
+    except checkpoint.UNREADABLE as problem:
+        raise checkpoint.damaged_state(directory, problem) from None
     if not problems:
-        problems = [*_admission(before, now), *_numbers(before, now), *_seed(state["facts"]["seed"], seed)]
-        problems += _replicas(
-            before, now, _with_state(state), {name.split("/")[0] for _, _, name, _ in state["messages"]}
-        )
-    if not problems:
-        problems = [*_nodes(directory, graph, seed, state["states"])]
+        problems = [*_nodes(directory, graph, seed, states)]
     if problems:
         listed = problems[0] if len(problems) == 1 else "".join(f"\n- {text}" for text in problems)
         raise ConfigError(f"--resume: the run cannot continue from {directory.name}: {listed}")
-    return dict(state["facts"]["versions"])
+    return versions
+
+
+def _differences(state: Mapping[str, Any], states: Mapping[str, Any], plan: Plan, seed: int) -> list[str]:
+    """The differences between the graph of the checkpoint and this one that the run cannot continue with."""
+    before, now = state["facts"]["graph"], plan.to_json()
+    if problems := [*_edges(before, now)]:
+        return problems
+    with_state = {replica_id.split("/")[0] for replica_id, found in states.items() if found}
+    addressed = {name.split("/")[0] for _, _, name, _ in state["messages"]}
+    return [
+        *_admission(before, now),
+        *_numbers(before, now),
+        *_seed(state["facts"]["seed"], seed),
+        *_replicas(before, now, with_state, addressed),
+    ]
 
 
 def _edges(before: Described, now: Described) -> Iterator[str]:
@@ -148,11 +163,6 @@ def _replicas(
             )
 
 
-def _with_state(state: Mapping[str, Any]) -> set[str]:
-    """The nodes with a non-empty state."""
-    return {replica_id.split("/")[0] for replica_id, data in state["states"].items() if load_value(data)}
-
-
 def _seed(before: int, now: int) -> Iterator[str]:
     if before != now:
         yield (
@@ -161,12 +171,18 @@ def _seed(before: int, now: int) -> Iterator[str]:
         )
 
 
-def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, bytes]) -> Iterator[str]:
+def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, Any]) -> Iterator[str]:
     """The problems that the nodes themselves report."""
     for name, node in graph.nodes.items():
-        mine = {int(t.split("/")[1]): load_value(data) for t, data in states.items() if t.split("/")[0] == name}
+        mine = {int(t.split("/")[1]): found for t, found in states.items() if t.split("/")[0] == name}
         saved = Saved(directory, graph.placed[name].replicas, seed, mine)
-        yield from (f"node {name!r}: {text}" for text in node.check_resume(saved))
+        try:
+            yield from [f"node {name!r}: {text}" for text in node.check_resume(saved)]
+        except checkpoint.UNREADABLE as problem:
+            yield (
+                f"node {name!r} cannot read its state there ({type(problem).__name__}: {problem}); resume with the "
+                "file and options that the run was started with, or from an older checkpoint"
+            )
 
 
 def lacks_evaluation(directory: Path, graph: Graph, version: int) -> bool:

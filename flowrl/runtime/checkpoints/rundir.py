@@ -154,6 +154,7 @@ class RunDir:
         for version, path in reversed(checkpoint.steps_of(self.checkpoints)):
             try:
                 checkpoint_manifest.verify(path)
+                checkpoint.require_sealed(path)
                 return version, path
             except ConfigError as problem:
                 self.damaged.append(f"{path.name}: {problem}")
@@ -202,7 +203,7 @@ class RunDir:
         path = self.path / CONFIG
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
             raise _damaged(path, str(problem)) from None
         if not isinstance(found, Mapping):
             raise _damaged(path, f"a {type(found).__name__} where an object was needed")

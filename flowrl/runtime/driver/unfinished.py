@@ -109,7 +109,7 @@ class UnfinishedEvaluation:
                 return found
             pins.use(directory.hub_commits())
             return _different(before["rows"], self._rows(), "has other rows")
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return [f"{UNFINISHED} there cannot be read"]
 
     def _rows(self) -> dict[str, str]:

@@ -189,6 +189,8 @@ def parse(line: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as problem:
         raise ValueError(f"invalid JSON ({problem.msg})") from None
+    except RecursionError:
+        raise ValueError("invalid JSON (nested too deeply)") from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("it has no step")
     return record

@@ -57,7 +57,7 @@ def _declared(what: str, card: str) -> dict[str, Mapping[str, Any]]:
         return {}
     try:
         content = yaml.safe_load(head[1])
-    except yaml.YAMLError as problem:
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{what}: the head of its {CARD} is no YAML ({problem}); name its files instead") from None
     entries = content.get("configs") if isinstance(content, Mapping) else None
     known = [entry for entry in entries or () if isinstance(entry, Mapping) and entry.get("data_files")]

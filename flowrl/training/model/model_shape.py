@@ -140,7 +140,7 @@ def read_shape(path: Path) -> ModelShape | None:
     file = path if path.suffix == ".json" else path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(config, dict):
         return None
