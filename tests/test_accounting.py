@@ -700,13 +700,13 @@ def test_a_resumed_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
         done = small.generate(0) + small.generate(1)
         small.step(done)
         (tmp_path / "checkpoint").mkdir()
-        small.accounting.as_of_now().copy(tmp_path / "checkpoint" / "ledger.sqlite")
+        small.accounting.as_of_now().write(tmp_path / "checkpoint")
         await small.admit(4)
         small.step(small.generate(2) + small.generate(3))
         small.close(orderly=False)
 
     async def after() -> None:
-        ledger_file.restore(tmp_path / "checkpoint" / "ledger.sqlite", tmp_path / "ledger.sqlite")
+        ledger_file.restore(tmp_path / "checkpoint", tmp_path / "ledger.sqlite")
         small = SmallRun(tmp_path, resume=True, start_version=1)
         assert small.accounting.in_flight() == {"g2": 2, "g3": 3}
         assert small.accounting.tickets.untrained() == [2, 3]

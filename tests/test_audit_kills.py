@@ -159,7 +159,8 @@ def test_a_checkpoint_comes_after_the_lines_of_its_steps(tmp_path: Path) -> None
     """Nobody would write them: a run that goes on from it begins with the next step."""
     go(tmp_path / "run", steps=5)
     for step in (4, 5):
-        with closing(sqlite3.connect(tmp_path / "run" / "checkpoints" / f"step_{step:06d}" / "ledger.sqlite")) as db:
+        ledger_file.restore(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", tmp_path / f"{step}.sqlite")
+        with closing(sqlite3.connect(tmp_path / f"{step}.sqlite")) as db:
             lines = db.execute("SELECT step, line IS NOT NULL FROM steps ORDER BY step").fetchall()
         assert lines == [(number, True) for number in range(1, step + 1)]
 

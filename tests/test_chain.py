@@ -20,9 +20,11 @@ from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.audit.audit_chain import check_chain
 from flowrl.runtime.checkpoints import checkpoint_manifest
 from flowrl.runtime.checkpoints.resume import rewind
+from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.chain import SCHEMA, Chain, Commit, Sum, read_commits, read_contents
 from flowrl.runtime.ledger.ledger import Ledger
-from flowrl.runtime.ledger.ledger_file import open_to_read
+from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read
+from flowrl.runtime.ledger.ledger_segments import rebuild, segments_of
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import whole_lines
 from tests.small_run import MEMBERS, POLICY, SmallRun, whole_run
@@ -123,10 +125,11 @@ async def run_with_checkpoints(directory: Path, *, ahead: int = 1) -> None:
         run.step([one for group in waiting[:2] for one in group])
         waiting = waiting[2:]
         if step in (2, 4):
-            kept(directory, step).parent.mkdir(parents=True)
-            run.accounting.as_of_now().copy(kept(directory, step))
+            kept(directory, step).mkdir(parents=True)
+            run.accounting.as_of_now().write(kept(directory, step))
             facts = {"step": step, "ledger_head": run.accounting.ledger.head}
-            checkpoint_manifest.write(kept(directory, step).parent, facts, threading.Event())
+            checkpoint_manifest.write(kept(directory, step), facts, threading.Event())
+            run.accounting.ledger.published(kept(directory, step))
     run.close(orderly=False)
 
 
@@ -137,11 +140,11 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def kept(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:06d}" / "ledger.sqlite"
+    return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
 def go_back(run_dir: Path, step: int, terms: Terms | None = None) -> None:
-    rewind(run_dir, kept(run_dir, step).parent, step, terms or Terms.read(run_dir))
+    rewind(run_dir, kept(run_dir, step), step, terms or Terms.read(run_dir))
 
 
 def test_a_run_with_checkpoints_is_sound(run_dir: Path) -> None:
@@ -160,7 +163,10 @@ def test_a_resume_from_the_checkpoint_before_the_newest_is_sound(run_dir: Path) 
 
 
 def test_a_ledger_that_went_back_without_a_resume_is_named(run_dir: Path) -> None:
-    shutil.copy(kept(run_dir, 2), run_dir / "ledger.sqlite")
+    (run_dir / LEDGER).unlink()
+    rebuild(kept(run_dir, 2), run_dir / LEDGER, ledger_file.SCHEMA + SCHEMA)
+    with closing(sqlite3.connect(run_dir / LEDGER)) as db:
+        db.execute(f"PRAGMA user_version = {ledger_file.FORMAT}")
     report = audit(run_dir)
     assert {violation.kind for violation in report.violations} == {"metrics", "checkpoints"}
     text = next(violation.text for violation in report.violations if violation.kind == "checkpoints")
@@ -171,18 +177,18 @@ def test_a_ledger_that_went_back_without_a_resume_is_named(run_dir: Path) -> Non
 def test_a_checkpoint_of_another_run_is_named(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     asyncio.run(run_with_checkpoints(other))
-    shutil.rmtree(kept(run_dir, 4).parent)
-    shutil.copytree(kept(other, 4).parent, kept(run_dir, 4).parent)
+    shutil.rmtree(kept(run_dir, 4))
+    shutil.copytree(kept(other, 4), kept(run_dir, 4))
     texts = [violation.text for violation in audit(run_dir).violations]
     assert len(texts) == 1 and texts[0].startswith("step_000004 was written after commit ")
 
 
 def test_a_damaged_checkpoint_is_the_next_resumes_business(run_dir: Path) -> None:
-    kept(run_dir, 4).write_bytes(b"no database")
-    (kept(run_dir, 4).parent / "manifest.json").write_text("{")
+    segments_of(kept(run_dir, 4))[-1].write_bytes(b"no database" * 100)
+    (kept(run_dir, 4) / "manifest.json").write_text("{")
     assert audit(run_dir).ok
     before = (run_dir / "ledger.sqlite").read_bytes()
-    with pytest.raises(ConfigError, match="is no ledger of flowrl"):
+    with pytest.raises(ConfigError, match="is no segment of a ledger, or damaged"):
         go_back(run_dir, 4)
     assert (run_dir / "ledger.sqlite").read_bytes() == before
 

@@ -15,13 +15,14 @@ from tests.small_run import SmallRun, prompts, sample
 def checkpoint(small: SmallRun, directory: Path) -> None:
     """Write one, and end the run as a kill does."""
     commit(small)
-    small.accounting.as_of_now().copy(directory / "checkpoint.sqlite")
+    (directory / "checkpoint").mkdir()
+    small.accounting.as_of_now().write(directory / "checkpoint")
     small.close(orderly=False)
 
 
 def resumed(directory: Path, *, generated: Collection[str] = (), requests: Collection[str] = ()) -> SmallRun:
     """Go on from a checkpoint that holds these samples, and records with the replies of these requests."""
-    ledger_file.restore(directory / "checkpoint.sqlite", directory / "ledger.sqlite")
+    ledger_file.restore(directory / "checkpoint", directory / "ledger.sqlite")
     small = SmallRun(directory, resume=True)
     small.accounting.kept(set(generated), set(), set(requests))
     return small

@@ -15,7 +15,7 @@ from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.driver.launch import Launch
 from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.ledger.ledger_file import phases_evaluated
+from flowrl.runtime.ledger.ledger_segments import phases_evaluated
 from flowrl.runtime.telemetry.metrics import read
 from flowrl.testing import GraphRun, run_graph
 from tests.in_process import seeing_the_driver
@@ -66,7 +66,7 @@ def test_weights_are_written_once_and_the_last_checkpoint_has_the_evaluation(tmp
     assert events(tmp_path, "writes") == [".step_000006.tmp"], "the second checkpoint takes the first one's weights"
     version, newest = RunDir(tmp_path).newest_checkpoint()
     assert version == 6 and (newest / "part" / "weights").read_text() == ".step_000006.tmp"
-    assert phases_evaluated(newest / "ledger.sqlite", 6) == {"after"}
+    assert phases_evaluated(newest, 6) == {"after"}
     assert '"step": 6' in (tmp_path / "best.json").read_text()
     assert ran.audit().ok
 

@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(begun: Callab
 def test_nothing_is_touched_where_no_checkpoint_is_whole(begun: Callable[..., Path]) -> None:
     directory = begun()
     for path in (directory / "checkpoints").iterdir():
-        (path / "ledger.sqlite").write_bytes((path / "ledger.sqlite").read_bytes()[:-1])
+        (path / "state.msgpack").write_bytes((path / "state.msgpack").read_bytes()[:-1])
     found = records(directory)
     with pytest.raises(ConfigError, match="no undamaged checkpoint left"):
         go_on(directory)
@@ -226,7 +226,7 @@ def test_a_fresh_run_whose_nodes_cannot_be_set_up_has_no_records_to_go_on_from(t
 
 
 @pytest.mark.parametrize("step", [3, 6])
-@pytest.mark.parametrize("point", ["write 0", "fsync 0", "fsync 2", "replace 0", "fsync 3"])
+@pytest.mark.parametrize("point", ["write 0", "fsync 0", "fsync 3", "replace 0", "fsync 4"])
 def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, point: str
 ) -> None:
@@ -256,7 +256,7 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
         ran = run_graph(STAGES, tmp_path / "run", steps=6, save_every=3, must_succeed=False)
     assert (str(ran.error), told) == ("the end", [True])
     checkpoints = tmp_path / "run" / "checkpoints"
-    expected = step if name == "replace" or point == "fsync 3" else step - 3
+    expected = step if name == "replace" or point == "fsync 4" else step - 3
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
     assert [found for found, _ in checkpoint.steps_of(checkpoints)] == [n for n in (3, 6) if n <= expected]
     for _, path in checkpoint.steps_of(checkpoints):

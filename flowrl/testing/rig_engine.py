@@ -179,5 +179,5 @@ class NoAccounting:
 
     def __exit__(self, *failure: object) -> None: ...
 
-    def copy(self, path: Path) -> None:
-        """There is no ledger to copy."""
+    def write(self, checkpoint: Path) -> None:
+        """There is no ledger to write."""

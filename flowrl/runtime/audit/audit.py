@@ -32,6 +32,7 @@ from flowrl.runtime.audit.audit_requests import REQUEST_CHECKS
 from flowrl.runtime.audit.audit_samples import SAMPLE_CHECKS
 from flowrl.runtime.audit.violation import Violation
 from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read, read_terms, unreadable
+from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
 
@@ -110,9 +111,9 @@ def audit(run_dir: Path) -> AuditReport:
 
 
 def _no_ledger(run_dir: Path) -> str:
-    if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{LEDGER}")):
+    if (run_dir / METRICS).is_file() or any(run_dir.glob(f"checkpoints/*/{SEGMENTS}")):
         return (
-            f"{run_dir} has lost its {LEDGER}, so nothing can be proven; each checkpoint has a copy, and flowrl run "
+            f"{run_dir} has lost its {LEDGER}, so nothing can be proven; each checkpoint has its rows, and flowrl run "
             "--resume continues from the newest"
         )
     if (run_dir / "graph.json").is_file():

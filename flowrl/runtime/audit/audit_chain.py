@@ -18,7 +18,7 @@ from flowrl.runtime.ledger.chain import Commit, Sum
 from flowrl.runtime.ledger.ledger_file import TABLES
 
 LOST_COMMITS = "it has lost commits, or it is the ledger of another run"
-BY_OTHERS = "by something other than the run; a checkpoint's ledger.sqlite is the last good copy"
+BY_OTHERS = "by something other than the run; --resume restores the rows of the newest checkpoint"
 
 
 def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:

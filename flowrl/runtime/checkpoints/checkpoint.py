@@ -48,6 +48,8 @@ from flowrl.channel.encoding.stored import dump, load
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.ledger.ledger_file import sync_file
+from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.ports.items import ItemKey
 
 FORMAT = 3
@@ -301,6 +303,7 @@ def kept_requests(messages: Iterable[SavedMessage]) -> set[str]:
 def link(source: Path, directory: Path, stop: threading.Event) -> bool:
     """Give `directory`, which has no manifest yet, the files that only the checkpoint `source` has, as hard links.
 
+    Except the segments of the ledger, which `directory` has all of its own.
     Returns False, and changes nothing, if the file system has no hard links. Nobody may write to these files
     afterwards, because `source` has them too.
     """
@@ -313,6 +316,8 @@ def link(source: Path, directory: Path, stop: threading.Event) -> bool:
     for path in sorted(source.rglob("*")):
         checkpoint_manifest.go_on(path, stop)
         target = directory / path.relative_to(source)
+        if target.parent.name == SEGMENTS and target.parent.parent == directory:
+            continue
         if path.is_file() and target != tried and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(path, target)
@@ -328,13 +333,13 @@ def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: thread
     checkpoint_manifest.write(temporary, facts, stop)
     for path in (*temporary.rglob("*"), temporary):
         checkpoint_manifest.go_on(temporary, stop)
-        _sync(path)
+        sync_file(path)
     _settle(final)
     if final.exists():
         final.replace(_hidden(final, ASIDE))
     try:
         temporary.replace(final)
-        _sync(final.parent)
+        sync_file(final.parent)
     finally:
         _settle(final)
 
@@ -363,14 +368,6 @@ def _settle(final: Path) -> None:
         shutil.rmtree(aside)
     else:
         aside.replace(final)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def steps_of(checkpoints: Path) -> list[tuple[int, Path]]:

@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,30 @@ def write(directory: Path, facts: Mapping[str, Any], stop: threading.Event) -> N
     """Sum all files in `directory` and write its manifest, with `facts` (JSON). Raises Abandoned on `stop`."""
     files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
     sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
-    content = {"format": FORMAT, **facts, "files": _summed(directory, sizes, stop)}
+    known = _known(directory, files)
+    summed = _summed(directory, {name: size for name, size in sizes.items() if name not in known}, stop)
+    content = {"format": FORMAT, **facts, "files": {name: known.get(name) or summed[name] for name in sizes}}
     sealed = {**content, "checksum": _seal(content)}
     (directory / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n", encoding="utf-8")
+
+
+def _known(directory: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The entries of the files that are hard links to those of another checkpoint, from its manifest.
+
+    They are not read again: if one has changed since it was summed, that is found when it is verified.
+    """
+    left = {name: path.stat() for name, path in files.items() if path.stat().st_nlink > 1}
+    known: dict[str, Any] = {}
+    for other in sorted(directory.parent.glob("step_*"), reverse=True) if left else []:
+        with suppress(ConfigError, OSError):
+            entries = read(other)["files"]
+            for name in [name for name in left if name in entries and (other / name).exists()]:
+                if os.path.samestat((other / name).stat(), left[name]) and entries[name]["bytes"] == left[name].st_size:
+                    known[name] = entries[name]
+                    del left[name]
+        if not left:
+            break
+    return known
 
 
 def read(directory: Path) -> Mapping[str, Any]:

@@ -34,6 +34,7 @@ from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.best import BEST, read_best
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.ledger_file import LEDGER
+from flowrl.runtime.ledger.ledger_segments import any_in_flight, last_commit_s, phases_evaluated
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.samples.rollout_files import rewind_rollouts
 from flowrl.runtime.telemetry.kept_episodes import rewind_kept
@@ -187,10 +188,9 @@ def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, Any]) 
 
 def lacks_evaluation(directory: Path, graph: Graph, version: int) -> bool:
     """Whether all that a run with the checkpoint in `directory` as its last step lacks is the evaluation after it."""
-    ledger = directory / LEDGER
-    if not any(hasattr(node, "evaluate") for node in graph.nodes.values()) or ledger_file.any_in_flight(ledger):
+    if not any(hasattr(node, "evaluate") for node in graph.nodes.values()) or any_in_flight(directory):
         return False
-    return "after" not in ledger_file.phases_evaluated(ledger, version)
+    return "after" not in phases_evaluated(directory, version)
 
 
 def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
@@ -206,12 +206,12 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
             _put_aside(path)
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
-    ledger_file.restore(directory / LEDGER, run_dir / LEDGER, terms)  # first: it shows that lines must follow
+    ledger_file.restore(directory, run_dir / LEDGER, terms)  # first: it shows that lines must follow
     # An evaluation of `version` may have ended after the checkpoint was written: then the ledger lacks its answers.
-    for records, phases in ((METRICS, None), (EVALUATIONS, ledger_file.phases_evaluated(directory / LEDGER, version))):
+    for records, phases in ((METRICS, None), (EVALUATIONS, phases_evaluated(directory, version))):
         if (run_dir / records).exists():
             rewind_metrics(run_dir / records, version, phases=phases)
-    last_s = ledger_file.last_commit_s(directory / LEDGER)
+    last_s = last_commit_s(directory)
     rewind_kept(run_dir, last_s)
     rewind_rollouts(run_dir, last_s)
 

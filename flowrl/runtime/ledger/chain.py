@@ -136,6 +136,10 @@ class Chain:
         self._db = db
         self._changes: dict[tuple[str, int], list[ChainRow | None]] = {}
         """(table, rowid) -> [row before this transaction, row now]."""
+        self.rows: Mapping[str, int] = {}
+        """Table -> the largest rowid in the newest checkpoint. Later rows are new, so they are not in `rewritten`."""
+        self.rewritten: dict[tuple[str, int], int] = {}
+        """(table, rowid) of a row of the newest checkpoint that has changed -> the last commit that changed it."""
         known = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in read_contents(db)}
         self.state = State(dict.fromkeys(tables, Sum()) | known, newest(db))
         db.create_function("row_was", -1, self._was)
@@ -183,6 +187,9 @@ class Chain:
 
     def settle(self, state: State | None) -> None:
         """End the transaction: committed with the state that `extend` returned, or rolled back (None)."""
+        if state is not None and state.newest is not None and self.rows:
+            old, number = self.rows, state.newest.number
+            self.rewritten.update((row, number) for row in self._changes if row[1] <= old.get(row[0], -1))
         self._changes.clear()
         self.state = state or self.state
 

@@ -10,16 +10,17 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.ledger import ledger_file
+from flowrl.runtime.ledger import chain, ledger_file
 from flowrl.runtime.ledger.chain import ROWS_AT_ONCE, Chain
+from flowrl.runtime.ledger.ledger_segments import Base, attach_new, write_segments
 from flowrl.runtime.ledger.terms import Terms
 
+ALL_TABLES = (*ledger_file.TABLES, *chain.TABLES)
 FOLDED_WITHIN_MS = 500
 """How long the end of a run waits for other readers of its ledger."""
 
@@ -103,16 +104,22 @@ class OpenSample:
 class Ledger:
     """Buffered writes to one ledger file, and the few reads that accounting needs.
 
-    If the file does not exist, it is created, with `terms` for its first incarnation.
+    If the file does not exist, it is created, with `terms` for its first incarnation. If it was just restored from a
+    checkpoint, `restored_from` is that.
     """
 
-    def __init__(self, path: Path, terms: Terms | None = None) -> None:
+    def __init__(self, path: Path, terms: Terms | None = None, *, restored_from: Path | None = None) -> None:
         self.path = path
         if not path.exists():
             ledger_file.create(path, terms or Terms())
         self._db = ledger_file.open_to_write(path)
         self._chain = Chain(self._db, ledger_file.TABLES)
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in STATEMENTS}
+        self._base = None if restored_from is None else Base.of(restored_from, ALL_TABLES)
+        """The newest checkpoint, to whose segments the next one adds; None: it writes everything."""
+        self._asked: Base | None = None
+        """The checkpoint that is being written."""
+        self._chain.rows = {} if self._base is None else self._base.rows
 
     def add(self, statement: str, *row: Any) -> None:
         """Buffer one row for the statement of that name."""
@@ -237,7 +244,19 @@ class Ledger:
     def as_of_now(self) -> LedgerSnapshot:
         """Commit, and return a snapshot of the ledger after that."""
         self.commit()
-        return LedgerSnapshot(self.path)
+        assert self._chain.state.newest is not None
+        largest = "SELECT COALESCE(MAX(rowid), -1) FROM {}"
+        rows = {name: self._db.execute(largest.format(name)).fetchone()[0] for name in ALL_TABLES}
+        self._chain.rows = rows
+        self._asked = Base(Path(), self._chain.state.newest.number, rows)
+        return LedgerSnapshot(self.path, self._asked.number, self._base, self._chain.rewritten)
+
+    def published(self, checkpoint: Path) -> None:
+        """The snapshot that was taken last is complete in this checkpoint, and the next one adds to it."""
+        assert self._asked is not None
+        self._base = replace(self._asked, checkpoint=checkpoint)
+        number = self._base.number
+        self._chain.rewritten = {row: last for row, last in self._chain.rewritten.items() if last > number}
 
     def close(self) -> None:
         """Commit, fold the WAL into the file, and close the file. If another process reads it, the WAL file stays."""
@@ -248,24 +267,44 @@ class Ledger:
 
 
 class LedgerSnapshot:
-    """A ledger as committed now, unaffected by later writes; a context manager. Call `copy` once, in any thread.
+    """A ledger as committed now, unaffected by later writes; a context manager. Call `write` once, in any thread.
 
     It is a read transaction on its own connection. In WAL mode it sees nothing newer, and only the folding of the WAL
     into the file waits for it. So a checkpoint that fails has to close it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        number: int,
+        base: Base | None,
+        rewritten: Mapping[tuple[str, int], int],
+    ) -> None:
+        self._path, self._number, self._base = path, number, base
+        self._again: dict[str, list[int]] = {}
+        """Table -> rows of the base that have changed since."""
+        if base is not None:
+            for (table, row), last in rewritten.items():
+                if last > base.number and row <= base.rows[table]:
+                    self._again.setdefault(table, []).append(row)
+        self._part = path.with_name(f".{path.name}.part")
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        attach_new(self._db, self._part)  # impossible in a transaction
         self._db.execute("BEGIN")
-        self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the transaction begins with its first read
+        self._db.execute("SELECT COUNT(*) FROM main.sqlite_master").fetchone()  # the transaction begins with a read
 
-    def copy(self, path: Path) -> None:
-        """Write the whole ledger to a new file at `path`."""
-        with self, closing(sqlite3.connect(path)) as copy:
-            self._db.backup(copy)
+    def write(self, checkpoint: Path) -> None:
+        """Write the ledger to the directory of a new checkpoint.
+
+        What the ledger has until now is on the disk then: a loss of power leaves no checkpoint ahead of its ledger.
+        """
+        with self:
+            ledger_file.sync_file(self._path.with_name(f"{self._path.name}-wal"))
+            write_segments(self._db, self._part, checkpoint, self._number, self._base, self._again)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._db.close()
+        self._part.unlink(missing_ok=True)

@@ -11,13 +11,14 @@ All `*_s` columns are seconds since the Unix epoch.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.ledger import chain
+from flowrl.runtime.ledger import chain, ledger_segments
 from flowrl.runtime.ledger.chain import Chain
 from flowrl.runtime.ledger.terms import COLUMNS, Terms
 
@@ -173,14 +174,21 @@ BEGIN_INCARNATION = (
 )
 
 
-def restore(backup: Path, path: Path, terms: Terms | None = None) -> None:
-    """Rewind the ledger at `path` to `backup` and start another incarnation there; no process may be writing it.
+def restore(checkpoint: Path, path: Path, terms: Terms | None = None) -> None:
+    """Rewind the ledger at `path` to that of a checkpoint and start another incarnation; no process may be writing it.
 
-    The replacement is one step: until then the old ledger is unchanged. Raises ConfigError if `backup` is no ledger.
+    The ledger is built from the checkpoint alone; what is at `path` may be lost or damaged. The replacement is one
+    step: until then the old ledger is unchanged. Raises ConfigError if the checkpoint has no ledger.
     """
     fresh = _beside(path)
-    with closing(open_to_read(backup)) as source, closing(sqlite3.connect(fresh)) as target:
-        source.backup(target)
+    try:
+        if ledger_segments.segments_of(checkpoint):
+            ledger_segments.rebuild(checkpoint, fresh, f"{SCHEMA}{chain.SCHEMA}")
+        else:  # of an earlier flowrl
+            with closing(open_to_read(checkpoint / LEDGER)) as source, closing(sqlite3.connect(fresh)) as target:
+                source.backup(target)
+    except (sqlite3.Error, UnicodeError) as error:
+        raise ConfigError(unreadable(checkpoint, error)) from None
     _begin(fresh, terms or Terms())
     _replace(path, fresh)
 
@@ -208,24 +216,6 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     return db
 
 
-def last_commit_s(path: Path) -> float:
-    """When the last commit of the ledger at `path` was made."""
-    with closing(open_to_read(path)) as db:
-        return float(db.execute("SELECT MAX(committed_s) FROM commits").fetchone()[0])
-
-
-def phases_evaluated(path: Path, step: int) -> set[str]:
-    """The phases (before, during, after) of the evaluations of version `step` in the ledger at `path`."""
-    with closing(open_to_read(path)) as db:
-        return {phase for (phase,) in db.execute("SELECT DISTINCT phase FROM evaluations WHERE step = ?", (step,))}
-
-
-def any_in_flight(path: Path) -> bool:
-    """Whether the ledger at `path` has samples whose fate is not known yet."""
-    with closing(open_to_read(path)) as db:
-        return db.execute("SELECT 1 FROM samples WHERE state = 'in_flight' LIMIT 1").fetchone() is not None
-
-
 def read_terms(db: sqlite3.Connection) -> Terms:
     """The terms of the newest incarnation."""
     query = f"SELECT {', '.join(COLUMNS)} FROM incarnations ORDER BY number DESC LIMIT 1"
@@ -243,7 +233,11 @@ NOT_OPENED = (
 """Primary codes of errors that say nothing about the file's content."""
 
 
-def unreadable(path: Path, error: sqlite3.DatabaseError) -> str:
+DAMAGE = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
+"""What a read of a damaged file raises: SQLite's errors, and those of a text or a size that it was given."""
+
+
+def unreadable(path: Path, error: BaseException) -> str:
     """The message about a file that SQLite cannot read."""
     code = getattr(error, "sqlite_errorcode", None)
     if code == sqlite3.SQLITE_NOTADB:
@@ -254,8 +248,8 @@ def unreadable(path: Path, error: sqlite3.DatabaseError) -> str:
             "run to one"
         )
     return (
-        f"{path} is damaged ({error}), so nothing can be proven; each checkpoint has a copy, and flowrl run --resume "
-        "continues from the newest"
+        f"{path} is damaged ({' '.join(str(error).split()) or type(error).__name__}), so nothing can be proven; each "
+        "checkpoint has its rows, and flowrl run --resume continues from the newest"
     )
 
 
@@ -263,7 +257,7 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
     try:
         found = db.execute("PRAGMA user_version").fetchone()[0]
         there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    except sqlite3.DatabaseError as error:
+    except DAMAGE as error:
         raise ConfigError(unreadable(path, error)) from None
     if found != FORMAT and "samples" in there:
         raise ConfigError(
@@ -316,13 +310,19 @@ def _begin(path: Path, terms: Terms) -> None:
 
 
 def _replace(path: Path, fresh: Path) -> None:
-    """Replace `path` by `fresh`: at any time one of the two is at `path`.
+    """Replace `path` by `fresh`, durably: at any time one of the two is at `path`.
 
-    SQLite overwrites an old ledger in one transaction: otherwise the WAL that a killed run has left would be taken for
-    the WAL of the new file. If the old file is not a readable database, its WAL is removed.
+    The WAL that a killed run has left would be taken for that of the new file, so it is first folded into the old one.
+    If that is not a readable database, its WAL is removed. While another program reads the old ledger, its WAL stays,
+    and SQLite overwrites the old ledger in one transaction.
     """
+    sync_file(fresh)
     if path.exists():
         try:
+            with closing(sqlite3.connect(path, isolation_level=None)) as old:
+                if old.execute("PRAGMA journal_mode = DELETE").fetchone()[0] != "delete":
+                    raise sqlite3.OperationalError
+        except sqlite3.OperationalError:
             with closing(sqlite3.connect(fresh)) as source, closing(sqlite3.connect(path)) as target:
                 source.backup(target)
             fresh.unlink()
@@ -332,3 +332,16 @@ def _replace(path: Path, fresh: Path) -> None:
     for file in _side_files(path):
         file.unlink(missing_ok=True)
     fresh.replace(path)
+    sync_file(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Returns when the file, or a directory's list of files, is on the disk; at once if there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

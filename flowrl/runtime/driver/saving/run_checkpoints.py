@@ -10,7 +10,7 @@ from typing import Any
 from flowrl.errors import FlowrlError
 from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.best import Best, read_best
-from flowrl.runtime.checkpoints.rundir import writing
+from flowrl.runtime.checkpoints.rundir import sync_records, writing
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.processes.lookout import Lookout
 from flowrl.runtime.driver.processes.orders import Orders
@@ -106,6 +106,7 @@ class RunCheckpoints:
         start_s = time.monotonic()
         with self._lookout.doing(f"the checkpoint of step {version}"), writing(self._job.run_dir):
             await self._records.settled()
+            await asyncio.to_thread(sync_records, self._job.run_dir)
             versions = self._records.accounting.tickets.versions
             facts = resume.facts(version, self._job.plan, self._job.options.seed)
             named = best or self.best

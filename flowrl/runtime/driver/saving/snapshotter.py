@@ -24,7 +24,6 @@ from flowrl.runtime.checkpoints.best import Best
 from flowrl.runtime.driver.processes.orders import Orders
 from flowrl.runtime.driver.saving.shared_devices import SharedDevices
 from flowrl.runtime.ledger.accounting import Accounting
-from flowrl.runtime.ledger.ledger_file import LEDGER
 
 T = TypeVar("T")
 
@@ -85,6 +84,7 @@ class Snapshotter:
             async with self._shared.for_trainers() if self._shared is not None else nullcontext():
                 head = await self.take(facts, temporary, accounting, unchanged_in=final if unchanged else None)
             await to_its_end(publish)
+            accounting.ledger.published(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final.name
@@ -114,7 +114,7 @@ class Snapshotter:
             await self._go_on()
 
             def write(stop: threading.Event) -> None:
-                ledger.copy(directory / LEDGER)
+                ledger.write(directory)
                 checkpoint.write_state(directory, snapshot, {**facts, "versions": versions})
 
             await asyncio.gather(*(self._take_kept(host, snapshot) for host in self._orders.hosts))
