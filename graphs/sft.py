@@ -62,8 +62,9 @@ class SFT(EvaluationOptions, DatasetOptions):
             yield from unused(self, ("judge_every",), "there is nothing to measure on; give --held-out too")
         if self.pretrain_mode == "off":
             return
-        others = {"too_long": "drop", "assistant": "all", "task.system_prompt": "", "task.template": ""}
-        values = {"task.system_prompt": self.task.system_prompt, "task.template": self.task.template}
+        of_task = ("system_prompt", "template", "reasoning")
+        others = {"too_long": "drop", "assistant": "all", **{f"task.{name}": "" for name in of_task}}
+        values = {f"task.{name}": getattr(self.task, name) for name in of_task}
         for name, plain in others.items():
             if values.get(name, getattr(self, name, plain)) != plain:
                 yield f"{name} is for conversations, and pretrain_mode has texts without roles; leave it out"

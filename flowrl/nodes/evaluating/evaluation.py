@@ -36,6 +36,7 @@ from flowrl.tasks.reward_calls.away import AWAY_S, Patience
 from flowrl.tasks.reward_calls.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, names_model, open_reward
 from flowrl.tasks.row_reading.indexed_rows import picked, prompt_ids
+from flowrl.tasks.row_reading.other_columns import require_served
 
 R = TypeVar("R", bound=SourceRow)
 
@@ -200,6 +201,7 @@ class Evaluation(Node):
         """The prompts of a set. Raises ConfigError if there are too few, or if the reward cannot score them."""
         rows = one.chosen(load_rows(one.task, whole=one.whole))
         one.require_enough(rows)
+        require_served(one.task, rows, "prompts")
         try:
             check_answers(one.task, rows)
             if one.name in self.scored_by:

@@ -25,6 +25,7 @@ from flowrl.nodes.sources.source import PromptSource
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
+from flowrl.tasks.row_reading.other_columns import RowUse
 from flowrl.tasks.row_reading.tool_shapes import text_of
 
 Trained = Literal["all", "last"]
@@ -34,6 +35,7 @@ class DemonstrationSource(PromptSource):
     """Sends the prompt of every row of a task, including rows that answer the same prompt in different ways."""
 
     row_noun = "conversations"
+    row_use: RowUse = "responses"
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from flowrl.nodes.sources.source import PromptSource
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone, shortened
 from flowrl.tasks import Row, Rows, Task, load_preferences
 from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joined, matched, prompt_ids
+from flowrl.tasks.row_reading.other_columns import RowUse
 from flowrl.tasks.row_reading.tool_shapes import text_of
 
 MISMATCHES_TRIED = 16
@@ -76,6 +77,8 @@ class Preferences:
 
 class PreferenceSource(PromptSource):
     """Sends the prompt of every training row, once for each of its completions."""
+
+    row_use: RowUse = "preferences"
 
     def __init__(self, data: Preferences, *, epochs: int | None = None, seed: int | None = None) -> None:
         super().__init__(

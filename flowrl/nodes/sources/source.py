@@ -15,6 +15,7 @@ from flowrl.nodes.sources.row_trial import prompt_texts, require_rendered
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, prompt_length, refuse_long, rendered_alone
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
+from flowrl.tasks.row_reading.other_columns import RowUse, require_served
 
 
 class PromptSource(RowSource):
@@ -37,6 +38,7 @@ class PromptSource(RowSource):
     """
 
     row_noun = "prompts"
+    row_use: RowUse = "prompts"
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class PromptSource(RowSource):
     def preflight(self) -> str | None:
         check_model(self.policy)
         rows = self.rows()
+        require_served(self.task, rows, self.row_use)
         if self.answers_compared:
             check_answers(self.task, rows)
         self._buckets(rows)

@@ -13,6 +13,7 @@ from flowrl.nodes.curricula.curriculum import Curriculum
 from flowrl.nodes.sources.row_source import RowPart, RowSource
 from flowrl.tasks import Row, Task, conversation, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
+from flowrl.tasks.row_reading.other_columns import require_served
 
 MESSAGES = "messages"
 
@@ -44,6 +45,7 @@ class TaskSource(RowSource):
         rows = self.rows()
         if rows and MESSAGES in rows[0].columns:
             raise ConfigError(f"the task {self.task.name!r} has a column {MESSAGES!r}, which agents get; rename it")
+        require_served(self.task, rows, "prompts")
         self._buckets(rows)
         return "; ".join(load_rows(self.task, whole=self.part == "all").opened) or None
 

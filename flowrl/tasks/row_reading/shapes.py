@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowrl.tasks.records.malformed import Malformed
-from flowrl.tasks.row_reading.tool_shapes import CALLS, message, of_function_call
+from flowrl.tasks.row_reading.tool_shapes import CALLS, UNTRAINED, message, of_function_call
 from flowrl.tasks.rows import REASONING, WEIGHT, Turns
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -74,7 +74,7 @@ def of_sharegpt(value: object) -> object:
 
 def _of_speaker(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     speaker, value = turn["from"], turn["value"]
-    others = {name: turn[name] for name in (WEIGHT, *REASONING) if name in turn}
+    others = {name: turn[name] for name in (WEIGHT, *UNTRAINED, *REASONING) if name in turn}
     if speaker == "function_call":
         return {"role": "assistant", "content": "", CALLS: of_function_call(value), **others}
     return {"role": SHAREGPT[speaker], "content": value, **others}

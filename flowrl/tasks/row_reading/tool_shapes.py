@@ -16,6 +16,8 @@ from flowrl.tasks.records.malformed import Malformed
 from flowrl.tasks.rows import REASONING, WEIGHT
 
 CALLS = "tool_calls"
+UNTRAINED = ("train", "training")
+"""Fields with which other trainers leave a message out of the loss."""
 TEXTS = ("name", "tool_call_id")
 """Further fields of a message that chat templates read, each a text."""
 
@@ -72,6 +74,12 @@ def _reasoning(place: str, turn: Mapping[str, Any], what: str) -> dict[str, str]
 
 def _weight(place: str, turn: Mapping[str, Any], what: str) -> dict[str, int]:
     """The weight 0 of a message that is not trained; 1 is what others have. Raises Malformed for other weights."""
+    for name in UNTRAINED:
+        if turn.get(name) is False:
+            raise Malformed(
+                f"{place}: in the {what}, {name} of a message of the {turn['role']} is false, which is not read here; "
+                f"write {WEIGHT}: 0 for a turn of the assistant that is not trained"
+            )
     weight = turn.get(WEIGHT)
     trained = turn["role"] == "assistant"
     if weight is None or (weight == 0 and not trained and not isinstance(weight, str)):
