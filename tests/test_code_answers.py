@@ -235,7 +235,10 @@ def test_a_program_that_takes_too_long_is_logged_as_such() -> None:
     if not namespaces():
         pytest.skip("no namespaces here")
     found = code(["", ""], ["while True: pass", RIGHT], answer=[ASSERTS, json.dumps(ASSERTS)], case_s=[1.0, None])
-    assert found == {"rewards": [0.0, 1.0], "logs": {"tests_passed": [0.0, 1.0], "timed_out": [1.0, 0.0]}}
+    assert found == {
+        "rewards": [0.0, 1.0],
+        "logs": {"tests_passed": [0.0, 1.0], "timed_out": [1.0, 0.0], "out_of_memory": [0.0, 0.0]},
+    }
 
 
 SLEEPS = "import time\ndef f(x):\n    time.sleep(0.25)\n    return x + 1\n"  # under test: right, and slow

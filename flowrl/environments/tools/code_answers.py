@@ -41,11 +41,11 @@ OUTPUT_BYTES = 1 << 20
 STREAMS = """
 def _set_streams():
     import os, sys
-    given = os.memfd_create("input")
-    with open(given, "wb", closefd=False) as file:
+    with open(".input", "w+b") as file:
+        os.unlink(".input")
         file.write({given!r}.encode(errors="replace"))
-    os.lseek(given, 0, os.SEEK_SET)
-    os.dup2(given, 0)
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
 _set_streams()
@@ -62,6 +62,8 @@ class Tried:
     passed: float = 0.0
     """Share of its tests that passed."""
     timed_out: bool = False
+    out_of_memory: bool = False
+    """Whether it, or what it started, exceeded the memory of its sandbox."""
 
 
 def judged_in(
@@ -92,6 +94,7 @@ def judged_in(
         "logs": {
             "tests_passed": [one.passed for one in tried],
             "timed_out": [float(one.timed_out) for one in tried],
+            "out_of_memory": [float(one.out_of_memory) for one in tried],
         },
     }
 
@@ -142,12 +145,14 @@ async def tried(
                     passed += await _prints(kind, setup, program, given, needed)
     except TimeoutError:
         return Tried(timed_out=True)
+    except SandboxEnded:
+        return Tried(out_of_memory=True)
     return Tried(passed / (len(tests.pieces) + len(tests.cases)))
 
 
 async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s: float) -> int:
     """The number of pieces that ran to their end. Raises TimeoutError if one, or the program itself, exceeds
-    `case_s`."""
+    `case_s`, and SandboxEnded if too much memory is held."""
     passed = 0
     async with _interpreter(kind) as interpreter:
         try:
@@ -159,8 +164,9 @@ async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s
                 async with asyncio.timeout(case_s):
                     ran = await interpreter.run(f"{piece}\nprint({mark!r})")
                 passed += not ran.failed and ran.text.rstrip("\n").endswith(mark)
-        except SandboxEnded:
-            return passed
+        except SandboxEnded as ended:
+            if ended.out_of_memory:
+                raise
     return passed
 
 
@@ -170,7 +176,9 @@ async def _prints(kind: SandboxKind, setup: str, program: str, given: str, neede
         try:
             prepared = await interpreter.run(f"{STREAMS.format(given=given)}\n{setup}\npass")
             ran = await interpreter.run(f"{program}\npass")
-        except SandboxEnded:
+        except SandboxEnded as ended:
+            if ended.out_of_memory:
+                raise
             return False
     return not prepared.failed and not ran.failed and _lines(ran.text) == _lines(needed)
 

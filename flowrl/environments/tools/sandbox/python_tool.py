@@ -42,11 +42,13 @@ class PythonTool(ToolSource):
     """ "limits" does without namespaces: the code may then read files and use the network as the run's user."""
     call_s: float = CALL_S
     memory_bytes: int = 1 << 30
-    """Address space of each process."""
+    """Memory of all processes and files in memory together, and address space of each process."""
     disk_bytes: int = 64 << 20
     """Size of the working directory (with namespaces), or of each file (without)."""
     output_bytes: int = 8192
     """Largest output of a call; the middle of a longer one is left out."""
+    nested: bool = False
+    """The code may make namespaces, for a program that brings a sandbox of its own, such as bubblewrap."""
 
     def __post_init__(self) -> None:
         if self.sandbox not in get_args(SandboxKind):
@@ -59,6 +61,11 @@ class PythonTool(ToolSource):
                 raise ConfigError(
                     f"{key} of the tool python is {value!r}; it has to be a whole number of at least {least}"
                 )
+
+        if not isinstance(self.nested, bool):
+            raise ConfigError(f"nested of the tool python is {self.nested!r}; it has to be True or False")
+        if self.nested and self.sandbox == "limits":
+            raise ConfigError("nested of the tool python has no effect with sandbox=limits; leave it out")
 
     @property
     def name(self) -> str:
@@ -100,6 +107,7 @@ class PythonTool(ToolSource):
             memory_bytes=self.memory_bytes,
             disk_bytes=self.disk_bytes,
             output_bytes=self.output_bytes,
+            nested=self.nested,
         )
 
     @asynccontextmanager

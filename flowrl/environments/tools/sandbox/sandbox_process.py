@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.environments.tools.sandbox.bounded_output import BoundedOutput
+from flowrl.environments.tools.sandbox.sandbox_cgroup import SandboxCgroup
 from flowrl.errors import FlowrlError
 
 SandboxKind = Literal["namespaces", "limits"]
@@ -42,6 +43,7 @@ namespaces, only the interpreter itself is allowed."""
 START_S = 30.0
 END_S = 10.0
 MESSAGE_BYTES = 4096
+MIB = 1 << 20
 
 
 class SandboxRefused(FlowrlError):
@@ -51,6 +53,11 @@ class SandboxRefused(FlowrlError):
 class SandboxEnded(FlowrlError):
     """The interpreter has ended, during a call or before it."""
 
+    def __init__(self, text: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.out_of_memory = out_of_memory
+        """Whether the limit of memory of the whole sandbox has ended it."""
+
 
 @dataclass(frozen=True)
 class SandboxSettings:
@@ -58,10 +65,12 @@ class SandboxSettings:
 
     kind: SandboxKind = "namespaces"
     memory_bytes: int = 1 << 30
-    """Address space of each process."""
+    """Memory of all processes and files in memory together, and address space of each process."""
     disk_bytes: int = 64 << 20
     """Size of the working directory (with namespaces), or of each file (without)."""
     output_bytes: int = 8192
+    nested: bool = False
+    """The code may make namespaces, for a sandbox of its own."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class SandboxProcess:
         self._settings = settings
         self._work = tempfile.mkdtemp(prefix="flowrl-sandbox-") if settings.kind == "limits" else ""
         self._control, theirs = socket.socketpair()
+        self._cgroup = SandboxCgroup.create(memory_bytes=settings.memory_bytes, num_processes=2 * NUM_PROCESSES)
+        self._report, report = os.pipe()
         source, target = os.pipe()
         self._output = BoundedOutput(source, most_bytes=settings.output_bytes)
         try:
@@ -88,23 +99,25 @@ class SandboxProcess:
                     "-I",
                     "-S",
                     str(START),
-                    self._text(theirs, seed),
+                    self._text(theirs, report, seed),
                     INTERPRETER.read_text(encoding="utf-8"),
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=target,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), report, *self._entrance),
                 env={},
             )
         except OSError as problem:
             self._control.close()
             self._output.close()
+            self._leave()
             shutil.rmtree(self._work, ignore_errors=True)
             raise SandboxRefused(f"no process could be started: {problem.strerror}") from None
         finally:
             theirs.close()
             os.close(target)
+            os.close(report)
         asyncio.get_running_loop().add_reader(source, self._read)
         self._source = source
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -135,7 +148,9 @@ class SandboxProcess:
             answer = b""
         if not answer:
             printed = self._output.taken()
-            raise SandboxEnded(f"{printed}\n{self._how_it_ended()}".strip())
+            how = self._how_it_ended()
+            held = self._too_much()
+            raise SandboxEnded(f"{printed}\n{held or how}".strip(), out_of_memory=bool(held))
         return Ran(self._output.taken(), failed=answer != b"0")
 
     async def end(self) -> None:
@@ -148,6 +163,7 @@ class SandboxProcess:
             await self._ended()
         finally:
             self._output.close()
+            self._leave()
             if self._work:
                 shutil.rmtree(self._work, ignore_errors=True)
 
@@ -178,6 +194,31 @@ class SandboxProcess:
             return f"The interpreter was ended by {signal.Signals(number).name}."
         return f"The interpreter ended with status {status}."
 
+    def _too_much(self) -> str:
+        """The sentence for a sandbox that ended because of its memory; "" if it has ended for another reason."""
+        if self._cgroup is not None:
+            held = "more memory than the limit;" if self._cgroup.out_of_memory else ""
+        else:
+            os.set_blocking(self._report, False)
+            try:
+                num_bytes = int(os.read(self._report, MESSAGE_BYTES) or 0)
+            except BlockingIOError:  # its process has not ended
+                num_bytes = 0
+            held = f"{num_bytes / MIB:,.0f} MiB of memory, and" if num_bytes else ""
+            if num_bytes == sys.maxsize:
+                held = "memory that could not be counted, because processes ended all the time;"
+        allowed = f"{self._settings.memory_bytes / MIB:,.0f} MiB"
+        return f"The interpreter was ended: its processes and files held {held} {allowed} are allowed." if held else ""
+
+    @property
+    def _entrance(self) -> tuple[int, ...]:
+        return () if self._cgroup is None else (self._cgroup.entrance,)
+
+    def _leave(self) -> None:
+        os.close(self._report)
+        if self._cgroup is not None:
+            self._cgroup.remove()
+
     def _read(self) -> None:
         if not self._output.read():
             self._stop_reading()
@@ -185,11 +226,15 @@ class SandboxProcess:
     def _stop_reading(self) -> None:
         asyncio.get_running_loop().remove_reader(self._source)
 
-    def _text(self, control: socket.socket, seed: int) -> str:
+    def _text(self, control: socket.socket, report: int, seed: int) -> str:
         apart = self._settings.kind == "namespaces"
         return json.dumps(
             {
                 "control": control.fileno(),
+                "report": report,
+                "cgroup": next(iter(self._entrance), None),
+                "total_bytes": self._settings.memory_bytes,
+                "nested": self._settings.nested,
                 "parent": os.getpid(),
                 "namespaces": apart,
                 "trees": list(interpreter_trees()),
