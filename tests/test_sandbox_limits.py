@@ -26,7 +26,7 @@ LIMIT = 200 * MIB
 pytestmark = pytest.mark.timeout(120)
 
 FILL = """
-import ctypes, mmap, os, socket, threading, time
+import ctypes, mmap, os, signal, socket, threading, time
 libc = ctypes.CDLL(None)
 def fill(mib):
     held = bytearray(mib << 20)
@@ -43,8 +43,8 @@ def each(number, work):
 """
 """Beginning of code that holds memory; what it adds sleeps until it is ended."""
 HOLDS = {
-    "forks": "each(8, lambda: (fill(60), time.sleep(60)))",
-    "daemons": "each(8, lambda: (os.setsid(), os.fork() == 0 and (fill(60), time.sleep(60))))",
+    "forks": "each(8, lambda: (fill(60), signal.pause()))",
+    "daemons": "each(8, lambda: (os.setsid(), os.fork() == 0 and (fill(60), signal.pause())))",
     "forks that end all the time": """
 def chain():
     held = fill(80)
@@ -57,11 +57,11 @@ def shared():
     held = mmap.mmap(-1, 80 << 20)
     held.write(bytes(80 << 20))
     held.madvise(mmap.MADV_DONTNEED)
-    time.sleep(60)
+    signal.pause()
 each(4, shared)""",
     "processes whose first thread has ended": """
 def thread():
-    threading.Thread(target=lambda: (fill(80), time.sleep(60))).start()
+    threading.Thread(target=lambda: (fill(80), signal.pause())).start()
     libc.pthread_exit(None)
 each(4, thread)""",
     "files without a name, and memory": """
@@ -86,7 +86,7 @@ def sockets():
                 except BlockingIOError:
                     pass
     except OSError:
-        time.sleep(60)
+        signal.pause()
 each(25, sockets)""",
 }
 
@@ -110,14 +110,14 @@ def ran(text: str, kind: str = "namespaces", **settings: Any) -> Ran:
 @pytest.mark.parametrize("how", HOLDS)
 def test_memory_of_all_processes_is_bounded(how: str) -> None:
     with pytest.raises(SandboxEnded) as error:
-        ran(f"{FILL}{HOLDS[how]}\ntime.sleep(60)")
+        ran(f"{FILL}{HOLDS[how]}\nsignal.pause()")
     assert error.value.out_of_memory
     assert "The interpreter was ended: its processes and files held " in str(error.value)
     assert str(error.value).endswith(" MiB of memory, and 200 MiB are allowed.")
 
 
 ALLOWED = {
-    "memory that a fork leaves to others": "held = fill(120)\neach(6, lambda: time.sleep(1))\ntime.sleep(1.5)",
+    "memory that a fork leaves to others": "held = fill(120)\neach(6, lambda: time.sleep(1))\ntime.sleep(1.5)  # looks fall into it",
     "processes that are started by vfork": (
         "import subprocess\nheld = fill(120)\nfor _ in range(40): subprocess.run(['/bin/true'])"
     ),
@@ -147,7 +147,7 @@ def test_what_is_below_the_limit_is_left_alone(what: str) -> None:
 def test_programs_of_answers_that_hold_too_much_are_counted() -> None:
     if why := refusal("namespaces"):
         pytest.skip(why)
-    program = f"{FILL}each(8, lambda: (fill(150), time.sleep(60)))\ntime.sleep(60)"
+    program = f"{FILL}each(8, lambda: (fill(150), signal.pause()))\nsignal.pause()"
     found = code(["", ""], [f"```python\n{program}\n```", "x = 1"], answer=[["assert True"], ["assert x == 1"]])
     assert found["rewards"] == [0.0, 1.0] and found["logs"]["out_of_memory"] == [1.0, 0.0]
     assert found["logs"]["timed_out"] == [0.0, 0.0]
@@ -223,11 +223,11 @@ os.mkdir("inner")
 print(os.getuid(), libc.mount(b"tmpfs", b"inner", b"tmpfs", 0, b"size=1g"))
 """
 FILLS_INNER = """
-import time
+import signal, time
 for number in range(99):
     open(f"inner/{number}", "wb", 0).write(bytes(8 << 20))
-    time.sleep(0.01)
-time.sleep(60)
+    time.sleep(0.01)  # not all before one look
+signal.pause()
 """
 
 
@@ -281,7 +281,9 @@ def test_a_sandbox_is_in_a_cgroup_where_one_can_be_made(hierarchy: Path) -> None
             "pids.max": "64",
             "cgroup.procs": "0",
         }
-        assert (await process.run(f"{FILL}each(5, lambda: (fill(60), time.sleep(0.5)))\ntime.sleep(0.7)")).text == ""
+        assert (
+            await process.run(f"{FILL}each(5, lambda: (fill(60), time.sleep(0.5)))\ntime.sleep(0.7)  # unseen")
+        ).text == ""
         (group / "memory.events").write_text("low 0\noom 1\noom_kill 7\n")
         with pytest.raises(SandboxEnded, match="held more memory than the limit; 200 MiB are allowed") as error:
             await process.run("import os; os.kill(os.getpid(), 9); os._exit(1)")
