@@ -1,7 +1,8 @@
 """A stage in a process of its own, for test_channel_replay.py: takes, maps, sends on, and dies when told.
 
-usage: python -m tests.channel_stage ADDRESS EPOCH STEP COUNT
-Kills itself with SIGKILL right after the COUNT-th STEP ("take", "send", "ack"; "none" for never).
+usage: python -m tests.channel_stage ADDRESS EPOCH STEP COUNT [TRANSPORT]
+Kills itself with SIGKILL right after the COUNT-th STEP ("take", "send", "ack"; "none" for never); stops itself, with
+SIGSTOP, where it has a transport, with which it is on another machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -24,7 +26,9 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.custody import Custody
 from flowrl.channel.lanes.dispatch import Delivery, EndOfStream, Inbox, OutEdge
 from flowrl.channel.lanes.lane import LaneSpec
+from flowrl.channel.links import link
 from flowrl.channel.links.address import Address
+from flowrl.channel.links.endpoint_transport import TcpTransport
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Float32, Message
 
@@ -36,17 +40,17 @@ class Item(Message):
 
 
 INTO = LaneSpec("source/0 -> map/0", "source -> map", "source/0", "map/0", "A", "M", 8, "queue", ("Item",))
+BEATS = (0.1, 0.4)
+"""Seconds between heartbeats, and of silence that breaks a connection."""
 OUT = LaneSpec("map/0 -> sink/0", "map -> sink", "map/0", "sink/0", "M", "A", 8, "queue", ("Item",))
 
 
-def to_text(address: Address) -> str:
+def to_text(address: Address | TcpTransport) -> str:
     return base64.b64encode(pickle.dumps(address)).decode()
 
 
-def from_text(text: str) -> Address:
-    address = pickle.loads(base64.b64decode(text))
-    assert isinstance(address, Address)
-    return address
+def from_text(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
 
 def run_id(parent: int) -> str:
@@ -57,18 +61,21 @@ def run_id(parent: int) -> str:
 class Fate:
     """Counts steps and ends the process at the chosen one."""
 
-    def __init__(self, step: str, count: int) -> None:
+    def __init__(self, step: str, count: int, number: int = signal.SIGKILL) -> None:
         self._end = (step, count)
+        self._number = number
         self._done: Counter[str] = Counter()
 
     def step(self, name: str) -> None:
         self._done[name] += 1
         if (name, self._done[name]) == self._end:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
 
 
-async def stage(parent: Address, incarnation: int, fate: Fate) -> None:
-    endpoint = Endpoint("M", run_id=run_id(os.getppid()), driver_pid=os.getppid(), incarnation=incarnation)
+async def stage(parent: Address, incarnation: int, fate: Fate, transport: TcpTransport | None = None) -> None:
+    endpoint = Endpoint(
+        "M", run_id=run_id(os.getppid()), driver_pid=os.getppid(), incarnation=incarnation, transport=transport
+    )
     print(to_text(await endpoint.open()), flush=True)
     endpoint.connect("A", parent)
     inbox, edge = Inbox("map.in"), OutEdge([endpoint.sender(OUT)], SHARE)
@@ -107,5 +114,8 @@ async def stage(parent: Address, incarnation: int, fate: Fate) -> None:
 
 
 if __name__ == "__main__":
-    _, address, incarnation, step, count = sys.argv
-    uvloop.run(stage(from_text(address), int(incarnation), Fate(step, int(count))))
+    _, address, incarnation, step, count, *apart = sys.argv
+    if apart:
+        link.BEAT_EVERY_S, link.SILENT_S = BEATS
+    fate = Fate(step, int(count), signal.SIGSTOP if apart else signal.SIGKILL)
+    uvloop.run(stage(from_text(address), int(incarnation), fate, from_text(apart[0]) if apart else None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
+from flowrl.channel.links import link as links
+from flowrl.channel.links.link import SocketLink
 from flowrl.errors import LaneFailed, WireError
 from flowrl.graph.dispatch_rules import SHARE
 from tests.channel_rig import (
@@ -27,6 +30,7 @@ from tests.channel_rig import (
     inbox_of,
     lane,
     opened,
+    pair,
     play,
     run,
     thing,
@@ -155,6 +159,8 @@ class Proxy:
     def __init__(self, target: str) -> None:
         self._host, self._port = target.removeprefix("tcp://").split(":")
         self._writers: list[asyncio.StreamWriter] = []
+        self._vanished: set[asyncio.StreamWriter] = set()
+        self.num_connections = 0
         self._to_lose = 0
         self._lost: asyncio.Future[None] | None = None
         self._tried = asyncio.Event()
@@ -172,12 +178,15 @@ class Proxy:
         await self._open.wait()
         back_reader, back_writer = await asyncio.open_connection(self._host, self._port)
         self._writers += [writer, back_writer]
+        self.num_connections += 1
         with suppress(ConnectionError):
             await asyncio.gather(self._pass(reader, back_writer), self._pass(back_reader, writer))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
             await asyncio.sleep(self.delay_s)  # the delay of a slow network
+            if writer in self._vanished:
+                continue
             if self._lost is None:
                 self.passed += len(data)
                 writer.write(data)
@@ -191,6 +200,10 @@ class Proxy:
         """From now until `cut` nothing passes. Done when so many bytes are lost."""
         self._to_lose, self._lost = num_bytes, asyncio.get_running_loop().create_future()
         return self._lost
+
+    def vanish(self) -> None:
+        """The present connections stay, and nothing passes on them any more: as when a firewall forgets them."""
+        self._vanished |= {*self._writers}
 
     def cut(self) -> None:
         """Break every connection, with whatever is under way on it."""
@@ -256,6 +269,55 @@ def over_proxies(body: Callable[[Endpoint, Endpoint, Proxy, Proxy], Awaitable[No
         await body(a, b, there, back)
         there.close()
         back.close()
+
+    play(main())
+
+
+@pytest.fixture
+def beating_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "BEAT_EVERY_S", 0.1)
+    monkeypatch.setattr(links, "SILENT_S", 0.4)
+
+
+def test_a_connection_that_says_nothing_any_more_is_replaced_and_loses_nothing(beating_fast: None) -> None:
+    """Messages, acks, requests and answers, each way; an idle connection is noticed, too."""
+
+    async def body(a: Endpoint, b: Endpoint, there: Proxy, back: Proxy) -> None:
+        async def ask(host: str, number: int) -> int:
+            return -number
+
+        b.on("ask", ask)
+        a.on("ask", ask)
+        edge, inbox = OutEdge([a.sender(lane(8))], SHARE), inbox_of(b, lane(8))
+        found = asyncio.ensure_future(drain(inbox))
+        for index in range(60):
+            await edge.send(thing(index))
+            if index % 20 == 10:
+                assert await a.request("B", "ask", index) == await b.request("A", "ask", index) == -index
+                there.vanish()
+                if index > 20:
+                    back.vanish()
+        edge.close()
+        assert await found == list(range(60))
+        assert there.num_connections == 4 and back.num_connections in (3, 4)
+
+    over_proxies(body)
+
+
+def test_a_process_that_holds_the_gil_is_not_taken_for_one_that_has_vanished(beating_fast: None) -> None:
+    async def main() -> None:
+        async with pair("tcp") as (a, b):
+            b.on("sleep", lambda host, body: ctypes.PyDLL(None).usleep(1_500_000))
+
+            async def ask(host: str, body: Any) -> int:
+                return 1
+
+            b.on("ask", ask)
+            assert await a.request("B", "ask") == 1
+            a.notify("B", "sleep")
+            assert await a.request("B", "ask") == 1
+            monitors = [peer.link._monitor for peer in a._router._peers.values() if isinstance(peer.link, SocketLink)]
+            assert [monitor._connections for monitor in monitors if monitor] == [1]
 
     play(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import EndOfStream, Inbox, OutEdge
+from flowrl.channel.links import link
 from flowrl.channel.links.address import run_prefix
 from flowrl.channel.links.slab import FROM_BYTES
 from flowrl.channel.links.sweep import remove_run
 from flowrl.graph.dispatch_rules import SHARE
-from tests.channel_stage import INTO, OUT, Item, from_text, run_id, to_text
+from tests.channel_rig import TCP, via
+from tests.channel_stage import BEATS, INTO, OUT, Item, from_text, run_id, to_text
 
 pytestmark = pytest.mark.slow
 NUM_ITEMS = 120
@@ -71,6 +74,52 @@ async def lives(endpoint: Endpoint, fates: list[tuple[str, int]]) -> list[int]:
             if process.returncode is None:
                 process.kill()
     return codes
+
+
+def test_a_process_that_is_stopped_for_longer_than_the_heartbeat_loses_and_repeats_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is on another machine: connections to it break and are made again while it sleeps, and when it goes on."""
+    run, reconnections = run_id(os.getpid()), list[str]()
+    monkeypatch.setattr(link, "BEAT_EVERY_S", BEATS[0])
+    monkeypatch.setattr(link, "SILENT_S", BEATS[1])
+
+    async def main() -> None:
+        endpoint = Endpoint("A", run_id=run, driver_pid=os.getpid(), transport=TCP)
+        away = to_text(via("tcp", await endpoint.open()))
+        endpoint.on("done", lambda host, body: None)
+        reconnected = endpoint._router.reconnected
+        monkeypatch.setattr(
+            endpoint._router, "reconnected", lambda host: (reconnections.append(host), reconnected(host))
+        )
+        edge, inbox = OutEdge([endpoint.sender(INTO)], SHARE), Inbox("sink.in")
+        inbox.add(endpoint.receiver(OUT))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.channel_stage", away, "0", "take", "20", to_text(TCP), stdout=-1
+        )
+        assert process.stdout is not None
+        try:
+            endpoint.connect("M", via("tcp", from_text((await process.stdout.readline()).decode())))
+            async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+                tasks.create_task(send_all(edge))
+                found = tasks.create_task(take_all(inbox))
+                await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+                await asyncio.sleep(4 * sum(BEATS))  # under test: it sleeps for longer than connections may be silent
+                process.send_signal(signal.SIGCONT)
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert reconnections, "the connection to it was replaced"
+        assert sorted(found.result()) == list(range(NUM_ITEMS))
+        assert edge.unacked() == []
+        await endpoint.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        remove_run(run)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from flowrl.commands.prepare import prepare
 from flowrl.graph.load import load_file
 from flowrl.runtime.driver.options import RunOptions
 
+ENDS_WITHIN_S = 5
+"""How long a run takes to end once --term-minutes are over."""
 RECIPES = Path(__file__).parent.parent / "docs" / "clusters"
 
 
@@ -55,6 +57,8 @@ def test_a_job_of_slurm_runs_with_the_options_that_it_is_given(tmp_path: Path) -
     run, *words = run_of_slurm(tmp_path, *given)
     (options,) = prepare("run", (RunOptions,), words).own
     assert (run, str(options.run_dir), options.resume, options.steps) == ("run", "/shared/a", True, 200)
+    told = re.search(r"--signal=B:TERM@(\d+)", (RECIPES / "flowrl.sbatch").read_text())
+    assert told is not None and 60 * options.term_minutes + ENDS_WITHIN_S <= int(told[1])
 
 
 def test_the_ray_job_has_what_a_run_needs() -> None:
@@ -70,7 +74,14 @@ def test_the_ray_job_has_what_a_run_needs() -> None:
         assert mounts["/shared"] in volumes
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:3] == ["flowrl", "run", "grpo"]
-    own = {"--steps", "--run-dir"}
+    (options,) = prepare("run", (RunOptions,), words[2:]).own
+    until_kill_s = int(yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    assert 60 * options.term_minutes + ENDS_WITHIN_S <= until_kill_s
+    for pod in pods:
+        assert until_kill_s < pod["template"]["spec"]["terminationGracePeriodSeconds"]
+    (head,) = pods[0]["template"]["spec"]["containers"]
+    assert head["lifecycle"]["preStop"]["exec"]["command"][-1] == job["spec"]["jobId"]
+    own = {"--steps", "--run-dir", "--term-minutes"}
     given = [(name, value) for name, value in zip(words[3::2], words[4::2], strict=True) if name not in own]
     cfg = load_file("grpo").parse([text for pair in given for text in pair])
     asked = cfg.generator.replicas * cfg.generator.gpus + cfg.trainer.replicas

@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
 from flowrl.messages import Group
 from flowrl.nodes import TokenBatch
+from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.driver.early_stop import EarlyStop, StopRule
 from flowrl.runtime.driver.launch import Launch
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.telemetry.metrics import read
 from flowrl.testing import VirtualClock, run_graph
+from tests.in_process import seeing_the_driver
 from tests.test_nodes_batch import batches, group
 from tests.test_runtime_episodes import PLAYED
 
@@ -144,6 +146,65 @@ def test_a_run_ends_by_its_clock_with_a_checkpoint_and_goes_on(tmp_path: Path) -
     assert ran.outcome is not None and ran.outcome.interrupted and 0 < len(ran.steps) < 400
     assert any("--max-hours" in line and "are over" in line for line in ran.view.lines)
     assert ran.audit().ok and (tmp_path / "run" / "checkpoints" / f"step_{ran.steps[-1]:06}").is_dir()
+
+
+MEASURED = Path(__file__).parent / "graphs_resumed" / "measured.py"
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "--max-hours"])
+@pytest.mark.parametrize(
+    ("hangs_at", "newest"), [("batch 3", 2), ("checkpoint", 2), ("finish", None), ("batch 1", None)]
+)
+def test_a_run_that_is_to_end_ends_without_a_checkpoint_if_something_in_it_does_not(
+    tmp_path: Path, hangs_at: str, newest: int | None, by: str
+) -> None:
+    """An evaluation that hangs is given up at once; that its process hangs, too, is seen in its `finish`."""
+    clock, ended_s = VirtualClock(), list[float]()
+
+    def end(driver: Driver) -> None:
+        ended_s.append(clock.now_s)
+        driver.terminate() if by == "SIGTERM" else driver.end_in_time("--max-hours 1 are over")
+
+    def at_100_s(driver: Driver) -> None:
+        asyncio.get_running_loop().call_later(100, end, driver)
+
+    config = {"hangs_at": hangs_at, "stays_at": "before 0" if hangs_at == "finish" else ""}
+    with seeing_the_driver(at_100_s):
+        ran = run_graph(
+            MEASURED,
+            tmp_path,
+            config,
+            clock=clock,
+            timeout_s=36000,
+            steps=400,
+            save_every=2,
+            term_minutes=0.4,
+            must_succeed=False,
+        )
+    assert isinstance(ran.error, FlowrlError) and str(ran.error).startswith("--term-minutes 0.4 are over"), ran.error
+    assert 24 <= clock.now_s - ended_s[0] < 24 + 3
+    what = f"--resume continues from step_{newest:06}." if newest else "start the run again."
+    assert what in str(ran.error).split("\n")[0]
+    assert "every node:" in str(ran.error) and "works: " in str(ran.error)
+    made = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert made == ([f"step_{newest:06}"] if newest else [])
+    if newest:
+        again = run_graph(MEASURED, tmp_path, {}, clock=VirtualClock(), timeout_s=3600, steps=4, resume=True)
+        assert again.steps[-1] == 4 and again.audit().ok
+
+
+def test_a_run_that_ends_in_order_within_its_limit_is_not_cut_off(tmp_path: Path) -> None:
+    def at_once(driver: Driver) -> None:
+        asyncio.get_running_loop().call_later(0.03, driver.terminate)
+
+    with seeing_the_driver(at_once):
+        ran = run_graph(MEASURED, tmp_path, {}, clock=VirtualClock(), timeout_s=36000, steps=100_000, term_minutes=0.4)
+    assert ran.outcome is not None and ran.outcome.interrupted and ran.audit().ok
+
+
+def test_the_limit_of_an_orderly_end_has_to_be_above_0() -> None:
+    with pytest.raises(ConfigError, match="--term-minutes is 0; it has to be above 0"):
+        RunOptions(term_minutes=0)
 
 
 def launched(tmp_path: Path, *, hours: float, ago_s: float) -> Launch:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,34 @@ def test_a_process_that_answers_nothing_is_named_and_the_others_are_heard(tmp_pa
     assert "faulty/0" in held.until("has not answered for")
     assert held.wait() == 0, held.stderr
     assert "audit: ok" in held.stdout
+
+
+@pytest.mark.parametrize("hangs", ["trainer-1", "evaluation-0"])
+def test_a_run_whose_process_hangs_ends_after_sigterm_without_a_checkpoint(
+    tmp_path: Path, ray: dict[str, str], hangs: str
+) -> None:
+    """A rank that is stopped in its batch, and an evaluation that is asked and does not answer."""
+    limit = ["--steps", "100000", "--term-minutes", "0.2"]
+    if hangs == "trainer-1":
+        run = Run(FAULTS, tmp_path / "run", "--processes", "--ranks", "2", "--save-every", "2", *limit, env=ray)
+        run.until("checkpoint step_000004")
+    else:
+        run = Run(GRAPHS / "evaluated.py", tmp_path / "run", "--apart", "--save-every", "2", *limit, env=ray)
+        run.until("evaluation during training, at version 4")
+    pid = int(run.words(hangs)[0].split()[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        os.kill(run.process.pid, signal.SIGTERM)
+        start_s = time.monotonic()
+        assert run.wait() == 2, run.stderr
+        assert 12 <= time.monotonic() - start_s < 12 + 8
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert run.stderr.startswith("flowrl: --term-minutes 0.2 are over") and f"continues from {newest}" in run.stderr
+    assert f"{hangs.replace('-', '/')} works: its process" in run.stderr and "has not answered for" in run.stderr
+    assert run.left_after(5) == []
 
 
 def test_every_edge_and_every_way_to_lose_a_sample_in_one_run(tmp_path: Path, ray: dict[str, str]) -> None:

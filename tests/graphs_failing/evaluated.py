@@ -20,6 +20,8 @@ SCORES = {0: 0.1, 2: 0.6, 4: 0.3, 6: 0.5}
 class Evaluated:
     every: int = 2
     ranks: int = 2
+    apart: bool = False
+    """Whether the evaluation has a process of its own, and leaves a word with its id."""
 
 
 class Timed(Ranks):
@@ -31,9 +33,13 @@ class Timed(Ranks):
 
 
 class Evaluation(Node):
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int, *, apart: bool) -> None:
+        self.every, self.apart = every, apart
         self._end = asyncio.Event()
+
+    async def setup(self) -> None:
+        if self.apart:
+            leave_word(self)
 
     async def run(self) -> None:
         with self.context.waiting("the end"):
@@ -57,7 +63,7 @@ def graph(cfg: Evaluated) -> Graph:
     collect = g.add("collect", Collect(2))
     batcher = g.add("batcher", TokenBatch(2, token_budget=4096))
     trainer = g.add("trainer", Timed(0.01), replicas=cfg.ranks, cpus=0.25)
-    g.add("evaluation", Evaluation(cfg.every))
+    g.add("evaluation", Evaluation(cfg.every, apart=cfg.apart), cpus=0.25 if cfg.apart else 0)
     g.connect(source.prompts, generator.prompts)
     g.connect(generator.samples, collect.samples)
     g.connect(collect.groups, batcher.groups)

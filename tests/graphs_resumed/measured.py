@@ -23,6 +23,8 @@ class Measured:
     """PHASE STEP of the evaluation that ends the run by an error."""
     stays_at: str = ""
     """PHASE STEP of the evaluation that does not end."""
+    hangs_at: str = ""
+    """What does not end: "batch N", the trainer's; "checkpoint", a trainer's; "finish", the evaluation's last."""
     judges: bool = False
     """Whether the trainer has figures on held-out rows when its batches have ended."""
 
@@ -41,7 +43,7 @@ class Training(SleepingTrainer):
 
     def __init__(self, cfg: Measured) -> None:
         super().__init__(0.0)
-        self.judges = cfg.judges
+        self.judges, self.hangs_at = cfg.judges, cfg.hangs_at
         self.version = 0
 
     async def run(self) -> None:
@@ -52,9 +54,13 @@ class Training(SleepingTrainer):
     async def publish(self, version: int) -> None:
         self.version = version
         happened(self, f"version {version}")
+        if f"batch {version}" == self.hangs_at:
+            await asyncio.get_running_loop().create_future()
         await super().publish(version)
 
     async def checkpoint(self, path: str) -> None:
+        if self.hangs_at == "checkpoint" and list(Path(path).parent.glob("step_*")):
+            await asyncio.get_running_loop().create_future()
         (Path(path) / "part").mkdir()
         (Path(path) / "part" / "weights").write_text(Path(path).name)
         happened(self, f"writes {Path(path).name}")
@@ -68,6 +74,7 @@ class Evaluating(Node):
 
     def __init__(self, cfg: Measured) -> None:
         self.every, self.fails_at, self.stays_at = cfg.every, cfg.fails_at, cfg.stays_at
+        self.hangs_at = cfg.hangs_at
         self.finished = asyncio.Event()
 
     async def run(self) -> None:
@@ -75,6 +82,8 @@ class Evaluating(Node):
             await self.finished.wait()
 
     async def finish(self) -> None:
+        if self.hangs_at == "finish":
+            await asyncio.get_running_loop().create_future()
         self.finished.set()
 
     async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:

@@ -4,6 +4,8 @@ Invariants
 - A link delivers in order. zmq queues without a high-water mark: the lanes' credits bound the queues.
 - zmq restores a tcp connection that breaks, and `reconnected` is called. Then the two ends of each lane compare
   their state, and the control link repeats the frames that were not confirmed.
+- A tcp connection whose peer has vanished without a word (a machine that was switched off, a firewall that forgot the
+  connection) breaks after SILENT_S; a peer that is merely busy or stopped loses nothing by such a break.
 - A link to a process never outlives that process's incarnation: `Endpoint.connect` makes a new one.
 
 Waits: none. A Listener is drained whenever its descriptor becomes readable, until nothing is left (the
@@ -30,6 +32,9 @@ COPY_BELOW_BYTES = 1 << 18
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 SNDMORE, RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
 ZAP_DOMAIN = b"flowrl"
+BEAT_EVERY_S = 10.0
+SILENT_S = 30.0
+"""Silence of the other end, after a heartbeat or with sent data unconfirmed, for which a tcp connection is replaced."""
 
 
 class Link(Protocol):
@@ -117,6 +122,7 @@ class SocketLink:
         if target.keys is not None:
             self._socket.curve_serverkey = self._socket.curve_publickey = target.keys.public
             self._socket.curve_secretkey = target.keys.secret
+            notice_silence(self._socket, beats=True)
             self._monitor = Monitor(self._socket, reconnected)
         self._socket.connect(target.url)
 
@@ -134,6 +140,24 @@ class SocketLink:
         if self._monitor is not None:
             self._monitor.close()
         self._socket.close(linger=int(linger_s * 1000))
+
+
+def notice_silence(socket: zmq.Socket[Any], *, beats: bool) -> None:
+    """Have the tcp connections of a socket break when their other end is silent.
+
+    zmq's threads send and answer heartbeats, so a process that holds the GIL answers. Only the sending end beats: the
+    answer to a heartbeat of the receiver would wait behind the frame that is being sent, which may take minutes. The
+    kernel's own probes (keepalive; a limit for data that nobody confirms, while which zmq sends no heartbeat) do the
+    rest.
+    """
+    every_s = max(1, round(BEAT_EVERY_S))
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = every_s
+    socket.tcp_keepalive_cnt = max(1, round((SILENT_S - BEAT_EVERY_S) / every_s))
+    socket.setsockopt(zmq.TCP_MAXRT, round(1000 * SILENT_S))
+    if beats:
+        socket.heartbeat_ivl = round(1000 * BEAT_EVERY_S)
+        socket.heartbeat_timeout = round(1000 * SILENT_S)
 
 
 class Monitor:
@@ -181,6 +205,7 @@ class Listener:
             self._authenticator = self._authenticator or Authenticator(self._context, target.keys)
             socket.curve_server = True
             socket.curve_secretkey = target.keys.secret
+            notice_silence(socket, beats=False)
             socket.zap_domain = ZAP_DOMAIN
         socket.bind(target.url)
         self._sockets.append(socket)

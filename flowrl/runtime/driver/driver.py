@@ -5,7 +5,8 @@ start, restore, evaluation before, training, checkpoint of what is trained, eval
 Admission is closed in all phases except training.
 
 Waits: for hosts to answer or end (the death of a host ends the wait), for the trainers to end, for generators to hold
-the last weights. An interrupt ends admission, and the groups in flight are finished.
+the last weights. An interrupt ends admission, and the groups in flight are finished. After SIGTERM, --term-minutes end
+every wait.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Driver:
         self._endpoint = endpoint
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_s = time.monotonic()
+        self._ends_by: asyncio.TimerHandle | None = None
+        """Ends the run without a checkpoint when the time to end in order is over; None: that time has not begun."""
+        self._overdue = False
         self._locks = locks = Locks()
         self.records = records = RunRecords(job, self.tickets, state, view, config, self._send_trace_level)
         self.lookout = lookout = Lookout(self.hosts, endpoint, Topology.of(job.plan), view.warning, view.progress)
@@ -98,7 +102,7 @@ class Driver:
         try:
             evaluations = await self._work()
         except BaseException as error:  # the hosts and the records are closed after any failure
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError) or self._overdue:
                 await self.hosts.stop(within_s=STOP_AT_ONCE_S)
             else:
                 await self._stop_hosts()
@@ -183,7 +187,7 @@ class Driver:
     def end_in_time(self, reason: str) -> None:
         """As `stop_early`, without the end of an evaluation that goes on: the time for the whole run is over."""
         self.stop_early(reason)
-        self.phases.give_up_evaluation()
+        self._end_soon()
 
     def terminate(self) -> None:
         """As `interrupt`, with a checkpoint after the current batch, and without the end of an evaluation that goes on:
@@ -191,7 +195,30 @@ class Driver:
         self.view.progress("driver", "terminated; a checkpoint follows the current batch; an interrupt stops at once")
         self.checkpoints.soon()
         self._finish()
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        """Give up an evaluation that goes on, and everything else when --term-minutes are over."""
         self.phases.give_up_evaluation()
+        if self._ends_by is None:
+            limit_s = 60 * self.job.options.term_minutes
+            self._ends_by = asyncio.get_running_loop().call_later(limit_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """End the run as it is: a batch, an evaluation or a checkpoint does not end, or not in time."""
+        self._overdue = True
+        made = checkpoint.steps_of(self.job.run_dir / "checkpoints")
+        goes_on = (
+            f"--resume continues from {made[-1][1].name}"
+            if made
+            else "it has none yet, so --resume has nothing to continue from: start the run again"
+        )
+        self.fail(
+            FlowrlError(
+                f"--term-minutes {self.job.options.term_minutes:g} are over, and the run has not ended in order; it ends "
+                f"without a new checkpoint: {goes_on}.\nWhen it was last looked at:\n{self.lookout.last_described()}"
+            )
+        )
 
     @property
     def interrupted(self) -> bool:

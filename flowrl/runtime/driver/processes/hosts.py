@@ -224,7 +224,7 @@ class Hosts:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         for host in self._actors:
             self._cluster.kill(host)
-        await self._processes.end(within_s=0.0 if self._cluster.lost else KILLED_WITHIN_S)
+        await self._processes.end(within_s=0.0 if self._cluster.lost else min(within_s, KILLED_WITHIN_S))
         self._rays.close()
         if self._head is not None:
             self._head.cancel()

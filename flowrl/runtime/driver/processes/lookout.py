@@ -56,6 +56,8 @@ class Lookout:
         self._warn = warn
         self._show_progress = progress
         self._standstill = Standstill()
+        self._last: list[ReplicaReport] = []
+        """The reports of the last look."""
         self._doing: list[str] = []
         self.accounting: AccountingState | None = None
         """The accounting; None until it is opened."""
@@ -92,7 +94,7 @@ class Lookout:
             await self.look()
 
     async def look(self) -> None:
-        reports = await self._reports()
+        reports = self._last = await self._reports()
         self._report_blocking(reports)
         self._report_silence()
         if self._stuck(reports) and (proof := await self._proof()):
@@ -103,6 +105,10 @@ class Lookout:
     async def describe(self) -> str:
         """What every node and the driver do and wait for. Takes at most some seconds, in any state of the hosts."""
         return self._described(await self._reports())
+
+    def last_described(self) -> str:
+        """As `describe`, of at most LOOK_EVERY_S ago and without asking: for a caller that cannot wait."""
+        return self._described(self._last)
 
     def _described(self, reports: list[ReplicaReport]) -> str:
         return "\n".join([describe(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)])
