@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from flowrl.runtime.driver.launch import Launch, PreparedRun
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.host.actor import HostActor
 from flowrl.runtime.host.context import ReplicaPlace
-from flowrl.runtime.host.host_engine import HostSpec
+from flowrl.runtime.host.host_engine import HostEngine, HostSpec
 from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
+from flowrl.testing.local_hosts import LocalCluster
 from tests.graphs_alive.odd import RAISED
 from tests.test_runtime_episodes import PLAYED
 
@@ -138,6 +140,17 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     finally:
         await actor.stop()
         await endpoint.close()
+
+
+def test_a_process_that_does_not_begin_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(engine: HostEngine) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(HostEngine, "open", never)
+    monkeypatch.setattr(LocalCluster, "limit_s", 0.05)
+    done = ran(tmp_path, "", "")
+    assert re.match(r"after 0 s 1 of 1 processes had not begun: \S+; the load of this machine is", str(done.error))
+    assert "--start-minutes" in str(done.error)
 
 
 class GivenBack:

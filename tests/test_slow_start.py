@@ -1,19 +1,29 @@
-"""Ray is started again where the machine was too slow for the time that its raylet gives its agents."""
+"""A start of Ray on a busy machine: it has its time, says what it waits for, and is made again for want of a port."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flowrl.errors import FlowrlError
+from flowrl.runtime.driver.ray_cluster import slow_start
 from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
-from flowrl.runtime.driver.ray_cluster.slow_start import AGAIN, SAID, STARTS
+from flowrl.runtime.driver.ray_cluster.slow_start import (
+    AGAIN,
+    NEEDS_A_PORT,
+    PORTS,
+    STARTS,
+    patient_library,
+    ray_settings,
+)
 
 
 class Started:
@@ -71,19 +81,23 @@ def start(cluster: RayCluster, tmp_path: Path) -> Callable[..., tuple[Started, l
     return started
 
 
-def test_a_start_that_was_too_slow_is_made_again_without_what_is_left_of_it(
-    cluster: RayCluster, start: Callable[..., tuple[Started, list[str]]]
+@pytest.mark.parametrize("said", NEEDS_A_PORT)
+def test_a_start_without_a_port_is_made_again_without_what_is_left_of_it(
+    cluster: RayCluster, start: Callable[..., tuple[Started, list[str]]], said: str
 ) -> None:
-    init, told = start(f"Check failed: {SAID} metrics_agent_port_1")
+    init, told = start(f"Check failed: {said} metrics_agent_port_1")
     assert init.calls == 2 and told == [AGAIN]
     assert init.others[0].wait(10) == -9, "what the start left is ended"
     assert not cluster.processes() and not cluster.lost
 
 
-def test_a_machine_that_is_always_too_slow_is_told_so(start: Callable[..., tuple[Started, list[str]]]) -> None:
-    init, told = start(*[SAID] * STARTS)
+def test_a_start_that_never_gets_its_ports_shows_what_ray_has_logged(
+    start: Callable[..., tuple[Started, list[str]]],
+) -> None:
+    init, told = start(*[NEEDS_A_PORT[0]] * STARTS)
     assert init.calls == STARTS and told[:-1] == [AGAIN] * (STARTS - 1)
-    assert "3 times in a row: the machine is too busy" in told[-1]
+    assert told[-1].startswith("Ray's raylet has ended while it started") and "the load of this machine is" in told[-1]
+    assert f"\n  raylet.err: {NEEDS_A_PORT[0]}" in told[-1]
     init.others[-1].kill()
     init.others[-1].wait()
 
@@ -93,6 +107,74 @@ def test_a_raylet_that_ends_for_another_reason_is_not_started_again(
 ) -> None:
     init, (told,) = start("out of memory")
     assert init.calls == 1 and told.startswith("Ray's raylet has ended")
-    assert f"its logs are in {tmp_path}/session_1_{os.getpid()}/logs" in told
+    assert f"Ray's logs in {tmp_path}/session_1_{os.getpid()}/logs:\n  raylet.err: out of memory" in told
     init.others[-1].kill()
     init.others[-1].wait()
+
+
+def test_a_start_that_takes_too_long_says_what_it_waited_for(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it are the processes of Ray that it has by then; once it takes long, the user is told so."""
+    monkeypatch.setattr(slow_start, "TOLD_AFTER_S", 0.1)
+    told, ended = list[str](), threading.Event()
+    shutil.copy("/bin/sleep", tmp_path / "gcs_server")
+    cluster.limit_s = 1.0
+    with subprocess.Popen([tmp_path / "gcs_server", "60"]) as gcs:
+        with pytest.raises(FlowrlError) as found:
+            cluster._start_own(lambda: ended.wait(60), told.append)
+        gcs.kill()
+    ended.set()
+    (line,) = told
+    assert re.match(r"Ray has not started after 0 s: it waits for its .*; the load of this machine is \d+ on \d+", line)
+    began = "Ray has not started on this machine within 1 s: it waits for its gcs_server, which does not answer yet; "
+    assert str(found.value).startswith(f"{began}the load")
+    assert str(found.value).endswith("give it more time with --start-minutes"), "no logs of another run"
+
+
+class Node:
+    """What a node of Ray's library is, as far as the start changes it."""
+
+    def __init__(self, **ports: int) -> None:
+        self._ray_params = SimpleNamespace(**dict.fromkeys(PORTS, 0) | ports)
+        self.given: list[int] = []
+
+    def start_ray_processes(self) -> None:
+        self.given = [getattr(self._ray_params, name) for name in PORTS]
+
+
+def test_a_raylet_is_told_the_ports_of_its_agents_and_looked_for_until_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import node as rays_nodes
+    from ray._private import services
+
+    asked: list[str] = []
+
+    def registers_late(address: str, node_id: str) -> str:
+        asked.append(node_id)
+        if len(asked) < 3:
+            raise RuntimeError("not registered")
+        return "found"
+
+    monkeypatch.setattr(rays_nodes, "Node", Node)
+    monkeypatch.setattr(services, "get_node", registers_late)
+    with patient_library(60.0, given_up := threading.Event()):
+        (node := Node(metrics_export_port=7)).start_ray_processes()
+        assert services.get_node("address", "id") == "found" and len(asked) == 3
+        asked.clear()
+        given_up.set()
+        with pytest.raises(RuntimeError, match="not registered"):
+            services.get_node("address", "id")
+    assert len({*node.given}) == len(PORTS) and node.given[1] == 7 and 0 not in node.given
+    assert services.get_node is registers_late and Node.start_ray_processes.__name__ == "start_ray_processes"
+
+
+def test_the_settings_of_a_start_are_those_of_the_installed_ray() -> None:
+    """A setting that another version does not know would be ignored."""
+    import ray
+
+    raylet = (Path(ray.__file__).parent / "core/src/ray/raylet/raylet").read_bytes()
+    library = "".join(path.read_text() for path in (Path(ray.__file__).parent / "_private").glob("*.py"))
+    for name in ray_settings(600):
+        assert name.removeprefix("RAY_").encode() in raylet or name in library, name

@@ -18,6 +18,7 @@ class LocalCluster:
     started = True
     lost = ""
     addresses: tuple[str, ...] = ()
+    limit_s = 60.0
 
     def __init__(self) -> None:
         self.actors: dict[str, LocalHost] = {}

@@ -215,8 +215,9 @@ class Driver:
         )
         self.fail(
             FlowrlError(
-                f"--term-minutes {self.job.options.term_minutes:g} are over, and the run has not ended in order; it ends "
-                f"without a new checkpoint: {goes_on}.\nWhen it was last looked at:\n{self.lookout.last_described()}"
+                f"--term-minutes {self.job.options.term_minutes:g} are over, and the run has not ended in order; it "
+                f"ends without a new checkpoint: {goes_on}.\nWhen it was last looked at:\n"
+                f"{self.lookout.last_described()}"
             )
         )
 

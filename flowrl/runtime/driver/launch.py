@@ -114,7 +114,8 @@ class Launch:
         """Join a running cluster now, because the plan depends on its machines; flowrl's own Ray starts later."""
         if not os.environ.get("RAY_ADDRESS"):
             return Cluster.here()
-        cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0)
+        limit_s = 60 * self.options.start_minutes
+        cluster.start(graph_dir=self.graph_file.parent, num_cpus=0, num_gpus=0, limit_s=limit_s)
         machines = cluster.machines()
         reach_directly(*cluster.addresses)
         if len(machines.machines) > 1:
@@ -160,7 +161,13 @@ class Launch:
                     view.progress("driver", "starting Ray")
                     num_cpus = max(len(machines.machines[0].cores), len(plan.hosts))
                     where, num_gpus = self.graph_file.parent, machines.num_gpus
-                    cluster.start(graph_dir=where, num_cpus=num_cpus, num_gpus=num_gpus, warn=view.warning)
+                    cluster.start(
+                        graph_dir=where,
+                        num_cpus=num_cpus,
+                        num_gpus=num_gpus,
+                        limit_s=60 * self.options.start_minutes,
+                        warn=view.warning,
+                    )
                 job = PreparedRun(self, directory, plan, version, resume_from, versions)
                 try:
                     outcome = asyncio.run(job.drive(cluster, view))

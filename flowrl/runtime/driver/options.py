@@ -55,8 +55,11 @@ class RunOptions:
     max_hours: float | None = None
     """End the run, with a checkpoint, this many hours after the command was given; --resume continues it."""
     term_minutes: float = 10.0
-    """After SIGTERM, and when --max-hours are over: end without a new checkpoint if the current batch and its checkpoint
-    take longer than this many minutes (0.4: 24 s)."""
+    """After SIGTERM, and when --max-hours are over: end without a new checkpoint if the current batch and its
+    checkpoint take longer than this many minutes (0.4: 24 s)."""
+    start_minutes: float = 10.0
+    """How long each part of the start may take: Ray, a process, the meeting of the ranks, vLLM's load of a model. More
+    for a machine with a high load, or for a large model on a slow disk."""
     stop: StopRule = field(default_factory=StopRule)
     """When a figure of the metrics ends the run early."""
     alarms: AlarmThresholds = field(default_factory=AlarmThresholds)
@@ -72,10 +75,12 @@ class RunOptions:
             raise ConfigError("--resume needs to know which run: give its directory with --run-dir")
         if self.max_hours is not None and not self.max_hours > 0:
             raise ConfigError(f"--max-hours is {self.max_hours}; it has to be above 0")
+        if not self.start_minutes > 0:
+            raise ConfigError(f"--start-minutes is {self.start_minutes}; it has to be above 0")
         if not self.term_minutes > 0:
             raise ConfigError(
-                f"--term-minutes is {self.term_minutes}; it has to be above 0 (0.4 is 24 s); a second signal ends a run "
-                "at once"
+                f"--term-minutes is {self.term_minutes}; it has to be above 0 (0.4 is 24 s); a second signal ends a "
+                "run at once"
             )
         SampleShare.parse(self.keep_samples)
         check_sinks(self.track)

@@ -11,6 +11,7 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +109,9 @@ def _store(rank: int, size: int, address: str) -> TCPStore:
     """The store of the gang. Rank 0 listens only at this address; torch by default listens at all addresses."""
     host, _, port = address.rpartition(":")
     listening = None if rank else socket.create_server((host, int(port)), backlog=size).detach()
-    return TCPStore(host, int(port), size, is_master=not rank, timeout=default_pg_timeout, master_listen_fd=listening)
+    meeting_s = os.environ.get("FLOWRL_MEETING_S")  # --start-minutes of the run
+    within = timedelta(seconds=float(meeting_s)) if meeting_s else default_pg_timeout
+    return TCPStore(host, int(port), size, is_master=not rank, timeout=within, master_listen_fd=listening)
 
 
 def _ready_deepspeed() -> None:

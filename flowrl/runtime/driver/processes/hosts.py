@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, NodeFailed
+from flowrl.runtime.driver.ray_cluster import slow_start
 from flowrl.runtime.driver.ray_cluster.claims import visible_devices
 from flowrl.runtime.driver.ray_cluster.cluster import HEAD_AWAY_S, HostSlot, RayCluster
 from flowrl.runtime.driver.ray_cluster.deaths import deaths, ray_errors, rays_detail
@@ -81,7 +82,7 @@ class Hosts:
         self._follow_ray()
         for index, slot in enumerate(slots):
             self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
-        opened = await self.ask("open")
+        opened = await self._opened()
         self.pids = {host: answer["pid"] for host, answer in opened.items()}
         addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
         addresses[self._endpoint.host] = self._endpoint.address
@@ -93,6 +94,26 @@ class Hosts:
                 self._processes.follow(host, answer["pid"], self._has_ended)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
         await self.ask("wire", addresses, self._gang_addresses(meeting), self._devices(opened))
+
+    async def _opened(self) -> dict[str, Any]:
+        """What each process answers when it has begun. Raises FlowrlError if one does not begin in time."""
+        limit_s = self._cluster.limit_s
+        asked = {host: asyncio.ensure_future(self.ask_one(host, "open")) for host in self._actors}
+        try:
+            await asyncio.wait(asked.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+            if late := [host for host, answer in asked.items() if not answer.done()]:
+                for answer in asked.values():
+                    if answer.done():
+                        answer.result()
+                raise FlowrlError(
+                    f"after {limit_s:.0f} s {len(late)} of {len(asked)} processes had not begun: {', '.join(late)}; "
+                    f"{slow_start.load()}; start the run when less runs here, or give it more time with --start-minutes"
+                )
+            return {host: answer.result() for host, answer in asked.items()}
+        finally:
+            for answer in asked.values():
+                answer.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
 
     def _devices(self, opened: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
         """Host -> the GPUs that it sees."""

@@ -8,9 +8,11 @@ On a cluster Ray copies the graph's directory as its `working_dir`; flowrl must 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -30,12 +32,16 @@ from flowrl.runtime.driver.ray_cluster.guard import Guard
 from flowrl.runtime.driver.ray_cluster.lean_head import lean_head
 from flowrl.runtime.driver.ray_cluster.own_groups import own_groups
 from flowrl.runtime.driver.ray_cluster.quiet_ray import keep_quiet
-from flowrl.runtime.driver.ray_cluster.unless_ended import ProcessEnded, unless_ended
+from flowrl.runtime.driver.ray_cluster.unless_ended import ProcessEnded, TookTooLong, unless_ended
 from flowrl.runtime.host.processes import children, descendants, end_descendants
 
 R = TypeVar("R")
 
 PLACEMENT_TIMEOUT_S = 120.0
+"""For a cluster that was joined: other jobs may have what the hosts need. flowrl's own Ray has `limit_s`."""
+START_S = 600.0
+MEETING_VARIABLE = "FLOWRL_MEETING_S"
+"""Environment variable with the seconds in which the ranks of a gang have to meet."""
 ANSWER_WITHIN_S = 5.0
 HEAD_AWAY_S = 6.0
 """How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
@@ -65,11 +71,12 @@ class HostSlot:
     """Index into the cluster's machines."""
 
 
-def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
+def environment(slot: HostSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
     """Variables that set every library's thread count to the host's number of cores before anything is imported.
 
     Hosts that have cores and no GPU compute models on the cores, and keep the memory that they have allocated. `alone`:
-    all hosts are on one machine, so no library has to accept connections from another machine.
+    all hosts are on one machine, so no library has to accept connections from another machine. `start_s`: how long
+    vLLM's engine may take to load, and the ranks of a gang to meet.
     """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -80,6 +87,8 @@ def environment(slot: HostSlot, *, alone: bool = False) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
         "PYTHONUNBUFFERED": "1",
         HOST_VARIABLE: slot.host,
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_s)),
+        MEETING_VARIABLE: str(math.ceil(start_s)),
         **(LOOPBACK if alone else {}),
         **(keeping(os.environ) if slot.cpus and not slot.gpus else {}),
         **forwarded(os.environ),
@@ -111,6 +120,8 @@ class RayCluster:
         """Machine index -> the Ray resource that only this machine has."""
         self._given_up: set[int] = set()
         """Processes of starts that failed: Ray's library holds them, so the kernel keeps them as zombies."""
+        self.limit_s = START_S
+        """How long Ray, or a process of the run, may take to start."""
         self.owned = False
         """Whether flowrl started this Ray, and so stops it."""
         self.started = False
@@ -122,14 +133,24 @@ class RayCluster:
         """Name of the Ray process that has ended unexpectedly, "" if none has."""
 
     def start(
-        self, *, graph_dir: Path, num_cpus: int, num_gpus: int, warn: Callable[[str], None] = lambda text: None
+        self,
+        *,
+        graph_dir: Path,
+        num_cpus: int,
+        num_gpus: int,
+        limit_s: float = START_S,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Join the cluster of RAY_ADDRESS, or start a local Ray. `warn(text)` is called if the start is repeated."""
+        """Join the cluster of RAY_ADDRESS, or start a local Ray within `limit_s`. `warn(text)` is called if the start
+        takes long or is repeated."""
+        self.limit_s = limit_s
         address = os.environ.get("RAY_ADDRESS")
         if address:
             check_address(address)
         else:
             _keep_to_this_machine()
+            for name, text in slow_start.ray_settings(limit_s).items():
+                os.environ.setdefault(name, text)
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -172,22 +193,43 @@ class RayCluster:
         self._head = host.strip("[]"), int(port)
 
     def _start_own(self, init: Callable[[], object], warn: Callable[[str], None]) -> None:
-        """Start flowrl's own Ray; repeat the start if the machine was too slow for Ray's time limits."""
+        """Start flowrl's own Ray; repeat the start if its agents did not get their ports."""
         for further in reversed(range(slow_start.STARTS)):
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
-                with own_groups(), lean_head(logs=_prints_logs()), self._guard.speaking():
-                    unless_ended(init, self.processes)
+                patience = slow_start.patient_library(self.limit_s, given_up := threading.Event())
+                with own_groups(), lean_head(logs=_prints_logs()), patience, self._guard.speaking():
+                    unless_ended(
+                        init,
+                        self.processes,
+                        within_s=self.limit_s,
+                        told_after_s=slow_start.TOLD_AFTER_S,
+                        tell=lambda: warn(self._still_starting()),
+                    )
                 return
+            except TookTooLong:
+                raise FlowrlError(
+                    f"Ray has not started on this machine within {self.limit_s:.0f} s: it waits for "
+                    f"{slow_start.waiting_for(self.processes())}; {slow_start.load()}; start the run when less runs "
+                    f"here, or give it more time with --start-minutes{slow_start.last_lines(_logs())}"
+                ) from None
             except ProcessEnded as ended:
-                if not further or not slow_start.was_too_slow(_logs(), ended.name):
-                    raise self.has_lost(ended.name) from None
+                if not further or not slow_start.may_start_again(_logs(), ended.name):
+                    raise self.has_lost(ended.name, starting=True) from None
                 warn(slow_start.AGAIN)
-                wait((ended.call,))  # Ray's library gives up after 30 s
+                given_up.set()
+                wait((ended.call,))
             self._guard.dismiss()
             end_descendants(but=before)
             self._given_up |= {*self.processes().values()}
+
+    def _still_starting(self) -> str:
+        return (
+            f"Ray has not started after {slow_start.TOLD_AFTER_S:.0f} s: it waits for "
+            f"{slow_start.waiting_for(self.processes())}; {slow_start.load()}. It has up to {self.limit_s:.0f} s "
+            "(--start-minutes)"
+        )
 
     @staticmethod
     def _runtime_env(graph_dir: Path) -> dict[str, Any]:
@@ -227,7 +269,8 @@ class RayCluster:
         self._alone = len({slot.machine for slot in slots}) == 1
         bundles = [self._bundle(slot) for slot in slots]
         self._placement = placement_group(bundles, strategy="PACK")
-        reserve = partial(ray.wait, [self._placement.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        within_s = self.limit_s if self.owned else PLACEMENT_TIMEOUT_S
+        reserve = partial(ray.wait, [self._placement.ready()], timeout=within_s)
         done, _ = self._while_ray_lives(reserve)
         if not done:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
@@ -259,7 +302,7 @@ class RayCluster:
             num_gpus=slot.gpus,
             max_restarts=0,
             max_concurrency=64,
-            runtime_env={"env_vars": environment(slot, alone=self._alone)},
+            runtime_env={"env_vars": environment(slot, alone=self._alone, start_s=self.limit_s)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index),
         )
         self._actors[slot.host] = remote.remote(*args)
@@ -291,11 +334,14 @@ class RayCluster:
         """Name -> pid of the processes that the run's own Ray cannot work without."""
         return children(*ESSENTIAL, but=self._given_up) if self.owned else {}
 
-    def has_lost(self, name: str) -> FlowrlError:
+    def has_lost(self, name: str, *, starting: bool = False) -> FlowrlError:
         """Record that Ray's process `name` has ended: nothing calls Ray any more. Returns the error for the user."""
         self.lost = name
-        if self.owned and slow_start.was_too_slow(_logs(), name):
-            return FlowrlError(slow_start.TOO_OFTEN)
+        if starting:
+            return FlowrlError(
+                f"Ray's {name} has ended while it started (killed, out of memory, crashed, or a port was taken); "
+                f"{slow_start.load()}{slow_start.last_lines(_logs())}"
+            )
         logs = f"its logs are in {_logs()}; " if self.owned else ""
         return FlowrlError(
             f"Ray's {name} has ended (killed, out of memory, or crashed), which ended the run; {logs}continue with "
@@ -383,8 +429,9 @@ def _keep_to_this_machine() -> None:
 
 
 def _logs() -> Path:
-    """Directory with the logs of the Ray that this process started last."""
-    return max(ray_directory().glob(f"session_*_{os.getpid()}"), default=ray_directory() / "session_latest") / "logs"
+    """Directory with the logs of the Ray that this process started last; there is none before it has begun."""
+    name = f"session_*_{os.getpid()}"
+    return max(ray_directory().glob(name), default=ray_directory() / name) / "logs"
 
 
 def ray_directory() -> Path:

@@ -1,26 +1,135 @@
-"""Recognizes a start of flowrl's own Ray for which the machine was too slow.
+"""The start of flowrl's own Ray on a busy machine: it has the time that the user gives it, and says what it waits for.
 
-Ray's raylet waits for the ports of its agents, which are Python processes that import modules for seconds, and ends
-itself if the ports are not known within 15 s. That limit is a constant of Ray 2.60 (ray-project/ray#65983). On a busy
-machine, or where files come from a cold disk, a later start finds the files in memory.
+Ray has limits of its own, which a machine with a high load exceeds. Most of them are settings (`ray_settings`), and two
+are constants of Ray 2.60:
+
+- The raylet ends itself if its agents, Python processes that import modules for seconds, have not told it their ports
+  within 15 s (ray-project/ray#65983). It does not wait for ports that it is told, so they are chosen here.
+- Ray's library looks for the raylet for 30 s, in one call that waits: after these, the call is repeated here.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 STARTS = 3
 """Largest number of times that Ray is started."""
-SAID = "Timed out waiting for file"
-"""What the raylet logs before it ends itself; the rest of the line names the file of a port."""
-WHY = "Ray's raylet gave up its start, because its agents were not ready within the 15 s that it waits for them"
-AGAIN = f"{WHY}: the machine is busy or its disk is slow. Ray is started again"
-TOO_OFTEN = f"{WHY}, {STARTS} times in a row: the machine is too busy. Try again when less runs on it"
+PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+"""Ray's parameters with the ports of its agents; 0: the agent chooses."""
+PORTS_FROM, PORTS_TO = 20_000, 32_768
+"""Between the ports of Ray's workers and those that the system gives to connections: an agent binds its port late."""
+NEEDS_A_PORT = ("Timed out waiting for file", "Address already in use", "address already in use", "Failed to bind")
+"""What Ray's processes log if a port was not told in time, or if another program has taken it since it was chosen."""
+AGAIN = "Ray's raylet has ended, because a port of its agents was taken or not told in time. Ray is started again"
+LOOK_EVERY_S = 0.1
+TOLD_AFTER_S = 30.0
+"""Time after which the user is told that Ray's start takes long."""
+LOGS = ("raylet.err", "raylet.out", "gcs_server.out", "dashboard_agent.log", "runtime_env_agent.log")
+LAST_LINES = 2
+"""Number of lines of each log that an error shows."""
+LINE_LENGTH = 200
+HEALTH_PERIOD_S = 3
+"""Ray's time between two looks at the health of a raylet."""
 
 
-def was_too_slow(logs: Path, process: str) -> bool:
-    """Whether Ray's process with this name, whose logs are in `logs`, has ended because the machine was too slow."""
+def ray_settings(limit_s: float) -> dict[str, str]:
+    """Environment variables by which Ray's processes wait for each other for so long. The kernel tells the driver of
+    the end of any of them, so that no run waits for a process that has ended."""
+    seconds = max(1, round(limit_s))
+    return {
+        "RAY_gcs_server_port_wait_time_s": str(seconds),
+        "RAY_gcs_rpc_server_connect_timeout_s": str(seconds),
+        "RAY_agent_register_timeout_ms": str(1000 * seconds),
+        "RAY_worker_register_timeout_seconds": str(seconds),
+        "RAY_health_check_failure_threshold": str(max(5, seconds // HEALTH_PERIOD_S)),
+    }
+
+
+@contextmanager
+def patient_library(limit_s: float, given_up: threading.Event) -> Iterator[None]:
+    """Inside, Ray's library starts its raylet with ports for the agents, and looks for it for `limit_s` seconds, or
+    until the start is given up.
+
+    A version of Ray that has other names for this keeps its own limits.
+    """
+    from ray._private import services
+    from ray._private.node import Node
+
+    start, find = getattr(Node, "start_ray_processes", None), getattr(services, "get_node", None)
+    with ExitStack() as changes:
+        if start is not None:
+
+            def start_with_ports(node: Any) -> None:
+                for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):
+                    if not getattr(node._ray_params, name, None):
+                        setattr(node._ray_params, name, port)
+                start(node)
+
+            changes.enter_context(mock.patch.object(Node, "start_ray_processes", start_with_ports))
+        if find is not None:
+            until_s = time.monotonic() + limit_s
+            changes.enter_context(mock.patch.object(services, "get_node", partial(_find, given_up, until_s, find)))
+        yield
+
+
+def _find(given_up: threading.Event, until_s: float, find: Any, *args: Any) -> Any:
+    while True:
+        try:
+            return find(*args)
+        except RuntimeError:  # the raylet has not registered yet
+            if time.monotonic() >= until_s or given_up.wait(LOOK_EVERY_S):
+                raise
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports on which no process of this machine listens."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        with suppress(OSError), socket.create_server(("", port := random.randrange(PORTS_FROM, PORTS_TO))):
+            ports.add(port)
+    return list(ports)
+
+
+def may_start_again(logs: Path, process: str) -> bool:
+    """Whether Ray's process with this name, whose logs are in `logs`, has ended for want of a port."""
+    said = "".join(_text(logs / name) for name in LOGS)
+    return process == "raylet" and any(text in said for text in NEEDS_A_PORT)
+
+
+def waiting_for(processes: Mapping[str, int]) -> str:
+    """What a start of Ray waits for, which has these processes by now."""
+    if "gcs_server" not in processes:
+        return "its gcs_server, which has not begun"
+    if "raylet" not in processes:
+        return "its gcs_server, which does not answer yet"
+    return "its raylet, which has not registered yet"
+
+
+def load() -> str:
+    """How busy this machine is, in words."""
+    return f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+
+
+def last_lines(logs: Path) -> str:
+    """The end of each log of Ray, each in a line of its own after a sentence; "" if there is none."""
+    found = []
+    for name in LOGS:
+        lines = [line for line in _text(logs / name).splitlines() if line.strip()]
+        found += [f"\n  {name}: {line[:LINE_LENGTH]}" for line in lines[-LAST_LINES:]]
+    return f". The last lines of Ray's logs in {logs}:{''.join(found)}" if found else ""
+
+
+def _text(path: Path) -> str:
     with suppress(OSError):
-        return process == "raylet" and SAID in (logs / "raylet.err").read_text(errors="replace", encoding="utf-8")
-    return False
+        return path.read_text(errors="replace", encoding="utf-8")
+    return ""

@@ -1,13 +1,15 @@
 """Blocking calls of a library that are given up when a process that they depend on has ended.
 
-Waits: `unless_ended` waits for the call's end or the end of one of the processes. It looks every LOOK_EVERY_S, because
-the processes start while the call runs.
+Waits: `unless_ended` waits for the call's end, the end of one of the processes, or a time. It looks every LOOK_EVERY_S,
+because the processes start while the call runs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
@@ -21,6 +23,10 @@ R = TypeVar("R")
 LOOK_EVERY_S = 0.1
 
 
+class TookTooLong(Exception):
+    """The call has not ended in time; it is still running."""
+
+
 class ProcessEnded(Exception):
     """One of the processes has ended before the call."""
 
@@ -31,20 +37,35 @@ class ProcessEnded(Exception):
         """The call, which is still running."""
 
 
-def unless_ended(call: Callable[[], R], processes: Callable[[], Mapping[str, int]]) -> R:
+def unless_ended(
+    call: Callable[[], R],
+    processes: Callable[[], Mapping[str, int]],
+    *,
+    within_s: float = math.inf,
+    told_after_s: float = math.inf,
+    tell: Callable[[], None] = lambda: None,
+) -> R:
     """The result of `call()`. `processes()` returns name -> pid of the processes that run, or are zombies, now.
+    `tell()` is called once if the call takes `told_after_s` or longer.
 
-    Raises what `call` raises, or ProcessEnded; `call` then continues in a daemon thread, and its result is dropped. The
-    thread never ends: if it did, the kernel would also end the processes that `call` has started and that ask for this
-    (Ray's do).
+    Raises what `call` raises, or ProcessEnded, or TookTooLong after `within_s`; `call` then continues in a daemon
+    thread, and its result is dropped. The thread never ends: if it did, the kernel would also end the processes that
+    `call` has started and that ask for this (Ray's do).
     """
     result: Future[R] = Future()
     threading.Thread(target=_call, args=(result, call), daemon=True).start()
     handles: dict[str, int] = {}
+    start_s = time.monotonic()
     try:
         while True:
             with suppress(NotDone):
                 return result.result(LOOK_EVERY_S)
+            took_s = time.monotonic() - start_s
+            if took_s >= within_s:
+                raise TookTooLong
+            if took_s >= told_after_s:
+                told_after_s = math.inf
+                tell()
             for name, pid in processes().items():
                 if name not in handles:
                     with suppress(ProcessLookupError):
