@@ -34,9 +34,9 @@ usage: flowrl setup cpu|environments
   cpu           what flowrl needs on a machine without GPUs: some 4 GB, minutes. torch's CPU build is taken from pip's
                 own indexes (PIP_EXTRA_INDEX_URL adds one) or from https://download.pytorch.org/whl/cpu.
   environments  the packages of textarena/, gem/, skyrl_gym/, verifiers/ and MiniGrid, without their dependencies, some
-                of which ask for other versions of what flowrl needs. They come after cpu, or after flowrl[gpu].
+                of which ask for other versions of what flowrl needs. They come after cpu, or after the extra gpu.
 
-  On a machine with NVIDIA GPUs: pip install 'flowrl[gpu]'"""
+  On a machine with NVIDIA GPUs, in a checkout: pip install '.[gpu]'"""
 
 
 class SetupFailed(Exception):
@@ -58,13 +58,26 @@ def _command() -> int:
     try:
         from flowrl.cli import main as command
     except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] == "flowrl":
+            print(f"flowrl: {_foreign()}", file=sys.stderr)
+            return 2
         print(
             f"flowrl: the package {missing.name} is not installed; on a machine without GPUs `flowrl setup cpu` "
-            "installs all that is needed, on one with GPUs pip install 'flowrl[gpu]'",
+            "installs all that is needed, on one with GPUs pip install '.[gpu]' in a checkout",
             file=sys.stderr,
         )
         return 2
     return command()
+
+
+def _foreign() -> str:
+    """What to do where the module `flowrl` is none of ours, or only a part of it."""
+    spec = importlib.util.find_spec("flowrl")
+    place = (spec.origin or next(iter(spec.submodule_search_locations or ()), "")) if spec else ""
+    return (
+        f"the module flowrl at {place or 'no place'} is not this project's, whose distribution is flowrl-engine; "
+        "remove the other one (pip uninstall flowrl) and install this one again: pip install . in a checkout"
+    )
 
 
 def main(args: Sequence[str]) -> int:
@@ -76,7 +89,8 @@ def main(args: Sequence[str]) -> int:
         if len(args) != 1 or args[0] not in ("cpu", "environments"):
             found = ascii(" ".join(args))[1:-1] or "nothing"
             raise SetupFailed(
-                f"it takes cpu or environments, found {found}; on a machine with GPUs: pip install 'flowrl[gpu]'"
+                f"it takes cpu or environments, found {found}; on a machine with GPUs: pip install '.[gpu]' in a "
+                "checkout"
             )
         set_up_cpu() if args[0] == "cpu" else set_up_environments()
     except SetupFailed as problem:

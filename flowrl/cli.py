@@ -264,7 +264,7 @@ def serve_reward(args: Sequence[str]) -> int:
 def show_version(args: Sequence[str]) -> int:
     """`flowrl version`"""
     _no_arguments("version", args)
-    print_text(version("flowrl"))
+    print_text(version("flowrl-engine"))
     return 0
 
 

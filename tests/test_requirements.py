@@ -49,4 +49,4 @@ def test_both_sets_resolve() -> None:
     versions = {line.split(":")[0]: line for line in done.stdout.splitlines()}
     assert "apache-tvm-ffi==0.1.15.post2" in versions["cpu"]
     assert "apache-tvm-ffi==0.1.11 " in versions["gpu"] and "vllm==0.32.0" in versions["gpu"]
-    assert "vllm==0.32.0" in versions["flowrl[gpu]"]
+    assert "vllm==0.32.0" in versions["flowrl-engine[gpu]"]

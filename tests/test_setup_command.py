@@ -71,7 +71,7 @@ def test_what_it_does_not_take_is_told(args: Sequence[str], capsys: Capture) -> 
     assert main(["setup", *args]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert "it takes cpu" in captured.err and "flowrl[gpu]" in captured.err
+    assert "it takes cpu" in captured.err and "pip install '.[gpu]'" in captured.err
 
 
 def test_help_is_its_own(capsys: Capture) -> None:
@@ -134,6 +134,17 @@ def test_without_its_packages_flowrl_says_how_to_get_them(tmp_path: Path) -> Non
     assert "is not installed; on a machine without GPUs `flowrl setup cpu` installs all" in done.stderr
 
 
+def test_another_project_of_the_name_is_told(tmp_path: Path) -> None:
+    """Its module `flowrl` is found first, and has no command line."""
+    (tmp_path / "flowrl").mkdir()
+    (tmp_path / "flowrl" / "__init__.py").write_text("import sys\n")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; sys.argv = ['flowrl', 'graphs']\n"
+    code += "import flowrl_setup; sys.exit(flowrl_setup.entry())"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"the module flowrl at {tmp_path}/flowrl/__init__.py is not this project's" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_wheel_has_the_graphs_and_the_pins(tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -145,6 +156,7 @@ def test_a_wheel_has_the_graphs_and_the_pins(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", "."]
     subprocess.run(command, cwd=source, check=True, timeout=110)
     (wheel,) = (source / "out").glob("*.whl")
+    assert wheel.name.startswith("flowrl_engine-")
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         (scripts,) = [opened.read(name).decode() for name in names if name.endswith("entry_points.txt")]

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 
 from flowrl.channel.links.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
@@ -62,14 +62,27 @@ def products() -> Iterator[Finding]:
 
 def packages() -> Finding:
     """Whether the installed versions of flowrl's dependencies are those that it asks for."""
+    if foreign := _foreign():
+        return Finding("packages", "failed", *foreign)
     try:
-        wrong = list(_wrong_packages(requires("flowrl") or ()))
+        wrong = list(_wrong_packages(requires("flowrl-engine") or ()))
     except PackageNotFoundError:
         found = "flowrl is imported from a directory that no package was installed from"
         return Finding("packages", "failed", found, "run make setup, or pip install -e . there")
     if wrong:
-        return Finding("packages", "failed", "; ".join(wrong), "run make setup, or pip install --upgrade flowrl")
-    return Finding("packages", "ok", f"flowrl {version('flowrl')} and all packages that it asks for")
+        return Finding("packages", "failed", "; ".join(wrong), "run make setup, or pip install . in a checkout")
+    return Finding("packages", "ok", f"flowrl {version('flowrl-engine')} and all packages that it asks for")
+
+
+def _foreign() -> tuple[str, str] | None:
+    """(what is wrong, the remedy) if a distribution `flowrl` is installed: its files are imported in place of ours."""
+    try:
+        named = distribution("flowrl")
+    except PackageNotFoundError:
+        return None
+    about = named.metadata["Summary"] or "without a description"
+    remedy = "pip uninstall flowrl, and install flowrl again: pip install . in a checkout"
+    return f"the distribution flowrl {named.version} ({about}) is not this project, whose name is flowrl-engine", remedy
 
 
 def _wrong_packages(asked_for: Iterable[str]) -> Iterator[str]:
@@ -111,7 +124,7 @@ def devices() -> Iterator[Finding]:
 
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if seen < count or not seen:
-        remedy = "install the GPU packages (FLOWRL_DEVICE=gpu make setup, or pip install 'flowrl[gpu]')"
+        remedy = "install the GPU packages (FLOWRL_DEVICE=gpu make setup, or pip install '.[gpu]' in a checkout)"
         yield Finding("gpus", "failed", f"{count} devices, of which torch {torch.__version__} sees {seen}", remedy)
         for name in ("gpu links", "peer access"):
             yield Finding(name, "skipped", "torch sees no GPU")

@@ -28,7 +28,7 @@ from flowrl.runtime.checkpoints.directory_lock import locked
 from flowrl.runtime.telemetry.safe_text import print_text
 
 StageOutcome = Literal["ok", "failed", "timed out", "skipped"]
-NAMED = ("flowrl", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")
+NAMED = ("flowrl-engine", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")
 """Packages whose versions belong to a result."""
 RESULTS = "results.json"
 

