@@ -17,7 +17,14 @@ import pytest
 from benchmarks.data_shape_cases import SNAPSHOT, cache_of_the_hub
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.nodes import DemonstrationSource, Preferences, PreferenceSource, PromptSource, TaskSource
+from flowrl.nodes import (
+    DemonstrationSource,
+    GivenResponses,
+    Preferences,
+    PreferenceSource,
+    PromptSource,
+    TaskSource,
+)
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows
 from tests.row_compare import WHERE, rows_in
 
@@ -226,3 +233,11 @@ def test_sources_say_it_once_before_a_run(spoken: Callable[[str], Task]) -> None
             found = made(spoken(shape)).preflight()
         assert found is not None and "is a list of messages, and is read as such" in found, shape
     assert "read as such" in str(TaskSource(spoken("prompts")).preflight())
+
+
+def test_responses_to_be_scored_are_text(tmp_path: Path) -> None:
+    records = [{"prompt": f"q {n}", "response": json.dumps([said("a")])} for n in range(3)]
+    name = file("rows.jsonl", lines)(tmp_path, records)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:\d: the column 'response' is a list of messages as text"):
+        GivenResponses(Task(name), Policy("tiny")).preflight()
+    GivenResponses(Task(f"{name}:text=raw"), Policy("tiny")).preflight()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, tokenizer_of
 from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.too_long import DroppedRows
-from flowrl.tasks import Task, load_demonstrations
+from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined
+from flowrl.tasks.row_reading.shapes import with_messages
+from flowrl.tasks.rows import OF_TASK
 
 
 class GivenResponses(Node):
@@ -48,9 +51,21 @@ class GivenResponses(Node):
                 f"{len(lacking)} of {len(rows)} rows of {self.task.source!r} have no text to be scored in the column "
                 f"{self.column!r} (the first has {columns}); name the column with --response"
             )
+        self._require_text(rows)
         return require_rendered(
             self.policy, self.task, rows, lambda row: RowTexts(row.turns, (row.columns[self.column],), row.tools)
         )
+
+    def _require_text(self, rows: Sequence[Row]) -> None:
+        """Raise ConfigError for a response that is a list of messages, written as text."""
+        for row in rows:
+            source = Task(str(row.columns[OF_TASK])) if len(self.task.sources) > 1 else self.task
+            told = with_messages(row.columns, (self.column,))[self.column]
+            if not isinstance(told, str) and source.options.get("text") != "raw":
+                raise ConfigError(
+                    f"{row.place}: the column {self.column!r} is a list of messages as text, and a response is the "
+                    "text of one message; write its content, or score the whole as plain text with FILE:text=raw"
+                )
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
