@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import sys
@@ -39,11 +40,16 @@ TOLERANCE = 1e-4
 class Live:
     """A running generator, its trainer's model, and the loop they live on."""
 
-    def __init__(self, path: Path, *, tied: bool, cold: bool = False, **options: Any) -> None:
-        """`options` are further ones of the generator; `cold`: vLLM's engine is started as in a run (tests/warm)."""
+    def __init__(
+        self, path: Path, *, tied: bool, cold: bool = False, ends: tuple[int, ...] = (), **options: Any
+    ) -> None:
+        """`options` are further ones of the generator; `cold`: vLLM's engine is started as in a run (tests/warm);
+        `ends` are the ids that the model's generation_config names as ends of a response."""
         self.path = path
         self.options = options
         self.model = make_policy(path, tied=tied)
+        if ends:
+            (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}))
         self.publisher = self.make_publisher()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)

@@ -21,7 +21,8 @@ import pytest
 
 from flowrl.episode import Reply, Turn
 from flowrl.messages import Sample
-from flowrl.models import Policy
+from flowrl.models import Policy, tokenizer_of
+from flowrl.models.turn_ends import stop_ids
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.nodes.vllm_engine.engine import Engine
 from flowrl.nodes.vllm_engine.sampling import Sampling
@@ -373,3 +374,19 @@ def test_outside_workers_are_answered_by_vllm_and_those_that_fail_are_followed_b
         ids = [token for reply in used for token in reply.token_ids.tolist()]
         assert episode.token_ids[episode.policy_mask].tolist() == ids and episode.turns == len(used) == 2
         assert set(episode.versions[episode.policy_mask].tolist()) == {live.version} and episode.reward == 0.5
+
+
+def test_vllm_stops_at_the_tokenizers_end_token_and_at_each_that_the_generation_config_names(tmp_path: Path) -> None:
+    """`--tokenizer.eos` writes all its tokens there."""
+    ended = Live(tmp_path / "ended", tied=True, ends=(3, 2))
+    try:
+        policy = Policy(str(ended.path))
+        ends = stop_ids(policy, tokenizer_of(policy))
+        assert ends == [1, 3, 2]
+        ended.do(ended.held(ended.train()))
+        prompts = list(map(make_prompt, range(64)))
+        replies = [sample.token_ids[sample.policy_mask].tolist() for sample in ended.samples(prompts)]
+    finally:
+        ended.close()
+    assert {reply[-1] for reply in replies if len(reply) < MOST} == {*ends}
+    assert not any({*ends} & {*reply[:-1]} for reply in replies)

@@ -76,13 +76,13 @@ def labelled(task: Task, policy: Policy) -> Preferences:
 
 TRYING: dict[str, tuple[Callable[[Task, Policy], Node], Columns]] = {
     "a prompt": (lambda t, p: PromptSource(t, p, part="all"), {"prompt": "BAD"}),
-    "a demonstration": (lambda t, p: Demonstrations(t, p, part="all"), {"answer": "BAD"}),
+    "a demonstration": (lambda t, p: Demonstrations(t, p, part="all"), {"completion": "BAD"}),
     "a held-out demonstration too": (Demonstrations, {"prompt": "BAD"}),
     "a chosen answer": (lambda t, p: PreferenceDataset(pairs(t, p)), {"chosen": "BAD"}),
     "a rejected answer": (lambda t, p: PreferenceDataset(pairs(t, p)), {"rejected": "BAD"}),
     "a labelled answer": (lambda t, p: PreferenceDataset(labelled(t, p)), {"completion": "BAD"}),
     "the prompt of steps": (StepDataset, {"prompt": "BAD"}),
-    "a given answer": (lambda t, p: GivenAnswers(t, p, share=0.5), {"answer": "BAD"}),
+    "a given answer": (lambda t, p: GivenAnswers(t, p, share=0.5), {"completion": "BAD"}),
     "a response to score": (GivenResponses, {"response": "BAD"}),
 }
 
@@ -130,13 +130,13 @@ def sent(source: Node, node: Node) -> tuple[list[Any], list[tuple[str, str]], di
     return record.sent("groups"), record.reasons(), dict(record.metrics), record.progress
 
 
-@pytest.mark.parametrize("bad", [{"answer": "BAD"}, {"prompt": "BAD"}])
+@pytest.mark.parametrize("bad", [{"completion": "BAD"}, {"prompt": "BAD"}])
 def test_a_demonstration_that_is_left_out_is_counted(bad: Columns, policy: Policy, tmp_path: Path) -> None:
     task = data(tmp_path / "rows.jsonl", bad, "malformed=skip")
     source = DemonstrationSource(task, policy, epochs=1, part="all")
     groups, reasons, metrics, progress = sent(source, Demonstrations(task, policy, part="all"))
     assert len(groups) == NUM_ROWS - 1
-    if "answer" in bad:
+    if "completion" in bad:
         assert reasons == [("dropped", "unrendered")] and metrics["rows_unrendered"] == 1
         assert f"rows.jsonl:{BAD}: the chat template refuses it (no BAD)" in progress[-1]
     else:
@@ -178,11 +178,11 @@ def test_steps_that_are_left_out_are_counted(policy: Policy, tmp_path: Path) -> 
 
 
 def test_held_out_demonstrations_that_are_left_out_end_nothing(policy: Policy, tmp_path: Path) -> None:
-    for column in ("prompt", "answer"):
+    for column in ("prompt", "completion"):
         task = data(tmp_path / f"{column}.jsonl", {column: "BAD"}, "malformed=skip")
         (batch,) = run_node(HeldOutDemonstrations(Demonstrations(task, policy)), name="held_out").sent("batch")
         rows = load_demonstrations(task).held_out
-        assert batch.num_groups == sum("BAD" not in f"{row.prompt}{row.answer}" for row in rows)
+        assert batch.num_groups == sum("BAD" not in f"{row.prompt}{row.response}" for row in rows)
 
 
 def test_rows_that_are_all_left_out_end_the_run_with_a_reason(policy: Policy, tmp_path: Path) -> None:

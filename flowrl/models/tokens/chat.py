@@ -200,12 +200,13 @@ class Chat:
 
     def ended(self, token_ids: Int32) -> Int32:
         """The tokens of a prompt and its response, with the end that `scored` gives a response, exactly once."""
-        closing = self._closing
-        ends = {self.tokenizer.eos_token_id, *(one for one in closing if one in end_ids(self.tokenizer))}
-        length = len(token_ids)
-        while length and token_ids[length - 1] in ends:
-            length -= 1
-        return np.append(token_ids[:length], closing).astype(np.int32)
+        closing, eos = self._closing, self.tokenizer.eos_token_id
+        ids = token_ids
+        while ids.size and ids[-1] == eos:
+            ids = ids[:-1]
+        # A policy may have stopped anywhere in the end: what of it is there already is not written twice.
+        there = next(n for n in range(closing.size, -1, -1) if np.array_equal(ids[ids.size - n :], closing[:n]))
+        return np.append(ids[: ids.size - there], closing).astype(np.int32)
 
     @functools.cached_property
     def _closing(self) -> Int32:
@@ -237,8 +238,8 @@ class Chat:
         if not marked:
             raise Unrendered(f"every turn that would be trained has {WEIGHT} 0, so there is nothing to train")
         told = [without_weight(turn) for turn in told]
-        for turn in () if sampled else (told[n] for n in marked):
-            _require_no_end(turn, ends)
+        if not sampled:
+            require_no_end((str(told[n].get("content") or "") for n in marked), ends)
         if not self.tokenizer.chat_template:
             self._require_plain(told)
             asked, answer = self.prompt_text(told[:-1]), f"{told[-1]['content']}{self.tokenizer.eos_token}"
@@ -251,10 +252,8 @@ class Chat:
 
     def _is_lost(self, turn: Mapping[str, Any], shown: str) -> bool:
         """Whether the template shows nothing of the assistant's turn, or its end token alone."""
-        rest = shown.rstrip()
-        for end in (end for end in special_texts(self.tokenizer) if rest.endswith(end)):
-            rest = rest.removesuffix(end).rstrip()
-        return not shown or (not rest and bool(str(turn.get("content") or "").strip()))
+        rest = without_ends(shown, end_texts(self.tokenizer))
+        return not shown or (not rest.strip() and bool(str(turn.get("content") or "").strip()))
 
     def _tokens(self, text: str, spans: list[TurnSpan]) -> tuple[Int32, Bool]:
         """(ids, mask) of a rendered text up to its last span; the mask marks the spans."""
@@ -412,14 +411,19 @@ def _without_ends(turn: Mapping[str, Any], ends: tuple[str, ...]) -> Mapping[str
     text = turn.get("content")
     if turn["role"] != "assistant" or not isinstance(text, str):
         return turn
+    return {**turn, "content": without_ends(text, ends)}
+
+
+def without_ends(text: str, ends: tuple[str, ...]) -> str:
+    """The text without end tokens at its end."""
     while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
         text = text.rstrip().removesuffix(end)
-    return turn if text == turn["content"] else {**turn, "content": text}
+    return text
 
 
-def _require_no_end(turn: Mapping[str, Any], ends: tuple[str, ...]) -> None:
-    text = turn.get("content")
-    if isinstance(text, str) and (end := next((end for end in ends if end in text), "")):
+def require_no_end(texts: Iterable[str], ends: tuple[str, ...]) -> None:
+    """Raise Unrendered if one of the texts holds an end token."""
+    for end in (end for text in texts for end in ends if end in text):
         raise Unrendered(
             f"an answer holds the end token {end!r} in its middle, where generation would stop; take it out of the "
             "answer, or divide the answer into turns"

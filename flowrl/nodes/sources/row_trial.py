@@ -25,6 +25,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, known_tokenizer
 from flowrl.models.tokens.chat import Chat, Messages, ReplyMessage, Unrendered
+from flowrl.models.tokens.steps import require_steps
 from flowrl.tasks import Row, Task
 from flowrl.tasks.reward_calls.child import die_with_parent
 from flowrl.tasks.rows import OF_TASK
@@ -38,6 +39,9 @@ CHUNK = 128
 BITS = 10
 """Rows are tried in 2 ** BITS sweeps over all, each between the rows of those before."""
 
+PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
+"""What a process runs that tries rows."""
+
 
 @dataclass(frozen=True)
 class RowTexts:
@@ -46,6 +50,8 @@ class RowTexts:
     turns: Messages
     replies: tuple[ReplyMessage, ...] = ()
     tools: Messages = ()
+    steps: tuple[str, ...] = ()
+    """The steps of a response, which follow the prompt as they are."""
     every_turn: bool = False
     """Whether earlier turns of the assistant are trained too."""
 
@@ -55,6 +61,8 @@ class RowTexts:
         try:
             if not self.replies:
                 chat.prompt_text(self.turns)
+            if self.steps:
+                require_steps(chat.tokenizer, self.steps)
             for reply in self.replies:
                 chat.find_turns(self.turns, reply, first=first)
         except Unrendered as problem:
@@ -165,9 +173,7 @@ def _try_apart(
     reading = threading.Lock()
 
     def ask(_: int) -> None:
-        with subprocess.Popen(
-            [sys.executable, "-m", "flowrl.nodes.sources.row_trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as child:
+        with subprocess.Popen(PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdin is not None and child.stdout is not None
             try:
                 _send(child.stdin, (policy, system_prompt))
@@ -210,7 +216,3 @@ def main() -> None:
             except EOFError:
                 return
             _send(outbox, [one.problem(chat) for one in asked])
-
-
-if __name__ == "__main__":
-    main()

@@ -15,8 +15,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
-from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
-from flowrl.nodes.sources.row_trial import prompt_texts, require_rendered
+from flowrl.models.tokens.steps import require_steps, separator_of, split_steps, step_tokens
+from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
 from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
@@ -61,7 +61,11 @@ class StepDataset(Node):
             labelled_steps(row, self.separator)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
-        return require_rendered(self.policy, self.task, rows, prompt_texts)
+        return require_rendered(self.policy, self.task, rows, self.texts)
+
+    def texts(self, row: Row) -> RowTexts:
+        """What is rendered of a row."""
+        return RowTexts(row.turns, tools=row.tools, steps=tuple(labelled_steps(row, self.separator)[0]))
 
     def _refuse_long(self, chat: Chat) -> None:
         found = load_demonstrations(self.task)
@@ -158,12 +162,14 @@ def _texts(steps: Any) -> bool:
 
 
 def step_sample(chat: Chat, row: Row, separator: str, *, most: int | None = None, **fields: Any) -> Trainable:
-    """The sample of a row: its mask marks one token for each step, and `returns` has the labels there.
+    """The sample of a row: its mask marks one token for each step, and `returns` has the labels there. Raises
+    Unrendered.
 
     If it has more than `most` tokens, it loses the excess at its beginning, unless that is the whole prompt or more.
     """
     steps, labels = labelled_steps(row, separator)
     chat = chat.with_tools(row.tools)
+    require_steps(chat.tokenizer, steps)
     token_ids, mask = step_tokens(chat, row.turns, steps, separator)
     excess = 0 if most is None else len(token_ids) - most
     if 0 < excess < len(chat.prompt(row.turns)[1]):
