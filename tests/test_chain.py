@@ -171,7 +171,10 @@ def test_a_ledger_that_went_back_without_a_resume_is_named(run_dir: Path) -> Non
     assert {violation.kind for violation in report.violations} == {"metrics", "checkpoints"}
     text = next(violation.text for violation in report.violations if violation.kind == "checkpoints")
     assert text.startswith("step_000004 was written after commit ")
-    assert text.endswith("which the ledger does not have: it has lost commits, or it is the ledger of another run")
+    assert text.endswith(
+        "which the ledger does not have: it has lost its last commits, as when a machine loses its power; --resume "
+        "continues from step_000004, which has them"
+    )
 
 
 def test_a_checkpoint_of_another_run_is_named(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

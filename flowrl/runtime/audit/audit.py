@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit.audit_chain import check_chain, check_checkpoints, kept_heads
+from flowrl.runtime.audit.audit_chain import (
+    LOST_COMMITS,
+    check_chain,
+    check_checkpoints,
+    kept_heads,
+    lost_commits,
+)
 from flowrl.runtime.audit.audit_check import AT_TICKET
 from flowrl.runtime.audit.audit_groups import RUN_CHECKS
 from flowrl.runtime.audit.audit_lines import check_lines
@@ -31,7 +37,7 @@ from flowrl.runtime.audit.audit_requests import FIGURES as REQUEST_FIGURES
 from flowrl.runtime.audit.audit_requests import REQUEST_CHECKS
 from flowrl.runtime.audit.audit_samples import SAMPLE_CHECKS
 from flowrl.runtime.audit.violation import Violation
-from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read, read_terms, unreadable
+from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, open_to_read, read_terms, unreadable
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
@@ -139,17 +145,24 @@ def _audit_once(run_dir: Path) -> AuditReport | None:
             lines = whole_lines(run_dir / METRICS)
             if lines[: len(before)] != before:  # a run only appends lines, a resume removes some
                 return None
-            return prove(db, lines=lines, num_known=len(before), checkpoints=checkpoints)
-        except sqlite3.DatabaseError as error:
+            lost = lost_commits(db, run_dir, checkpoints)
+            return prove(db, lines=lines, num_known=len(before), checkpoints=checkpoints, lost=lost)
+        except DAMAGE as error:
             raise ConfigError(unreadable(run_dir / LEDGER, error)) from None
 
 
 def prove(
-    db: sqlite3.Connection, *, lines: Sequence[str], num_known: int, checkpoints: Mapping[str, str] | None = None
+    db: sqlite3.Connection,
+    *,
+    lines: Sequence[str],
+    num_known: int,
+    checkpoints: Mapping[str, str] | None = None,
+    lost: str = LOST_COMMITS,
 ) -> AuditReport:
     """Check a ledger, and the metrics lines against it; the ledger must know the first `num_known` lines.
 
     `checkpoints` maps each checkpoint that the ledger must know to the head of the commit after which it was written.
+    `lost` explains why the ledger may lack a commit.
     """
     figures = {name: _integer(db.execute(query).fetchone()[0]) for name, query in FIGURES.items()}
     terms, strange = _terms(db)
@@ -159,8 +172,8 @@ def prove(
         *_rules(db, values),
         *_equation(figures),
         *_tickets_out(db, values),
-        *check_lines(db, values["main"], lines, num_known),
-        *check_checkpoints(db, checkpoints or {}),
+        *check_lines(db, values["main"], lines, num_known, lost),
+        *check_checkpoints(db, checkpoints or {}, lost),
         *check_chain(db),
     ]
     return AuditReport(violations, {**figures, "bound": terms.max_staleness})

@@ -13,11 +13,12 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit.violation import Violation
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
-from flowrl.runtime.ledger import chain
+from flowrl.runtime.ledger import chain, ledger_segments
 from flowrl.runtime.ledger.chain import Commit, Sum
 from flowrl.runtime.ledger.ledger_file import TABLES
 
 LOST_COMMITS = "it has lost commits, or it is the ledger of another run"
+LOST_LAST = "it has lost its last commits, as when a machine loses its power"
 BY_OTHERS = "by something other than the run; --resume restores the rows of the newest checkpoint"
 
 
@@ -75,10 +76,28 @@ def kept_heads(run_dir: Path) -> dict[str, str]:
     return heads
 
 
-def check_checkpoints(db: sqlite3.Connection, heads: Mapping[str, str]) -> Iterator[Violation]:
+def lost_commits(db: sqlite3.Connection, run_dir: Path, heads: Mapping[str, str]) -> str:
+    """Why the ledger may lack commits: if checkpoints show that it is this run's, it has only lost the last ones.
+
+    A machine that loses its power may lose the end of the WAL. `heads` is the result of `kept_heads`.
+    """
+    newest, names = chain.newest(db), sorted(heads, reverse=True)
+    if newest is None or not names:
+        return LOST_COMMITS
+    for name in names:
+        with suppress(ConfigError):
+            if ledger_segments.has_commit(run_dir / "checkpoints" / name, newest.head):
+                return f"{LOST_LAST}; --resume continues from {names[0]}, which has them"
+    if missing_heads(db, {heads[names[0]]}):
+        return LOST_COMMITS
+    return f"{LOST_LAST}; --resume continues from {names[0]}"
+
+
+def check_checkpoints(db: sqlite3.Connection, heads: Mapping[str, str], lost: str) -> Iterator[Violation]:
     """Report checkpoints of commits that the ledger does not have. A resume moves aside those that it undoes."""
     strange = missing_heads(db, set(heads.values()))
+    newest = max((name for name, head in heads.items() if head not in strange), default="")
     for name, head in heads.items():
         if head in strange:
             text = f"{name} was written after commit {head}, which the ledger does not have"
-            yield Violation("checkpoints", f"{text}: {LOST_COMMITS}")
+            yield Violation("checkpoints", f"{text}: {lost if name > newest else LOST_COMMITS}")

@@ -53,8 +53,13 @@ class Line:
         return str(self.record.get("ledger_head"))
 
 
-def check_lines(db: sqlite3.Connection, trainer: str, lines: Sequence[str], num_known: int) -> Iterator[Violation]:
-    """Check the `lines` of the main trainer's steps; the first `num_known` existed before the ledger was read."""
+def check_lines(
+    db: sqlite3.Connection, trainer: str, lines: Sequence[str], num_known: int, lost: str
+) -> Iterator[Violation]:
+    """Check the `lines` of the main trainer's steps; the first `num_known` existed before the ledger was read.
+
+    `lost` explains why the ledger may lack a commit.
+    """
     booked = _booked(db, trainer)
     newest, cut_off = max(booked, default=0), is_cut_off(db)
     whole: list[Line] = []
@@ -68,7 +73,8 @@ def check_lines(db: sqlite3.Connection, trainer: str, lines: Sequence[str], num_
             whole.append(line)
     yield from _order(whole)
     yield from _gone(booked, whole)
-    yield from _heads(db, whole)
+    yield from _heads(db, [line for line in whole if line.step <= newest], LOST_COMMITS)
+    yield from _heads(db, [line for line in whole if line.step > newest], lost)  # steps that a lost commit has booked
     for line in whole:
         yield from _compare(line, booked.get(line.step))
 
@@ -87,12 +93,12 @@ def _gone(booked: Mapping[int, Booked], lines: Sequence[Line]) -> Iterator[Viola
         yield Violation("metrics", f"the line of step {step} was written, but it is missing now: removed {BY_OTHERS}")
 
 
-def _heads(db: sqlite3.Connection, lines: Sequence[Line]) -> Iterator[Violation]:
+def _heads(db: sqlite3.Connection, lines: Sequence[Line], lost: str) -> Iterator[Violation]:
     strange = missing_heads(db, {line.head for line in lines})
     for line in lines:
         if line.head in strange:
             text = f"the line of step {line.step} was written after commit {line.head}, which the ledger does not have"
-            yield Violation("metrics", f"{text}: {LOST_COMMITS}")
+            yield Violation("metrics", f"{text}: {lost}")
 
 
 def _compare(line: Line, booked: Booked | None) -> Iterator[Violation]:

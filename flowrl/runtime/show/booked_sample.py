@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.ledger.ledger_file import LEDGER, open_to_read, unreadable
+from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, open_to_read, unreadable
 
 AT_ONCE = 500
 """Number of samples in one query."""
@@ -74,5 +74,5 @@ def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
         db.row_factory = sqlite3.Row
         try:
             yield db
-        except sqlite3.DatabaseError as problem:
+        except DAMAGE as problem:
             raise ConfigError(unreadable(path, problem)) from None
