@@ -534,3 +534,17 @@ def test_no_vllm(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", version)
     assert "vLLM is not installed, and the generator needs it; pip install" in told("run", GRPO, *SMALL)
+
+
+def test_an_answer_that_leaves_no_place_for_a_prompt(told: Told) -> None:
+    says = "max_tokens is 5000, but the context of tiny has 2048 tokens"
+    for graph in ("agent_game", "grpo", "agent_tools"):
+        assert says in told("check", graph, "--policy", "tiny", "--max-tokens", "5000")
+    engine = ("--engine.max-model-len", "300", "--max-tokens", "300")
+    assert "but --engine.max-model-len has 300 tokens" in told("check", "agent_game", *engine)
+
+
+def test_a_host_that_is_not_known(told: Told) -> None:
+    said = told("check", "agent_openai", "--host", "no.such.host.invalid")
+    assert "host is 'no.such.host.invalid', which is no address and no name that is known here" in said
+    assert "take 127.0.0.1" in said

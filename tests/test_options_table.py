@@ -16,7 +16,8 @@ import pytest
 import flowrl.nodes
 from flowrl.commands.export import ExportOptions
 from flowrl.commands.merge_adapter import MergeOptions
-from flowrl.graph.command_line import option_names
+from flowrl.errors import ConfigError
+from flowrl.graph.command_line import option_names, options_of_others, parse_options
 from flowrl.graph.load import load_file
 from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
@@ -159,3 +160,30 @@ def test_options_are_read_out_of_a_wheel(tmp_path: Path) -> None:
 def test_an_option_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(ValueError, match="which is not read here"):
         list(declared_arguments(ast.parse("parser.add_argument(name())")))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--num_generations", "--group-size"),
+        ("--num-generations=8", "--group-size"),
+        ("--rollout.n_samples_per_prompt", "--group-size"),
+        ("--data.train_batch_size", "--groups-per-step, prompts in both"),
+        ("--use_liger_kernel", "flowrl"),
+        ("--group_sise", "did you mean --group_size?"),
+        ("--num_generators", "it is --generator.replicas now"),
+    ],
+)
+def test_an_option_of_others_is_answered_with_its_place_here(given: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no option --") as refused:
+        parse_options(load_file("grpo").config_type, [given, "8"], prog="flowrl run grpo")
+    assert says in str(refused.value) and "](" not in str(refused.value) and "`" not in str(refused.value)
+
+
+def test_the_answers_are_the_tables_of_the_documents() -> None:
+    found = options_of_others()
+    for package in ("openrlhf", "trl"):
+        assert {name.removeprefix("--").replace("_", "-").lower() for name in theirs(package)} <= found.keys()
+    assert all(found.values())
+    for name, page in (("options_of_others", "options"), ("options_of_verl", "from-verl")):
+        assert (ROOT / "flowrl" / f"{name}.txt").resolve() == ROOT / "docs" / f"{page}.md"

@@ -161,5 +161,6 @@ def test_a_wheel_has_the_graphs_and_the_pins(tmp_path: Path) -> None:
         names = set(opened.namelist())
         (scripts,) = [opened.read(name).decode() for name in names if name.endswith("entry_points.txt")]
     assert {f"flowrl/requirements/{name}" for name in (*flowrl_setup.PINS, *flowrl_setup.ENVIRONMENTS)} <= names
+    assert {"flowrl/options_of_others.txt", "flowrl/options_of_verl.txt"} <= names
     assert {"flowrl/recipes/grpo.py", "flowrl/recipes/agents/calculator_agent.py", "flowrl_setup.py"} <= names
     assert "flowrl = flowrl_setup:entry" in scripts

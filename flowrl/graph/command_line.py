@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from flowrl.errors import ConfigError
@@ -48,6 +50,35 @@ RENAMED = {
     "clip": "objective.clip-low --objective.clip-high",
 }
 """Former name of a graph's option -> its present name, or names."""
+
+
+TABLES = ("options_of_others.txt", "options_of_verl.txt")
+"""The tables of docs/options.md and docs/from-verl.md, which are linked here: a row has the options of others in its
+first columns, then flowrl's, then how they compare."""
+
+
+@functools.cache
+def options_of_others() -> Mapping[str, str]:
+    """An option of OpenRLHF, TRL, transformers or verl, with hyphens -> what the documents have in its place."""
+    found: dict[str, str] = {}
+    for file in TABLES:
+        for line in (Path(__file__).parent.parent / file).read_text(encoding="utf-8").splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            if not line.startswith("| ") or len(cells) not in (2, 4):
+                continue
+            theirs, place = (cells[:2], cells[2]) if len(cells) == 4 else (cells[:1], cells[1])
+            told = place if place != "–" else cells[3]
+            for name in re.findall(r"`([^`]+)`", " ".join(theirs)):
+                found.setdefault(_key(name.partition("=")[0]), _without_markup(told))
+    return found
+
+
+def _key(name: str) -> str:
+    return name.removeprefix("--").replace("_", "-").lower()
+
+
+def _without_markup(cell: str) -> str:
+    return re.sub(r" ?\(?\[[^\]]*\]\([^)]*\)\)?", "", cell).replace("`", "")
 
 
 def parse_options(
@@ -107,6 +138,8 @@ def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
     renamed = RENAMED.get(name.replace("_", "-"))
     if renamed and renamed.split()[0] in candidates:
         return f"it is --{' and '.join(renamed.split())} now"
+    if (theirs := options_of_others().get(_key(name))) is not None:
+        return f"that option of another trainer is, in flowrl: {theirs} (docs/options.md)"
     near = difflib.get_close_matches(name.replace("_", "-"), candidates, 1)
     return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help lists the options"
 

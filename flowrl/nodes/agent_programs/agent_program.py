@@ -19,6 +19,7 @@ or one of its calls cannot be answered.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -156,6 +157,8 @@ class AgentProgram(EpisodeNode):
         problems = super().check(facts)
         if not self.idle_s > 0:
             problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
+        if problem := _host_problem(self.host):
+            problems.append(problem)
         if not 0 <= self.port < 1 << 16:
             problems.append(f"port is {self.port}; it has to be 0, which is any free one, or up to 65535")
         if not self.models or not all(self.models):
@@ -380,6 +383,19 @@ class AgentProgram(EpisodeNode):
             raise AgentFailed("agent_raised", f"the agent {self.source!r} {text}")
         text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
         raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
+
+
+def _host_problem(host: str) -> str:
+    """What is wrong with the endpoint's address; "" for one that is known here, if not always of this machine."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as problem:
+        told = getattr(problem, "strerror", None) or problem
+        return (
+            f"host is {host!r}, which is no address and no name that is known here ({told}); take 127.0.0.1, or the "
+            "address of this machine at which agents reach it"
+        )
+    return ""
 
 
 def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:

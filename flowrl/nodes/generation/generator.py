@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
-from flowrl.models import Policy, check_model, known_directory, resolve, with_template
+from flowrl.models import Policy, check_model, known_context, known_directory, resolve, with_template
 from flowrl.models.sizes.known_shapes import known_shape
 from flowrl.models.turn_ends import end_problem
 from flowrl.nodes.generation.responses import Prefix, ResponseLost, Responses, TokenRequest
@@ -154,6 +154,7 @@ class Generator(Node):
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=self.trained)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
+        problems += self._too_long()
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
         problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
@@ -162,6 +163,18 @@ class Generator(Node):
         if self.every < 1:
             problems.append(f"every is {self.every}; it needs at least 1; to keep version 0, ignore the weights port")
         return problems
+
+    def _too_long(self) -> Iterator[str]:
+        """Answers that leave no token for a prompt in the context, or in the engine's longest sequence."""
+        most, answer = known_context(self.policy), max(self.sampling.max_tokens, self.evaluation.max_tokens)
+        where = f"the context of {self.policy.model}"
+        if (asked := self.engine.max_model_len) is not None and (most is None or asked < most):
+            most, where = asked, "--engine.max-model-len"
+        if most is not None and answer >= most:
+            yield (
+                f"max_tokens is {answer}, but {where} has {most} tokens, for prompt and answer together; lower "
+                f"--max-tokens to below {most}"
+            )
 
     def notes(self) -> list[str]:
         return [method_note(self.engine.quantization)] if self.engine.in_fp8 else []
