@@ -117,7 +117,9 @@ def test_memory_of_all_processes_is_bounded(how: str) -> None:
 
 
 ALLOWED = {
-    "memory that a fork leaves to others": "held = fill(120)\neach(6, lambda: time.sleep(1))\ntime.sleep(1.5)  # looks fall into it",
+    "memory that a fork leaves to others": (
+        "held = fill(120)\neach(6, lambda: time.sleep(1))\ntime.sleep(1.5)  # looks fall into it"
+    ),
     "processes that are started by vfork": (
         "import subprocess\nheld = fill(120)\nfor _ in range(40): subprocess.run(['/bin/true'])"
     ),
