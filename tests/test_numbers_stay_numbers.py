@@ -239,7 +239,7 @@ def test_agents_and_environments_return_finite_numbers(kind: str) -> None:
 
 def test_a_session_takes_true_as_one() -> None:
     assert (checked_reward(True), checked_reward(False), checked_reward(0.5)) == (1.0, 0.0, 0.5)
-    assert AgentResult.of_line("true").reward == 1.0
+    assert AgentResult.of_line('{"reward": true}').reward == 1.0 and AgentResult.of_line("true").reward is None
     for other in ("1", None, [1], float("nan")):
         with pytest.raises(ApiProblem, match="it needs a finite number"):
             checked_reward(other)

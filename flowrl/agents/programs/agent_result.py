@@ -28,9 +28,11 @@ class AgentResult:
 
     @classmethod
     def of_line(cls, line: str) -> AgentResult:
-        """The result on the last line that a program printed; none if that is no JSON of a result."""
+        """The result on the last line that a program printed; none if that is no JSON of a result. A bare `true` is
+        none: programs print it for other reasons, too."""
         try:
-            return cls.of(json.loads(line))
+            found = json.loads(line)
+            return cls() if isinstance(found, bool) else cls.of(found)
         except (ValueError, TypeError, RecursionError):
             return cls()
 
