@@ -63,7 +63,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_client_that_leaves_has_its_reply_cancelled_and_its_turn_booked_as_abandoned": NONE,
         "test_a_reward_may_be_posted_again_and_returned_too": NONE,
         "test_a_run_of_failures_ends_with_the_commonest_cause": NONE,
-        "test_a_command_gets_the_task_and_gives_a_reward": ("prints-*",),
+        "test_a_command_gets_the_task_and_gives_a_reward": ("prints-*", "helped-*"),
         "test_a_context_that_is_full_cuts_the_episode_off": ("mask",),
         "test_a_process_plays_as_many_episodes_as_it_may": ("3-*",),
         "test_an_agent_that_cannot_be_run_is_refused_before_anything_starts": 3,
@@ -191,6 +191,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
             *("glm4moe-sft", "smolvlm-sft", "qwen3_5_think-dpo", "deepseekv3-kto"),
         )
     },
+    "reward_processes": {"test_a_reward_with_processes_of_its_own": 9},
     "ranks": {"test_ranks_that_take_too_long_say_where_they_stand": NONE},
     "run_file": {"test_every_option_of_every_graph_is_read_as_it_was_written": 4},
     "runtime_alive": {"test_a_node_with_something_of_its_own_pending_is_never_dead": 2},

@@ -204,20 +204,28 @@ def test_a_decorated_function_is_found_in_its_own_file(tmp_path: Path) -> None:
     assert load_judge(place_of(found))(["p"], ["r"], [{}]).rewards == (2.0,)
 
 
+async def asked_once(function: Judge, limit_s: float) -> Verdicts:
+    client = route_of(function, limit_s)
+    try:
+        return await client.ask(["p", "q"], ["a", "bb"], [{}, {}])
+    finally:
+        await client.close()
+
+
+@pytest.mark.slow
 def test_an_async_function_is_awaited_and_timed(tmp_path: Path) -> None:
     quick = judge(tmp_path, "async def f(prompts, responses): return [1, 2]")
     each = judge(tmp_path, "async def f(prompt, response): return len(response)")
     stuck = judge(tmp_path, "import asyncio\nasync def f(prompts, responses): await asyncio.Event().wait()")
     named = judge(tmp_path, "async def f(*, prompt, response): return len(response)")
     for function in (quick, each, named):
-        asking = route_of(function, 5.0)
-        assert asyncio.run(asking.ask(["p", "q"], ["a", "bb"], [{}, {}])).rewards == (1.0, 2.0)
+        assert asyncio.run(asked_once(function, 5.0)).rewards == (1.0, 2.0)
     for head in ("prompts, responses", "prompt, response"):
         ends = judge(tmp_path, f"import sys\nasync def f({head}): sys.exit(0)")
         with pytest.raises(BadReward, match=r"raised RuntimeError: it called sys.exit\(0\)"):
-            asyncio.run(route_of(ends, 5.0).ask(["p", "q"], ["a", "bb"], [{}, {}]))
-    with pytest.raises(BadReward) as error:
-        asyncio.run(route_of(stuck, 0.01).ask(["p"], ["a"], [{}]))
+            asyncio.run(asked_once(ends, 5.0))
+    with pytest.raises(BadReward, match=r"took more than 0.01 s$") as error:
+        asyncio.run(asked_once(stuck, 0.01))
     assert error.value.reason == "reward_timed_out"
 
 
@@ -310,8 +318,9 @@ def test_a_call_after_one_that_was_cancelled_while_the_function_loaded(tmp_path:
 )
 def test_a_verifier_has_imported_what_it_needs_before_a_call_is_timed(place: str, needs: str) -> None:
     """Such an import takes seconds, and more than a call's ten on a machine that is loaded."""
-    serves = f"from flowrl.tasks.reward_calls.worker_child import serve; serve({place!r})"
-    code = f"import sys; {serves}; assert {needs!r} in sys.modules"
+    ours = "ours, theirs = socket.socketpair(); ours.shutdown(socket.SHUT_WR)"
+    serves = f"from flowrl.tasks.reward_calls.worker_child import serve; serve(theirs, {place!r})"
+    code = f"import socket, sys; {ours}; {serves}; assert {needs!r} in sys.modules"
     subprocess.run((sys.executable, "-c", code), stdin=subprocess.DEVNULL, check=True, timeout=100)
 
 

@@ -19,7 +19,7 @@ from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, TokenizerOptions, known_tokenizer
 from flowrl.models.tokens.chat import Messages
-from flowrl.tasks.reward_calls import child
+from flowrl.orphans import die_with_parent, run_program
 
 POLICY = ("trust_remote_code", "chat_template", "chat_template_kwargs")
 """What a policy's tokenizer depends on besides the model."""
@@ -55,9 +55,7 @@ def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str)
     asked = {"model": policy.model, "options": options, "tools": [dict(tool) for tool in tools], **question}
     command = [sys.executable, "-m", "flowrl.agents.parser_trial"]
     try:
-        done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, encoding="utf-8"
-        )
+        done = run_program(command, text=json.dumps(asked), within_s=LIMIT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{what} could not be tried within {LIMIT_S:.0f} s; try again when the machine is less busy"
@@ -79,7 +77,7 @@ def _words(named: dict[str, str | None]) -> str:
 def main() -> None:
     """The program of the process: it reads the question from standard input and writes the answer to standard
     output."""
-    child.die_with_parent()
+    die_with_parent()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as outbox:
         os.dup2(2, 1)  # for what libraries print
         print(json.dumps(_answer(json.load(sys.stdin))), file=outbox)

@@ -7,13 +7,14 @@ of episodes.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from flowrl.errors import ConfigError
 from flowrl.hub import pins
+from flowrl.orphans import die_with_parent, has_ended
 from flowrl.tasks import Rows, Task, load_rows, place_of_rows
-from flowrl.tasks.reward_calls import child
 
 
 def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
@@ -24,12 +25,18 @@ def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
     process = multiprocessing.get_context("fork").Process(target=_read, args=(task, whole, theirs))
     process.start()
     theirs.close()
+    assert process.pid is not None
+    handle = os.pidfd_open(process.pid)
     try:
+        wait([mine, handle])  # its end shows in the pipe only if nothing else holds that
+        if not mine.poll() and has_ended(handle):
+            raise EOFError
         found, commits = pickle.loads(mine.recv_bytes())
     except EOFError:
         raise ConfigError(f"reading task {task.name!r} ended its process; see what it printed") from None
     finally:
         mine.close()
+        os.close(handle)
         process.join()
     if isinstance(found, str):
         raise ConfigError(found)
@@ -39,7 +46,7 @@ def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
 
 
 def _read(task: Task, whole: bool, target: Connection) -> None:
-    child.die_with_parent()
+    die_with_parent()
     try:
         found: Rows | str = load_rows(task, whole=whole)
     except ConfigError as problem:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -186,7 +186,8 @@ def open_reward(
         if part.urls:
             client: RewardClient = _open_http(part, timeout_s, concurrency, retries, patience)
         else:
-            client = _open(part, timeout_s, usual_processes(parts) if concurrency is None else concurrency)
+            number = usual_processes(parts) if concurrency is None else concurrency
+            client = _open(part, timeout_s, number, patience.report)
         opened.append(Weighted(client, dict(part.heads)))
     if not is_sum(parts):
         return opened[0]
@@ -303,9 +304,12 @@ def _open_http(
     )
 
 
-def _open(part: Part, timeout_s: float, concurrency: int) -> RewardClient:
+def _open(part: Part, timeout_s: float, concurrency: int, report: Callable[[str], None]) -> RewardClient:
     judge = load_judge(part.place)
-    clients = [route_of(judge, timeout_s, asks=part.asks) for _ in range(concurrency)]
+    number = 1 if judge.is_async else concurrency
+    clients = [route_of(judge, timeout_s, asks=part.asks, report=report) for _ in range(number)]
+    if judge.is_async:  # one process has all calls
+        clients *= concurrency
     return Gathered(clients) if judge.convention in BATCHED else Pool(clients)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.errors import FlowrlError
+from flowrl.orphans import die_with_parent
 from flowrl.runtime.telemetry.safe_text import print_text
-from flowrl.tasks.reward_calls.child import die_with_parent
 
 
 def main() -> int:

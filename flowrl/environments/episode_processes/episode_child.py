@@ -33,7 +33,7 @@ from flowrl.environments.find import FoundEnvironment
 from flowrl.environments.player import Player, seed_global_state
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
-from flowrl.orphans import adopt_orphans, child_pids
+from flowrl.orphans import adopt_orphans, child_pids, die_with_parent
 from flowrl.tasks.reward_calls import child
 
 RESERVE_BYTES = 64 << 20
@@ -51,11 +51,12 @@ def play(
     status = 1
     try:
         os.setpgid(0, 0)
-        child.die_with_parent()
+        die_with_parent()
         adopt_orphans()
         if os.getppid() != zygote:
             os._exit(1)
         _redirect(output)
+        child.keep_to_this_process(connection)
         _limit_memory(memory_bytes)
         _serve(found, connection, _data_bytes() + int(MOST_KEPT * memory_bytes))
         status = 0
@@ -125,6 +126,7 @@ def _serve(found: FoundEnvironment, connection: socket.socket, most_bytes: int) 
 async def _play_one(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> bool:
     """Play one episode. Returns whether this process plays another one, for which it may have at most `most_bytes` of
     data."""
+    child.keep_to_this_process(connection)
     reader, writer = await asyncio.open_connection(sock=connection)
     executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
     asyncio.get_running_loop().set_default_executor(executor)

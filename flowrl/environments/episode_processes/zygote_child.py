@@ -30,13 +30,13 @@ from flowrl.environments.episode_processes.zygote import MESSAGE_BYTES
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.player import seed_global_state
 from flowrl.errors import ConfigError
-from flowrl.orphans import adopt_orphans, child_pids
-from flowrl.tasks.reward_calls import child
+from flowrl.orphans import adopt_orphans, die_with_parent, end_children
 
 
 def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     """The life of the process."""
-    child.die_with_parent()
+    die_with_parent()
+    control.set_inheritable(False)
     try:
         found = find_environment(text)
         found.before_fork()
@@ -49,7 +49,7 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     gc.freeze()  # a collection in a child would write to, and so copy, the pages of every object
     adopt_orphans()
     serving = Zygote(found, control, memory_bytes)
-    child.die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     with suppress(BrokenPipeError, ConnectionResetError):
         control.send(msgpack.packb({"ready": True}))
         serving.serve()
@@ -104,7 +104,7 @@ class Zygote:
         while self._episodes:
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._report_exit(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT))
-        self._end_orphans()
+        end_children(but=self._episodes)
 
     def _receive(self, selector: selectors.BaseSelector) -> bool:
         """Do what one message asks for. Returns False if the caller is gone."""
@@ -154,20 +154,9 @@ class Zygote:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        self._end_orphans()
+        end_children(but=self._episodes)
         if episode is not None:
             self._send({"exited": episode, "status": status, "text": ""})
-
-    def _end_orphans(self) -> None:
-        """Kill and reap orphans. A killed orphan's children become the zygote's before its own end is reported.
-
-        If the kernel does not list children, orphans that have left their group are not found.
-        """
-        while orphans := [pid for pid in child_pids() if pid not in self._episodes]:
-            for pid in orphans:
-                _kill(pid)
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._control.send(msgpack.packb(message))

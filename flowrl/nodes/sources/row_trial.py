@@ -26,8 +26,8 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy, known_tokenizer
 from flowrl.models.tokens.chat import Chat, Messages, ReplyMessage, Unrendered
 from flowrl.models.tokens.steps import require_steps
+from flowrl.orphans import die_with_parent
 from flowrl.tasks import Row, Task
-from flowrl.tasks.reward_calls.child import die_with_parent
 from flowrl.tasks.rows import OF_TASK
 
 TRIAL_S = 60.0

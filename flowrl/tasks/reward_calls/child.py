@@ -1,4 +1,4 @@
-"""Messages between a process and its child (length-prefixed msgpack), and the child's end when its parent dies.
+"""Messages between a process and its child: length-prefixed msgpack over a socket that is the child's alone.
 
 Used by the workers of rewards and by the processes of environments.
 """
@@ -6,17 +6,18 @@ Used by the workers of rewards and by the processes of environments.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import signal
+import os
+import socket
 import struct
-import sys
+import weakref
 from typing import IO, Any
 
 import msgpack
 
 LENGTH = struct.Struct("<I")
 MOST_BYTES = (1 << 32) - 1
-PR_SET_PDEATHSIG = 1
+_private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Connections that forked processes close."""
 
 
 class Garbage(Exception):
@@ -52,11 +53,19 @@ def write(outbox: IO[bytes], message: Any) -> None:
     outbox.flush()
 
 
-def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """From now on this process gets the signal when the thread that started it ends, and ignores Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+def keep_to_this_process(connection: socket.socket) -> None:
+    """From now on, no process that this one starts or forks has the connection."""
+    connection.set_inheritable(False)
+    _private.add(connection)
+
+
+def _close_private() -> None:
+    for connection in _private:
+        if connection.fileno() >= 0:
+            os.close(connection.detach())
+
+
+os.register_at_fork(after_in_child=_close_private)
 
 
 def _unpacked(body: bytes) -> Any:

@@ -1,15 +1,14 @@
-"""The three ways to call a reward function: directly, awaited, or in a process that can be killed."""
+"""The two ways to call a reward function: directly, or in a process that can be ended with all that it has started."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.checks.code_tests import call_s
 from flowrl.tasks.name_options import parse_options, split_name
-from flowrl.tasks.reward_calls.judge import BadReward, Judge, Verdicts
+from flowrl.tasks.reward_calls.judge import Judge, Verdicts
 from flowrl.tasks.reward_calls.worker import RewardWorker
 from flowrl.tasks.rows import OF_TASK
 
@@ -38,13 +37,17 @@ class RewardClient(Protocol):
     async def close(self) -> None: ...
 
 
-def route_of(judge: Judge, timeout_s: float, *, asks: Sequence[str] = ()) -> RewardClient:
-    """The client that fits the function; `asks` are the verifiers that the function asks."""
-    if judge.is_async:
-        return _Awaited(judge, timeout_s)
+def route_of(
+    judge: Judge, timeout_s: float, *, asks: Sequence[str] = (), report: Callable[[str], None] = lambda text: None
+) -> RewardClient:
+    """The client that fits the function; `asks` are the verifiers that the function asks. `report` gets a line about
+    an `async` function that blocks."""
     if judge.place.startswith(TRUSTED):
         return _InPlace(judge)
-    return RewardWorker(judge.place, timeout_s=timeout_s, own_s=OWN_LIMITS.get(judge.place), asks=asks)
+    own_s = OWN_LIMITS.get(judge.place)
+    return RewardWorker(
+        judge.place, timeout_s=timeout_s, own_s=own_s, asks=asks, is_async=judge.is_async, report=report
+    )
 
 
 class _InPlace:
@@ -57,24 +60,5 @@ class _InPlace:
         self, prompts: Sequence[str], responses: Sequence[str], columns: Sequence[Mapping[str, Any]]
     ) -> Verdicts:
         return self._judge(prompts, responses, columns)
-
-    async def close(self) -> None: ...
-
-
-class _Awaited:
-    """An `async` function."""
-
-    def __init__(self, judge: Judge, timeout_s: float) -> None:
-        self._judge = judge
-        self._timeout_s = timeout_s
-
-    async def ask(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Sequence[Mapping[str, Any]]
-    ) -> Verdicts:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._judge.ask(prompts, responses, columns)
-        except TimeoutError:
-            raise BadReward("reward_timed_out", f"{self._judge.place} took more than {self._timeout_s} s") from None
 
     async def close(self) -> None: ...
