@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 import urllib.error
@@ -286,6 +287,9 @@ def main(kind: str) -> None:
     if kind == "prints":
         print("thinking")
         print(json.dumps({"reward": len(text), "seen": 1}))
+    if kind == "helped":  # by a program that outlives it, and has its output
+        subprocess.Popen(["setsid", "sleep", "1000"])
+        print(json.dumps({"reward": len(text), "seen": 1}), flush=True)
     if kind == "fails":
         print("something is wrong", file=sys.stderr)
         sys.exit(3)

@@ -298,11 +298,11 @@ def test_a_client_that_leaves_has_its_reply_cancelled_and_its_turn_booked_as_aba
     assert request_id == "g:0/0.0", "the rig's script books nothing; the node books what was given up"
 
 
-@pytest.mark.parametrize(("kind", "reward"), [("posts", 2.0), ("prints", 3.0)])
+@pytest.mark.parametrize(("kind", "reward"), [("posts", 2.0), ("prints", 3.0), ("helped", 3.0)])
 def test_a_command_gets_the_task_and_gives_a_reward(kind: str, reward: float) -> None:
     episode = only_episode(play(f"{sys.executable} {FILE} {kind}"))
     assert (episode.reward, episode.turns) == (reward, 1)
-    assert episode.metrics == {"turns": 1.0, **({"seen": 1.0} if kind == "prints" else {})}
+    assert episode.metrics == {"turns": 1.0, **({"seen": 1.0} if kind != "posts" else {})}
 
 
 def test_a_command_that_fails_says_how() -> None:

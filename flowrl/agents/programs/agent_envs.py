@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -67,25 +68,19 @@ class FunctionAgent(ProgramAgent):
 
 
 class CommandAgent(ProgramAgent):
-    """A command line. It finds the task as JSON on its standard input."""
+    """A command line. It finds the task as JSON on its standard input. Its end ends the episode, and with it helpers
+    that it has started and that outlive it."""
 
     async def play(self, options: Mapping[str, Any]) -> AgentResult:
-        program = await self._started(options["command"])
-        assert program.stdin is not None and program.stdout is not None
-        _, last = await asyncio.gather(_write(program.stdin, json.dumps(options["task"])), _last_line(program.stdout))
-        if status := await program.wait():
-            raise EnvironmentFailed("env_died", f"the command ended with the status {status}")
-        return AgentResult.of_line(last)
-
-    async def _started(self, command: str) -> asyncio.subprocess.Process:
-        pipe = subprocess.PIPE
-        try:
-            return await asyncio.create_subprocess_exec(
-                *shlex.split(command), stdin=pipe, stdout=pipe, env=program_variables()
-            )
-        except OSError as problem:
-            text = f"the command {command!r} cannot be started: {problem.strerror}"
-            raise EnvironmentFailed("env_died", text) from None
+        output, target = os.pipe()
+        with _LastLine(output) as last:
+            try:
+                program = _started(options["command"], json.dumps(options["task"]), target)
+            finally:
+                os.close(target)
+            if status := await _status(program):
+                raise EnvironmentFailed("env_died", f"the command ended with the status {status}")
+            return AgentResult.of_line(last.text())
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,22 +97,66 @@ def agent_function(place: str) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
-    """Write the program's input; it is no error if the program does not read it."""
+def _started(command: str, text: str, output: int) -> subprocess.Popen[bytes]:
+    """The program, with `text` as its input: in a file, which needs nobody who writes while the program reads."""
+    with tempfile.TemporaryFile() as given:
+        given.write(text.encode())
+        given.seek(0)
+        try:
+            return subprocess.Popen(shlex.split(command), stdin=given, stdout=output, env=program_variables())
+        except OSError as problem:
+            told = f"the command {command!r} cannot be started: {problem.strerror}"
+            raise EnvironmentFailed("env_died", told) from None
+
+
+async def _status(program: subprocess.Popen[bytes]) -> int:
+    """The exit status, as soon as the program has ended. If the wait is cancelled, the program is killed."""
+    loop, handle = asyncio.get_running_loop(), os.pidfd_open(program.pid)
+    ended = asyncio.Event()
+    loop.add_reader(handle, ended.set)
     try:
-        stdin.write(text.encode())
-        await stdin.drain()
-        stdin.close()
-        await stdin.wait_closed()
-    except ConnectionError:
-        return
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+        program.kill()
+        status = program.wait()
+    return status
 
 
-async def _last_line(stdout: asyncio.StreamReader) -> str:
-    """The last line that is not empty. All output is copied to this process's stdout, for the texts of errors."""
-    end = b""
-    while part := await stdout.read(READ_BYTES):
+class _LastLine:
+    """Reads a pipe as output arrives, until the context is left. All output is copied to this process's stdout, for the
+    texts of errors. A helper of the program may hold the pipe, so its end is not waited for."""
+
+    def __init__(self, source: int) -> None:
+        self._source, self._end = source, b""
+        os.set_blocking(source, False)
+
+    def __enter__(self) -> _LastLine:
+        asyncio.get_running_loop().add_reader(self._source, self._read)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._source)
+        os.close(self._source)
+
+    def _read(self) -> bool:
+        """Read what has arrived; False if there is nothing more for now, or the pipe has ended."""
+        try:
+            part = os.read(self._source, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not part:
+            asyncio.get_running_loop().remove_reader(self._source)
+            return False
         os.write(1, part)
-        end = (end + part)[-LINE_BYTES:]
-    lines = end.decode(errors="replace").rstrip().splitlines()
-    return lines[-1] if lines else ""
+        self._end = (self._end + part)[-LINE_BYTES:]
+        return True
+
+    def text(self) -> str:
+        """The last line that is not empty, of all that a program that has ended has written."""
+        for _ in range(2 * LINE_BYTES // READ_BYTES):  # more than a pipe holds; a helper may go on writing
+            if not self._read():
+                break
+        lines = self._end.decode(errors="replace").rstrip().splitlines()
+        return lines[-1] if lines else ""
