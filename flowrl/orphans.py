@@ -139,8 +139,8 @@ def start_kept(
 ) -> subprocess.Popen[bytes]:
     """Start a keeper whose child runs `python -m module args DESCRIPTOR`, where the descriptor is that of `connection`.
 
-    `variables` are its environment. Standard input is empty, and output goes to this process's standard error. The keeper has its own process group. Its
-    SIGTERM ends all; its exit status is the child's, and then nothing is left.
+    `variables` are its environment. Standard input is empty, and output goes to this process's standard error. The
+    keeper has its own process group. Its SIGTERM ends all; its exit status is the child's, and then nothing is left.
     """
     return subprocess.Popen(
         (sys.executable, __file__, str(os.getpid()), module, *args, str(connection.fileno())),

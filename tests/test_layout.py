@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -271,6 +272,7 @@ BROAD_EXCEPTS = {
     "tasks/reward_calls/http.py: HttpReward._answer",
     "tasks/reward_calls/judge.py: Judge.__call__",
     "tasks/reward_calls/judge.py: Judge.ask",
+    "tasks/reward_calls/worker_child.py: run",
     "tasks/user_module.py: _importing",
     "training/loss/function_trial.py: _attempt",
     "training/scoring/rank.py: serve",
@@ -412,3 +414,19 @@ def test_checking_a_graph_file_loads_nothing_heavy() -> None:
     heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
     check = f"for file in {files!r}:\n    assert main(['check', file]) == 0\n    assert not {heavy}, (file, {heavy})"
     assert loaded_by(f"import sys\nfrom flowrl.cli import main\n{check}") == set()
+
+
+PIPES = re.compile(
+    r"capture_output|subprocess\.PIPE|\.communicate\(|check_output|getoutput|os\.popen|create_subprocess_"
+)
+"""Ways to start a program that wait for the end of its pipes, which any process that it has started can prolong."""
+PIPES_WITHOUT_A_WAIT = {
+    "runtime/driver/ray_cluster/guard.py": "it is written to",
+    "environments/episode_processes/zygote.py": "it has no pipe of asyncio's",
+    "nodes/sources/row_trial.py": "it starts nothing",
+}
+
+
+def test_no_wait_is_for_the_end_of_a_pipe() -> None:
+    found = {str(path.relative_to(ROOT / "flowrl")) for path in modules() if PIPES.search(path.read_text())}
+    assert found == set(PIPES_WITHOUT_A_WAIT)

@@ -19,6 +19,7 @@ from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster, gpu_names
 from flowrl.graph.open_files import ENOUGH, most_files
 from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version
+from flowrl.orphans import run_program
 from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 
 LEAST_DRIVER = 580
@@ -139,9 +140,9 @@ def _driver() -> str | None:
     """Version of the NVIDIA driver, None without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True, encoding="utf-8", errors="replace"
-        ).stdout
+        done = run_program(command, within_s=20)
+        done.check_returncode()
+        told = done.stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return told.split()[0] if told.split() else None

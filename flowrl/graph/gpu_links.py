@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from flowrl.orphans import run_program
+
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """nvidia-smi underlines its column heads, even when it writes to a pipe."""
 ON_ONE_NODE = {"PIX": 4, "PXB": 3, "PHB": 2, "NODE": 1}
@@ -147,14 +149,8 @@ def _cores_of(bus_id: str, sysfs: Path) -> tuple[int, ...]:
 def ask_nvidia_smi(*arguments: str) -> str | None:
     """What nvidia-smi prints; None if it is missing or fails. Cached: a call may take seconds, and nothing changes."""
     try:
-        return subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-            encoding="utf-8",
-            errors="replace",
-        ).stdout
+        done = run_program(["nvidia-smi", *arguments], within_s=30)
+        done.check_returncode()
+        return done.stdout
     except (OSError, subprocess.SubprocessError):
         return None

@@ -14,6 +14,7 @@ from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks, links_here, visible_cards
 from flowrl.graph.open_files import most_files
+from flowrl.orphans import run_program
 
 GB = 1 << 30
 CLUSTER_EXAMPLE = "2 x 8 x H100"
@@ -194,9 +195,9 @@ def _gpus_told() -> tuple[int, float]:
     """(bytes of the smallest GPU, the least compute capability), as nvidia-smi reports them; 0 for one not reported."""
     command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True, encoding="utf-8", errors="replace"
-        ).stdout
+        done = run_program(command, within_s=10)
+        done.check_returncode()
+        told = done.stdout
     except (OSError, subprocess.SubprocessError):
         return 0, 0.0
     cards, numbers = told.splitlines(), visible_cards(_visible())

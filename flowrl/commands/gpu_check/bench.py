@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.errors import FlowrlError
+from flowrl.orphans import run_program
 from flowrl.runtime.telemetry.safe_text import print_text
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -55,15 +56,7 @@ class Bench:
 
     def run(self, command: Sequence[str], *, env: dict[str, str] | None = None) -> str:
         """The output of a command of flowrl: `command` follows `python -m`. Raises StageFailed if it fails."""
-        told = subprocess.run(
-            [sys.executable, "-m", *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, **(env or {})},
-            encoding="utf-8",
-        )
+        told = run_program([sys.executable, "-m", *command], together=True, env={**os.environ, **(env or {})})
         if told.returncode:
             raise StageFailed(
                 f"{' '.join(command[:3])} ended with status {told.returncode}:\n{last_lines(told.stdout)}"

@@ -24,6 +24,7 @@ from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
 from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
+from flowrl.orphans import run_program
 from flowrl.runtime.checkpoints.directory_lock import locked
 from flowrl.runtime.telemetry.safe_text import print_text
 
@@ -149,9 +150,9 @@ def _version(package: str) -> str:
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True, encoding="utf-8", errors="replace"
-        ).stdout.split()[0]
+        done = run_program(command, within_s=20)
+        done.check_returncode()
+        return done.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
 

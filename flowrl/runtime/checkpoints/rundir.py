@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.orphans import run_program
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
 from flowrl.runtime.checkpoints.directory_lock import DirectoryLock, unwritable
 from flowrl.runtime.checkpoints.whole_file import write_whole
@@ -265,9 +266,7 @@ def provenance(graph_file: Path) -> dict[str, Any]:
 def _git_commit(directory: Path) -> str | None:
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=False, encoding="utf-8", errors="replace"
-        )
+        done = run_program(command, within_s=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

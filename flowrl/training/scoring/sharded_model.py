@@ -110,13 +110,25 @@ class ShardedModel:
 
     def _answers(self) -> list[Any]:
         """The answer of each rank."""
+        handles = [os.pidfd_open(rank.process.pid) for rank in self._ranks]
+        try:
+            return self._answers_or_ends(handles)
+        finally:
+            for handle in handles:
+                os.close(handle)
+
+    def _answers_or_ends(self, handles: Sequence[int]) -> list[Any]:
         waiting = {rank.pipe: number for number, rank in enumerate(self._ranks)}
         answers: dict[int, Any] = {}
         while waiting:
-            for pipe in multiprocessing.connection.wait(list(waiting)):
-                assert isinstance(pipe, Connection)
-                number = waiting.pop(pipe)
+            ready = multiprocessing.connection.wait([*waiting, *(handles[number] for number in waiting.values())])
+            for pipe, number in [*waiting.items()]:
+                if pipe not in ready and handles[number] not in ready:
+                    continue
+                del waiting[pipe]
                 try:
+                    if not pipe.poll():  # the rank has ended, but something that it started holds the pipe
+                        raise EOFError
                     kind, content = pipe.recv()
                 except (EOFError, OSError):
                     self._fail(number, "died; its last lines are in the output of this process")
