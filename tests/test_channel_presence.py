@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from flowrl.channel.links import presence
+from flowrl.channel.links import run_files
 from flowrl.channel.links.address import run_name, run_prefix, socket_root
-from flowrl.channel.links.presence import Presence, mark
+from flowrl.channel.links.presence import Presence, leave_heir, places
+from flowrl.channel.links.run_files import HEIR, mark
 from flowrl.channel.links.slab import SHM
 from flowrl.channel.links.sweep import remove_run, sweep
 from flowrl.errors import ConfigError
@@ -108,7 +112,7 @@ def test_what_another_process_removes_meanwhile_is_no_error(
         return body
 
     step = "_ours" if when == "listed" else "_remove"
-    monkeypatch.setattr(presence, step, gone_first(getattr(presence, step)))
+    monkeypatch.setattr(run_files, step, gone_first(getattr(run_files, step)))
     sweep()
     assert there(left) == [False, False]
 
@@ -141,7 +145,7 @@ def test_a_process_that_comes_while_its_mark_is_swept_makes_a_new_one(
         about_to_wait.set()
         flock(held, operation)
 
-    monkeypatch.setattr(presence.fcntl, "flock", announced)
+    monkeypatch.setattr(fcntl, "flock", announced)
     came: list[Presence] = []
     coming = threading.Thread(target=lambda: came.append(Presence(run_id)))
     coming.start()
@@ -162,3 +166,82 @@ def test_the_directory_of_sockets_is_the_users_alone(tmp_path: Path, monkeypatch
     loose.chmod(0o755)
     assert socket_root() == loose
     assert loose.stat().st_mode & 0o777 == 0o700
+
+
+OF_A_RUN = """
+import os, sys, time
+from flowrl.channel.links.presence import Presence, leave_heir
+held = Presence(sys.argv[1])
+leave_heir(sys.argv[1])
+print(flush=True)
+sys.stdin.read()
+held.close()
+"""
+
+
+@contextmanager
+def processes_of(run_id: str, number: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that make files for a run, and leave an heir; each ends in order when its input is closed."""
+    command = [sys.executable, "-c", OF_A_RUN, run_id]
+    found = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(number)]
+    try:
+        for process in found:
+            assert process.stdout is not None and process.stdout.readline() == "\n"
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+def heirs(run: str) -> list[int]:
+    """Descriptors of the heirs of the run with this name; each can be read when its process has ended."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (path / "cmdline").read_bytes().decode().split("\0") if path.name.isdigit() else []
+            if run in words and run_files.__file__ in words:
+                found.append(os.pidfd_open(int(path.name)))
+    return found
+
+
+def await_end(process: int) -> None:
+    assert select.select([process], [], [], 20)[0], "the heir is still there"
+    os.close(process)
+
+
+def test_an_heir_removes_what_killed_processes_leave_when_the_last_of_them_has_ended(run_id: str) -> None:
+    with processes_of(run_id, 3) as (first, second, last):
+        left = files(run_id)
+        (heir,) = heirs(run_name(run_id))
+        first.kill()
+        second.kill()
+        second.wait()
+        assert not select.select([heir], [], [], 0.2)[0] and there(left) == [True, True]
+        last.kill()
+        await_end(heir)
+        assert there([*left, *(mark(place, run_name(run_id)) for place in places())]) == [False] * 4
+
+
+def test_an_heir_has_nothing_to_do_after_a_run_that_ends_in_order(run_id: str) -> None:
+    with processes_of(run_id, 2) as running:
+        left = files(run_id)
+        (heir,) = heirs(run_name(run_id))
+        for process in running:
+            process.communicate()
+        await_end(heir)
+        assert there(left) == [False, False]
+
+
+def test_a_run_that_has_lost_its_heir_gets_another_from_its_next_process(run_id: str) -> None:
+    held = Presence(run_id)
+    leave_heir(run_id)
+    (heir,) = heirs(run_name(run_id))
+    signal.pidfd_send_signal(heir, signal.SIGKILL)
+    await_end(heir)
+    leave_heir(run_id)
+    leave_heir(run_id)
+    (heir,) = heirs(run_name(run_id))
+    assert (mark(SHM, run_name(run_id)) / HEIR).exists()
+    held.close()
+    await_end(heir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machines import HEAD, free_ports
+from flowrl.channel.links.run_files import SHM
 from tests.run_process import GRAPHS, ROOT, Run, audit, is_loopback, listening, pids_of, states
+from tests.test_channel_presence import heirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,6 +52,27 @@ def test_a_run_whose_ray_dies_says_so_and_can_be_resumed(tmp_path: Path, ray: di
     again = Run(FAULTS, tmp_path / "run", *OPTIONS, "--steps", str(steps), "--resume", env=ray)
     assert again.wait() == 0, again.stderr
     assert states(tmp_path / "run") == {("trained", None): steps * 4}
+
+
+@pytest.mark.parametrize("moment", ["training", "step 2/"])
+@pytest.mark.parametrize("also", ["", "guard.py"])
+def test_a_killed_driver_leaves_no_memory_and_no_socket(tmp_path: Path, also: str, moment: str) -> None:
+    """Nor does one that is killed together with its guard: Ray's processes then end by themselves."""
+    run = Run(FAULTS, tmp_path / "run", "--processes", "--ranks", "2", "--steps", "100000", timeout_s=280)
+    run.until(moment)
+    segment = run.words("trainer-0")[1]
+    name = segment.split("-")[1]
+    (heir,) = heirs(name)
+    assert (SHM / segment).exists() and run.socket_dirs
+    if also:
+        (guard,) = [pid for pid in pids_of(run.mark) if also in Path(f"/proc/{pid}/cmdline").read_bytes().decode()]
+        os.kill(guard, signal.SIGKILL)
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert select.select([heir], [], [], OWN_DIES_WITHIN_S if not also else 60)[0], "the heir waits for a process"
+    os.close(heir)
+    assert list(SHM.glob(f"flowrl-{name}*")) == [] and not run.socket_dirs
+    assert run.left_after(90) == []
 
 
 def test_sigterm_to_the_process_group_reaches_the_driver_alone_which_writes_a_checkpoint(tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def test_a_start_that_takes_too_long_says_what_it_waited_for(
 class Node:
     """What a node of Ray's library is, as far as the start changes it."""
 
-    def __init__(self, **ports: int) -> None:
+    def __init__(self, directory: Path, **ports: int) -> None:
+        self._session_dir, self._node_id = str(directory), "ab" * 28
         self._ray_params = SimpleNamespace(**dict.fromkeys(PORTS, 0) | ports)
         self.given: list[int] = []
 
@@ -144,6 +145,7 @@ class Node:
 
 
 def test_a_raylet_is_told_the_ports_of_its_agents_and_looked_for_until_the_limit(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray._private import node as rays_nodes
@@ -160,13 +162,15 @@ def test_a_raylet_is_told_the_ports_of_its_agents_and_looked_for_until_the_limit
     monkeypatch.setattr(rays_nodes, "Node", Node)
     monkeypatch.setattr(services, "get_node", registers_late)
     with patient_library(60.0, given_up := threading.Event()):
-        (node := Node(metrics_export_port=7)).start_ray_processes()
+        (node := Node(tmp_path, metrics_export_port=7)).start_ray_processes()
         assert services.get_node("address", "id") == "found" and len(asked) == 3
         asked.clear()
         given_up.set()
         with pytest.raises(RuntimeError, match="not registered"):
             services.get_node("address", "id")
     assert len({*node.given}) == len(PORTS) and node.given[1] == 7 and 0 not in node.given
+    files = [(tmp_path / f"{name}_{node._node_id}").read_text() for name in PORTS]
+    assert [int(text) for text in files] == node.given, "what the raylet reads, as its agents would have written it"
     assert services.get_node is registers_late and Node.start_ray_processes.__name__ == "start_ray_processes"
 
 

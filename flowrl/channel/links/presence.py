@@ -10,6 +10,7 @@ ids: clocks are changed, process ids are reused, and containers that share a pla
 Invariants
 - A process locks the marks before it makes its first file of the run.
 - A process that removes a run's files holds an exclusive lock on the run's mark, and removes the mark last.
+- On each machine where a run has processes, an heir (`run_files`) removes the files when the last of them has ended.
 
 Waits: `Presence` waits for a sweep that holds the mark at that moment, until the sweep has removed the mark.
 """
@@ -18,28 +19,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
-import shutil
-import stat
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
+from flowrl.channel.links import run_files
 from flowrl.channel.links.address import run_name, socket_root
-from flowrl.channel.links.slab import SHM
-
-NAME = re.compile(r"^(?:flowrl-)?(?P<run>[0-9a-f]{12})(?:-|$)")
+from flowrl.channel.links.run_files import HEIR, SHM, clear, mark, still_names
 
 
 def places() -> tuple[Path, Path]:
     """The directories in which runs make files on this machine."""
     return SHM, socket_root()
-
-
-def mark(place: Path, run: str) -> Path:
-    """The directory in `place` that processes of the run named `run` lock."""
-    return place / (f"flowrl-{run}" if place == SHM else run)
 
 
 class Presence:
@@ -53,45 +45,10 @@ class Presence:
         for place, held in self._held:
             with suppress(BlockingIOError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _still(held, mark(place, self._run)):
+                if still_names(mark(place, self._run), held):
                     clear(place, self._run)
             os.close(held)
         self._held = []
-
-
-def found(place: Path) -> dict[str, list[Path]]:
-    """Run -> this user's files of the run in `place`, without the mark. Files that vanish meanwhile are left out."""
-    runs: dict[str, list[Path]] = defaultdict(list)
-    for path in place.iterdir():
-        if (match := NAME.match(path.name)) and _ours(path):
-            files = runs[match["run"]]
-            if path != mark(place, match["run"]):
-                files.append(path)
-    return runs
-
-
-def remove_deserted(place: Path, run: str) -> list[Path]:
-    """Remove a run's files in `place`, unless one of its processes is alive. Returns the removed files."""
-    with _deserted(mark(place, run)) as deserted:
-        return clear(place, run) if deserted else []
-
-
-def clear(place: Path, run: str) -> list[Path]:
-    """Remove a run's files in `place`, and the mark last. Returns the files."""
-    files = found(place).get(run, [])
-    for path in files:
-        _remove(path)
-    _remove(mark(place, run))
-    return files
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or directory. It is no error if another process removes it at the same time."""
-    with suppress(FileNotFoundError):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
 
 
 def _hold(path: Path) -> int:
@@ -103,41 +60,28 @@ def _hold(path: Path) -> int:
         except FileNotFoundError:  # a sweep removed it in between
             continue
         fcntl.flock(held, fcntl.LOCK_SH)
-        if _still(held, path):
+        if still_names(path, held):
             return held
         os.close(held)
 
 
-@contextmanager
-def _deserted(path: Path) -> Iterator[bool]:
-    """True if no process holds the mark; none can lock it within this context. Also True if there is no mark."""
-    try:
-        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield _still(held, path)
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(held)
-
-
-def _still(held: int, path: Path) -> bool:
-    """Whether `path` still names the locked directory."""
-    try:
-        now = path.lstat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(now, os.fstat(held))
-
-
-def _ours(path: Path) -> bool:
-    """Whether this is a file, socket or directory of this user. Links are ignored: flowrl makes none."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return False
-    return status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode)
+def leave_heir(run_id: str) -> None:
+    """Start the process that removes the files of the run on this machine when none of its processes is left, unless
+    there is one already. The caller has a `Presence`."""
+    run = run_name(run_id)
+    with suppress(OSError):  # the machine has no room for one: the next start removes the files
+        held = os.open(mark(SHM, run) / HEIR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            subprocess.run(
+                [sys.executable, "-I", "-S", run_files.__file__, run, *map(str, places())],
+                pass_fds=[held],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env={name: text for name, text in os.environ.items() if name == "LD_LIBRARY_PATH"},
+            )
+        finally:
+            os.close(held)

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.channel.links.run_files import SHM
 from flowrl.errors import WireError
 
 FROM_BYTES = 512 << 10
 """Smaller arrays are cheaper to send as frames."""
 SEGMENT_BYTES = 64 << 20
 PAGE = 4096
-SHM = Path("/dev/shm")
 
 SlabBlock = tuple[int, int]
 """(segment, offset)"""

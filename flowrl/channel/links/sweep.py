@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flowrl.channel.links.address import run_name
-from flowrl.channel.links.presence import clear, found, places, remove_deserted
+from flowrl.channel.links.presence import places
+from flowrl.channel.links.run_files import clear, found, remove_deserted
 
 
 def sweep() -> list[str]:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from flowrl.channel.endpoint import Address
+from flowrl.channel.links.presence import leave_heir
 from flowrl.graph.node import Node
 from flowrl.graph.open_files import raise_limit
 from flowrl.proxies import reach_directly
@@ -109,7 +110,9 @@ class HostActor:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def open(self) -> dict[str, Any]:
-        return {**await self._on_loop(self._engine.open()), "gpus": self._gpus}
+        answer = await self._on_loop(self._engine.open())
+        await asyncio.to_thread(leave_heir, self._spec.run_id)
+        return {**answer, "gpus": self._gpus}
 
     async def wire(
         self,

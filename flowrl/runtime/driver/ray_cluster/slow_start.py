@@ -4,7 +4,7 @@ Ray has limits of its own, which a machine with a high load exceeds. Most of the
 are constants of Ray 2.60:
 
 - The raylet ends itself if its agents, Python processes that import modules for seconds, have not told it their ports
-  within 15 s (ray-project/ray#65983). It does not wait for ports that it is told, so they are chosen here.
+  within 15 s (ray-project/ray#65983). So the ports are chosen here, and told to both before they start.
 - Ray's library looks for the raylet for 30 s, in one call that waits: after these, the call is repeated here.
 """
 
@@ -62,10 +62,12 @@ def patient_library(limit_s: float, given_up: threading.Event) -> Iterator[None]
 
     A version of Ray that has other names for this keeps its own limits.
     """
+    from ray import _raylet
     from ray._private import services
     from ray._private.node import Node
 
     start, find = getattr(Node, "start_ray_processes", None), getattr(services, "get_node", None)
+    persist = getattr(_raylet, "persist_port", None)
     with ExitStack() as changes:
         if start is not None:
 
@@ -73,6 +75,9 @@ def patient_library(limit_s: float, given_up: threading.Event) -> Iterator[None]
                 for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):
                     if not getattr(node._ray_params, name, None):
                         setattr(node._ray_params, name, port)
+                    # The raylet waits for the file of a port that Ray's library does not pass on to it.
+                    if persist is not None:
+                        persist(node._session_dir, node._node_id, name, getattr(node._ray_params, name))
                 start(node)
 
             changes.enter_context(mock.patch.object(Node, "start_ray_processes", start_with_ports))
