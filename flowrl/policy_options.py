@@ -30,7 +30,8 @@ class PolicyOptions:
     """arithmetic, reasoning_gym/NAME, a .jsonl file or a dataset directory; options follow a colon."""
     time_share: tuple[str, ...] | None = None
     """Names of the nodes that use the same cores and GPUs, one at a time, such as: generator trainer reference. None:
-    models that only score share those of the trainer; without any name, no nodes share."""
+    models that only score share those of the trainer, and on CPUs a generator and a trainer that never work at the
+    same time (staleness 0) share theirs; without any name, no nodes share."""
     trust_remote_code: bool = False
     """Run the Python files that come with models; applies to every model and library of the run."""
     chat_template: str = ""

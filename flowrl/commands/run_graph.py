@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def run_graph(args: Sequence[str]) -> int:
     from flowrl.runtime.driver.launch import Launch
 
     file, derived = prepared.file.path, derived_text(prepared.origins)
-    launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s)
+    launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s, _advice(prepared))
     if of_files.dry_run:
         return _dry_run(prepared, run_file_text(prepared.file.shown, dump(options), dump(prepared.cfg)))
     result = launch.run()
@@ -52,6 +52,15 @@ def run_graph(args: Sequence[str]) -> int:
         return 0
     say(str(result.audit), sys.stdout)
     return 0 if result.audit.ok else 1
+
+
+def _advice(prepared: Prepared) -> Callable[[Mapping[str, Any]], str]:
+    """What is said during the run if another placement would be faster."""
+    from flowrl.commands.tune.faster_placement import PlacementAdvice
+    from flowrl.commands.tune.tuned_graph import TunedGraph
+
+    tuned = TunedGraph(prepared.file, prepared.cfg, Cluster.here(), fixed=prepared.asked)
+    return PlacementAdvice(tuned).after_step
 
 
 def print_figures(evaluations: Mapping[str, Mapping[str, float]]) -> None:

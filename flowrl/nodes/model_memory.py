@@ -8,7 +8,7 @@ from flowrl.graph.footprint import Footprint, MemoryTerm, Share, Stay
 from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
 from flowrl.models.sizes.known_shapes import known_shape
-from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.engine import Engine, largest_kv_cache
 from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
 from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.model.model_shape import BYTES, ModelShape
@@ -29,7 +29,7 @@ UTILIZATION = 0.92
 """vLLM's default of gpu_memory_utilization."""
 BATCHED_TOKENS = 8192
 """Tokens of a step for which vLLM reserves memory."""
-PROMPT_TOKENS, LARGEST_CPU_CACHE = 512, GIB
+PROMPT_TOKENS = 512
 """As in `kv_cache_room` of vllm_start.py."""
 
 
@@ -197,7 +197,7 @@ def _cpu_generator(
     yield MemoryTerm("weights", _stored(shape, engine))
     prompt = PROMPT_TOKENS if longest_asked is None else min(PROMPT_TOKENS, longest_asked)
     tokens = slots * (prompt + longest_response)
-    room = min(LARGEST_CPU_CACHE, tokens * shape.kv_bytes_per_token(element))
+    room = min(largest_kv_cache(shape.parameters * element), tokens * shape.kv_bytes_per_token(element))
     yield MemoryTerm("KV cache", engine.kv_cache_bytes or room)
 
 

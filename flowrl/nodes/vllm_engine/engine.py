@@ -41,6 +41,7 @@ RENAMED = {"kv_cache_memory_bytes": "kv_cache_bytes"}
 FITTING = -1
 """A max_model_len that tells vLLM to take the longest sequence, up to the model's context, for which the KV cache has
 room. Without it, an engine whose cache is smaller than the context does not start."""
+LEAST_CACHE, LARGEST_CACHE = 256 << 20, 1 << 30
 ON_GPUS_ONLY = ("gpu_memory_utilization", "cpu_offload_gb")
 
 
@@ -75,7 +76,7 @@ class Engine:
     """Type of the KV cache; auto: the type of the computation."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache of each GPU; None: on a GPU the memory that vLLM finds free, on a CPU room for a prompt and
-    a response in every place, at most 1 GiB."""
+    a response in every place, at most as much as the weights have, between 256 MiB and 1 GiB."""
     cpu_offload_gb: float = 0.0
     """GiB of each GPU's weights that are kept in host memory and read through the bus at every step; for generators
     that receive no weights, or only adapters."""
@@ -183,6 +184,11 @@ class Engine:
         }
         found |= {name: value for name, value in optional.items() if value is not None}
         return found | dict(parse_extra(text) for text in self.extra)
+
+
+def largest_kv_cache(weights_bytes: int | None) -> int:
+    """Maximum size of the KV cache on a CPU, where vLLM writes all of it at the start; None: the size is unknown."""
+    return LARGEST_CACHE if weights_bytes is None else min(LARGEST_CACHE, max(LEAST_CACHE, weights_bytes))
 
 
 def _option(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.models.directory import context_length, stored_dtype
-from flowrl.nodes.vllm_engine.engine import Engine
+from flowrl.nodes.vllm_engine.engine import LARGEST_CACHE, Engine, largest_kv_cache
 from flowrl.nodes.vllm_engine.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_engine.vllm_parallel import Parallel, read_config
 from flowrl.training.model.model_shape import read_shape
@@ -24,8 +24,6 @@ from flowrl.weights.probe import PROBE_TOKENS
 
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.vllm_process.vllm_worker.WorkerExtension"
-KV_CACHE_BYTES = 1 << 30
-"""Maximum size of the KV cache on CPU, where vLLM writes all of it at the start."""
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt when the KV cache is sized; with longer prompts vLLM waits for free cache space."""
 
@@ -112,7 +110,7 @@ def engine_arguments(
         arguments |= {
             "block_size": 32,
             "distributed_executor_backend": "uni",
-            "kv_cache_memory_bytes": KV_CACHE_BYTES,  # `kv_cache_room` lowers it
+            "kv_cache_memory_bytes": LARGEST_CACHE,  # `kv_cache_room` lowers it
         }
     return arguments | engine.arguments(on_gpu=bool(num_gpus), longest=longest)
 
@@ -136,14 +134,16 @@ def longest_sequence(model_dir: str | Path, asked: int | None, response: int) ->
 def kv_cache_room(config: Any, longest_response: int) -> int:
     """Bytes of KV cache for a prompt and a response in every slot, and for one sequence of the model's length.
 
-    `config` is a VllmConfig. Returns `KV_CACHE_BYTES` if the model's cache is not one key and value per head and layer.
+    `config` is a VllmConfig. Returns `LARGEST_CACHE` if the model's cache is not one key and value per head and layer.
     """
     model, parallel, slots = config.model_config, config.parallel_config, config.scheduler_config.max_num_seqs
     if model.use_mla or model.is_hybrid or config.cache_config.cache_dtype != "auto":
-        return KV_CACHE_BYTES
+        return LARGEST_CACHE
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
     per_token = per_layer * model.get_num_layers(parallel)
     block = config.cache_config.block_size
     sequence = min(model.max_model_len, PROMPT_TOKENS + longest_response) + block
     tokens = max(slots * sequence, model.max_model_len + block)
-    return int(min(KV_CACHE_BYTES, tokens * per_token))
+    shape = read_shape(Path(model.model))
+    limit = largest_kv_cache(None if shape is None else shape.parameters * model.dtype.itemsize)
+    return int(min(max(limit, per_token * (model.max_model_len + block)), tokens * per_token))

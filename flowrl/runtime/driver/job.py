@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flowrl.channel.tickets import Tickets
 from flowrl.graph.analysis.plan import Plan
@@ -33,6 +34,8 @@ class Job:
     """Trainer -> the version with which it starts, if that is not `start_version`."""
     rewind: Callable[[], None]
     """Rewinds the run's files to `resume_from`."""
+    advise: Callable[[Mapping[str, Any]], str] | None = None
+    """Takes each line of metrics and returns what the user should know of the placement, mostly ""."""
 
     def make_tickets(self) -> Tickets:
         """The tickets of the run; none of them is taken yet."""

@@ -74,6 +74,8 @@ class Launch:
     """Text that says which options, left out by the user, were derived from the model's size; "" if none were."""
     started_s: float = field(default_factory=time.monotonic)
     """When the command was given; --max-hours counts from here."""
+    advise: Callable[[Mapping[str, Any]], str] | None = None
+    """As in `Job`."""
     called: str = ""
     """The beginning of the name of a directory that the user does not name; "": the graph's name."""
 
@@ -299,6 +301,7 @@ class PreparedRun:
             start_version=self.version,
             start_versions=self.versions,
             rewind=self._rewind,
+            advise=self.launch.advise,
         )
         with writing(self.directory.path):
             driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))

@@ -158,8 +158,10 @@ class RunRecords:
             try:
                 await ask_for_reports()
             finally:  # a booked step has a line, however the run ends
-                self._write_line(record)
+                line = self._write_line(record)
             self._lines.task_done()
+            if self._job.advise is not None and (told := await asyncio.to_thread(self._job.advise, line)):
+                self._view.warning(told)
 
     def end_lines(self) -> None:
         """End `write_lines` after the lines that are queued: no further step follows."""
@@ -180,7 +182,8 @@ class RunRecords:
         while not self._lines.empty() and (record := self._lines.get_nowait()) is not None:
             self._write_line(record)
 
-    def _write_line(self, record: dict[str, Any]) -> None:
+    def _write_line(self, record: dict[str, Any]) -> Mapping[str, Any]:
         with writing(self._job.run_dir):
             line = self.metrics.line(record)
         self._view.step(line)
+        return line

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from flowrl.allocator import release_freed_memory
 from flowrl.weights.fetched import SEGMENT_ENGINE
 from flowrl.weights.vllm_process.engine_process import adopt
 from flowrl.weights.vllm_process.plain_heads import keep_heads_plain
@@ -31,9 +32,13 @@ class WorkerExtension:
     def apply_weights(self, update_info: dict[str, Any]) -> float:
         """Start, load and finish one update; returns the seconds taken. A failure leaves the engine unusable."""
         began = time.perf_counter()
+        first = not getattr(self, "has_weights", False)
         self.start_weight_update()  # type: ignore[attr-defined]
         self.update_weights(update_info)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
+        if first:  # later updates use the same memory again, which then costs no page faults
+            self.has_weights = True
+            release_freed_memory()
         return time.perf_counter() - began
 
     def load_adapter(self, update_info: dict[str, Any], adapter: dict[str, Any], adapter_id: int) -> float:
