@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl import Cluster, Machine
+from flowrl import Cluster, Machine, allocator
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.runtime.driver.ray_cluster import allocator
+from flowrl.nodes.vllm_engine.engine import largest_kv_cache
 from flowrl.runtime.driver.ray_cluster.claims import Claim, claims, visible_devices
 from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
 from flowrl.training.model.token_logprobs import products
@@ -150,3 +153,30 @@ def test_processes_that_compute_on_cores_keep_their_memory(monkeypatch: pytest.M
     assert found(1, 0)
     monkeypatch.setenv(allocator.VARIABLE, "glibc.malloc.hugetlb=1")
     assert found(1, 0) is None, "the user's own settings stay: processes inherit them"
+
+
+def test_what_a_process_has_used_once_goes_back_to_the_kernel() -> None:
+    """With `keeping`, freed memory between blocks in use stays resident until it is released."""
+    code = """
+import ctypes, re
+from flowrl.allocator import release_freed_memory
+def resident(): return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = [libc.malloc(ctypes.c_size_t(4 << 20)) for _ in range(64)]
+for block in blocks: ctypes.memset(ctypes.c_void_p(block), 1, 4 << 20)
+for block in blocks[:-1]: libc.free(block)
+kept = resident()
+release_freed_memory()
+print(kept - resident())
+"""
+    env = {**os.environ, **allocator.keeping({})}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 200 << 20
+
+
+@pytest.mark.parametrize(
+    ("weights", "most"), [(None, 1 << 30), (1, 256 << 20), (513 << 20, 513 << 20), (1 << 40, 1 << 30)]
+)
+def test_a_kv_cache_on_a_cpu_is_at_most_as_large_as_the_weights(weights: int | None, most: int) -> None:
+    assert largest_kv_cache(weights) == most
