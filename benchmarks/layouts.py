@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from flowrl.allocator import keeping
 from flowrl.messages import Batch, Trainable
 from flowrl.models import Policy, resolve
+from flowrl.runtime.driver.ray_cluster.allocator import keeping
 from flowrl.training.settings import Dtype, ZeroSettings
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ CHECKED = (
 HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_gym", "gymnasium", "datasets")
 
 BASE = {
-    "allocator",
     "cache",
     "disk_room",
     "errors",
@@ -41,7 +40,6 @@ BASE = {
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "allocator": set(),
     "cache": set(),
     "cpu_flags": set(),
     "disk_room": {"errors", "hub"},

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from flowrl.allocator import release_freed_memory
 from flowrl.disk_room import told_if_full
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
@@ -247,7 +246,6 @@ class Trainer(ResidentNode):
         engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
-        release_freed_memory()
         if self.weights.connected:
             self._publisher = make_publisher(self.context, self.policy, self.name, self.lora, engine, self.probe_every)
         progress("ready")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from flowrl.allocator import release_freed_memory
 from flowrl.orphans import has_ended
 
 PARENT_VARIABLE = "FLOWRL_HOST_PID"
@@ -49,6 +49,14 @@ def collect_once_loaded() -> None:
 
     gc.disable()
     gc.callbacks.append(told)
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the kernel, also what lies between blocks that are in use: a process that keeps its memory
+    has used it once, for the copies of a model that was loaded. Does nothing with another allocator than glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 _watched = 0

@@ -15,9 +15,8 @@ from typing import Any
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from flowrl.allocator import release_freed_memory
 from flowrl.weights.fetched import SEGMENT_ENGINE
-from flowrl.weights.vllm_process.engine_process import adopt
+from flowrl.weights.vllm_process.engine_process import adopt, release_freed_memory
 from flowrl.weights.vllm_process.plain_heads import keep_heads_plain
 from flowrl.weights.vllm_process.segment_engine import SharedMemoryEngine
 from flowrl.weights.vllm_process.spare_generators import spare_discarded

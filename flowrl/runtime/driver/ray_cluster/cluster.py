@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowrl.allocator import keeping
 from flowrl.channel.links.address import socket_root
 from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError, FlowrlError
@@ -28,6 +27,7 @@ from flowrl.graph.machine import Cluster, Machine, gpu_names
 from flowrl.graph.open_files import most_files
 from flowrl.orphans import adopt_orphans
 from flowrl.runtime.driver.ray_cluster import slow_start
+from flowrl.runtime.driver.ray_cluster.allocator import keeping
 from flowrl.runtime.driver.ray_cluster.guard import Guard
 from flowrl.runtime.driver.ray_cluster.lean_head import lean_head
 from flowrl.runtime.driver.ray_cluster.own_groups import own_groups

@@ -8,7 +8,6 @@ benchmarks.kernels`, with and without --plain-malloc).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
@@ -27,11 +26,3 @@ def keeping(variables: Mapping[str, str]) -> dict[str, str]:
     if VARIABLE in variables or "malloc" in variables.get("LD_PRELOAD", ""):
         return {}
     return {VARIABLE: ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
-
-
-def release_freed_memory() -> None:
-    """Return freed memory to the kernel, also what lies between blocks that are in use; for memory that a process has
-    used once, such as the copies of a model that is being loaded. Does nothing with another allocator than glibc's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
