@@ -67,6 +67,8 @@ LOOK_S = (0.005, 0.5)
 """The shortest and the longest time between two looks."""
 LOOKS = 100
 """Attempts to see all processes in one look, while some end or begin."""
+SUMS = 10
+"""Sums of shared memory, until one is of a moment in which no process has begun or ended."""
 SOCKET_BYTES, PIPE_BYTES = 208 << 10, 64 << 10
 """The most that the kernel keeps for one without the options that the filter refuses."""
 NAMELESS = ("/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")
@@ -371,21 +373,25 @@ class Watch:
         """What is held, or a bound above it if that is not more than `most`: cheaper figures come first.
 
         Processes that end while they are read are read again, with those that they have started meanwhile. Where that
-        has no end, or something cannot be read, the sum counts as endless.
+        has no end, or something cannot be read, the sum counts as endless. Shares of memory that a fork has left to
+        several processes add up to too much while some of them end, so that sum counts only if no process has begun or
+        ended meanwhile; if there is no such moment, the smallest of several sums counts.
         """
-        files = self._files_bytes()
+        files, sums = self._files_bytes(), []
         for _ in range(LOOKS):
             try:
                 for look in (self._reserved, self._mapped, self._shared_fairly):
                     pids = self._pids()
                     held = files + sum(self._of_mounts(pids).values()) + look(pids)
                     if held <= most:
-                        break
-                return held
+                        return held
+                sums.append(held)
+                if len(sums) == SUMS or (self._pids() == pids and all(self._status(pid, "VmSize") for pid in pids)):
+                    return min(sums)
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 if not self._is_alive():
                     return 0
-        return sys.maxsize
+        return min(sums, default=sys.maxsize)
 
     def _reserved(self, pids: list[int]) -> int:
         """All that the processes have reserved, and all that their descriptors may hold."""
