@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import aiohttp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,8 @@ from flowrl.agents.endpoint.apis import AnthropicMessages, ApiCall, ChatCompleti
 from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.models.tokens.chat import Messages
 from tests.chat_templates import ADD
+from tests.endpoint_fuzz import fuzz
+from tests.endpoint_rig import an_endpoint
 
 CALL = {"id": "call1", "type": "function", "function": {"name": "add", "arguments": '{"a": "1 2"}'}}
 BLOCKS = [
@@ -163,3 +167,34 @@ def test_the_apis_read_the_same_conversation_alike() -> None:
     assert responses.messages == [system, {"role": "user", "content": "before"}, user, assistant, tool]
     assert responses.kept == responses.messages[1:]
     assert chat.tools == responses.tools == [ADD]
+
+
+@pytest.mark.parametrize("wrong", [None, [], True, "a", {"a": None}, {"a": "string"}])
+def test_a_tool_whose_arguments_are_not_described_as_json_schema_is_named(wrong: Any) -> None:
+    schema = {"type": "object", "properties": wrong}
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "q"}], "max_tokens": 5}
+    function = {"name": "add", "parameters": schema}
+    bodies = {
+        "chat/completions": ({**asked, "tools": [{"type": "function", "function": function}]}, "function.parameters"),
+        "messages": ({**asked, "tools": [{"name": "add", "input_schema": schema}]}, "input_schema"),
+        "responses": ({"model": "policy", "input": "q", "tools": [{"type": "function", **function}]}, "parameters"),
+    }
+
+    async def scenario() -> None:
+        async with an_endpoint() as rig, aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {rig.access.api_key}"}
+            for path, (body, field) in bodies.items():
+                async with http.post(f"{rig.endpoint.url}/v1/{path}", json=body, headers=headers) as answer:
+                    text = await answer.text()
+                assert answer.status == 400, text
+                where = f"tools[0].{field}.properties" + (".a" if isinstance(wrong, dict) else "")
+                assert f"{where} is " in text and "it needs an object" in text
+
+    asyncio.run(scenario())
+
+
+def test_no_damaged_request_is_answered_with_a_500() -> None:
+    """`python -m tests.endpoint_fuzz` sends more."""
+    statuses, bad = asyncio.run(fuzz(1200, seed=20))
+    assert not bad, bad[0]
+    assert {200, 400} <= set(statuses) <= {200, 400, 404, 409, 413, 422} and statuses.total() == 1200

@@ -136,7 +136,18 @@ def function_tool(name: str, function: Any, parameters: str = "parameters") -> M
     if described.get("description") is not None:
         tool["description"] = text(f"{name}.description", described["description"])
     schema = mapping(f"{name}.{parameters}", described.get(parameters) or {"type": "object", "properties": {}})
+    _check_properties(f"{name}.{parameters}", schema)
     return {"type": "function", "function": {**tool, "parameters": schema}}
+
+
+def _check_properties(name: str, schema: Mapping[str, Any]) -> None:
+    """Templates and parsers go through the arguments of a tool, so what describes them has to be what JSON Schema
+    allows: an object, whose values are schemas (an object, true or false)."""
+    if "properties" not in schema:
+        return
+    for key, described in mapping(f"{name}.properties", schema["properties"]).items():
+        if not isinstance(described, bool):
+            mapping(f"{name}.properties.{key}", described)
 
 
 def strict_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> bool:
