@@ -30,9 +30,6 @@ from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joi
 from flowrl.tasks.row_reading.other_columns import RowUse
 from flowrl.tasks.row_reading.tool_shapes import text_of
 
-MISMATCHES_TRIED = 16
-"""Rows whose completions are tried as mismatches of one prompt."""
-
 
 @dataclass(frozen=True)
 class Preferences:
@@ -192,6 +189,8 @@ class Renderer:
         self._chat = chat
         self._scored = data.scored
         self.rows = by_id(rows)
+        self._unrendered: set[str] = set()
+        """Ids of rows whose completions cannot be rendered, as far as they were met as mismatches."""
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
 
     def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
@@ -214,16 +213,16 @@ class Renderer:
 
     def _mismatched(self, row: Row) -> tuple[Int32, Bool]:
         """The row's prompt with the completion of the next row whose prompt is another one and whose completion can be
-        rendered. Raises Unrendered if there is none among the next few."""
+        rendered. Raises Unrendered if there is none."""
         other = row
-        for tries_left in reversed(range(MISMATCHES_TRIED)):
+        for _ in range(len(self.rows)):
             other = self._mismatches[other.prompt_id]
+            if other.asked_id == row.asked_id or other.prompt_id in self._unrendered:
+                continue
             try:
-                if other.asked_id != row.asked_id:
-                    return self._chat.with_tools(row.tools).completion(row.turns, other.columns["completion"])
+                return self._chat.with_tools(row.tools).completion(row.turns, other.columns["completion"])
             except Unrendered:
-                if not tries_left:
-                    raise
+                self._unrendered.add(other.prompt_id)
         raise Unrendered("no other row has a completion that can be put behind its prompt")
 
     def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
