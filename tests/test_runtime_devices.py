@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl import Cluster, Machine, allocator
+from flowrl import Cluster, Machine
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.nodes.vllm_engine.engine import largest_kv_cache
+from flowrl.runtime.driver.ray_cluster import allocator
 from flowrl.runtime.driver.ray_cluster.claims import Claim, claims, visible_devices
 from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
 from flowrl.training.model.token_logprobs import products
@@ -159,7 +160,7 @@ def test_what_a_process_has_used_once_goes_back_to_the_kernel() -> None:
     """With `keeping`, freed memory between blocks in use stays resident until it is released."""
     code = """
 import ctypes, re
-from flowrl.allocator import release_freed_memory
+from flowrl.weights.vllm_process.engine_process import release_freed_memory
 def resident(): return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
