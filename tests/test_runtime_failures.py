@@ -205,10 +205,12 @@ def test_a_run_whose_process_hangs_ends_after_sigterm_without_a_checkpoint(
     """A rank that is stopped in its batch, and an evaluation that is asked and does not answer."""
     limit = ["--steps", "100000", "--term-minutes", "0.2"]
     if hangs == "trainer-1":
-        run = Run(FAULTS, tmp_path / "run", "--processes", "--ranks", "2", "--save-every", "2", *limit, env=ray)
+        options = ["--processes", "--ranks", "2", "--save-every", "2", *limit]
+        run = Run(FAULTS, tmp_path / "run", *options, env=ray, timeout_s=200)
         run.until("checkpoint step_000004")
     else:
-        run = Run(GRAPHS / "evaluated.py", tmp_path / "run", "--apart", "--save-every", "2", *limit, env=ray)
+        options = ["--apart", "--save-every", "2", *limit]
+        run = Run(GRAPHS / "evaluated.py", tmp_path / "run", *options, env=ray, timeout_s=200)
         run.until("evaluation during training, at version 4")
     pid = int(run.words(hangs)[0].split()[0])
     os.kill(pid, signal.SIGSTOP)

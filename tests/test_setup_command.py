@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -164,3 +166,28 @@ def test_a_wheel_has_the_graphs_and_the_pins(tmp_path: Path) -> None:
     assert {"flowrl/options_of_others.txt", "flowrl/options_of_verl.txt"} <= names
     assert {"flowrl/recipes/grpo.py", "flowrl/recipes/agents/calculator_agent.py", "flowrl_setup.py"} <= names
     assert "flowrl = flowrl_setup:entry" in scripts
+
+
+def test_what_processes_import_is_compiled_although_the_users_shell_forbids_it(tmp_path: Path) -> None:
+    """And nothing else: of an installation with one module that is imported, and one that is not."""
+    (tmp_path / "used.py").write_text("import used_too\n")
+    (tmp_path / "used_too.py").write_text("")
+    (tmp_path / "unused.py").write_text("")
+    program = (
+        "import sys, flowrl_setup; sys.path.insert(0, sys.argv[1]); "
+        "flowrl_setup.IMPORTED = ('missing', 'used'); flowrl_setup.compile_imported()"
+    )
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONPYCACHEPREFIX", None)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=60)
+    made = {path.name.partition(".")[0] for path in (tmp_path / "__pycache__").iterdir()}
+    assert made == {"used", "used_too"}
+
+
+def test_the_modules_with_which_processes_begin_are_there() -> None:
+    assert [name for name in flowrl_setup.IMPORTED if importlib.util.find_spec(name) is None] == []
+
+
+def test_set_up_starts_the_compiler_and_does_not_wait_for_it() -> None:
+    script = (ROOT / ".ci" / "setup").read_text(encoding="utf-8").splitlines()
+    assert script[-1].startswith("(setsid .venv/bin/python flowrl_setup.py compile") and script[-1].endswith("&)")
