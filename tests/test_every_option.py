@@ -57,6 +57,7 @@ VALUES: Values = {
     "task.reward": "rules.py:short",
     "task.reward_weights": "format=0.2",
     "task.template": "Q: {prompt}",
+    "task.reasoning": "inline",
     "policy": "smollm2",
     "reward_away_s": 7.0,
     "lora.sync": "merged",
@@ -95,6 +96,7 @@ OTHERS: dict[tuple[str, str], Any] = {
 }
 
 COMPANIONS: Mapping[str, Values] = {
+    "task.reasoning": {"task.name": "questions.jsonl"},  # rows that a task makes have none
     "lora": {"lora.rank": 4},
     "lora.quantize": {"lora.rank": 4, "lora.sync": "merged"},
     "zero.nvme_path": {"zero.offload": "all"},
@@ -165,6 +167,7 @@ REFUSED: Mapping[str, set[str]] = {
     "evaluate_max_prompt_tokens": AGENTS,  # --limits.tokens bounds all of an episode
     "evaluate_also": AGENTS - {"agent_openai"},  # an environment has its own questions
     "task.template": AGENTS - {"agent_openai"},
+    "task.reasoning": AGENTS - {"agent_openai"},
     "evaluate_task": {"agent_game", "self_play"},  # games have no questions; other environments of agent_game do
     "time_share": {"score", "process_reward_model", "reward_model"},  # one node has devices
     "reference.replicas": {"dpo", "kto"},  # one process computes its logprobs once
