@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import main
+from flowrl.models import Policy
+from flowrl.nodes import Generator, Sampling
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
 from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
 
@@ -542,6 +544,12 @@ def test_an_answer_that_leaves_no_place_for_a_prompt(told: Told) -> None:
         assert says in told("check", graph, "--policy", "tiny", "--max-tokens", "5000")
     engine = ("--engine.max-model-len", "300", "--max-tokens", "300")
     assert "but --engine.max-model-len has 300 tokens" in told("check", "agent_game", *engine)
+
+
+def test_a_config_without_the_length_of_its_context_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 1024}', encoding="utf-8")
+    generator = Generator(Policy(str(tmp_path)), sampling=Sampling(max_tokens=5000))
+    assert not [problem for problem in generator.check(None) if "max_tokens" in problem]
 
 
 def test_a_host_that_is_not_known(told: Told) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -166,8 +166,10 @@ class Generator(Node):
 
     def _too_long(self) -> Iterator[str]:
         """Answers that leave no token for a prompt in the context, or in the engine's longest sequence."""
-        most, answer = known_context(self.policy), max(self.sampling.max_tokens, self.evaluation.max_tokens)
+        most, answer = None, max(self.sampling.max_tokens, self.evaluation.max_tokens)
         where = f"the context of {self.policy.model}"
+        with suppress(ConfigError):  # a config that names no context: vLLM knows more names, and preflight tells damage
+            most = known_context(self.policy)
         if (asked := self.engine.max_model_len) is not None and (most is None or asked < most):
             most, where = asked, "--engine.max-model-len"
         if most is not None and answer >= most:
