@@ -133,7 +133,7 @@ def test_figures_of_unfinished_stages_are_kept(found: dict[str, Any]) -> None:
 
 def test_the_table_has_a_row_for_each_stage(found: dict[str, Any]) -> None:
     lines = (found["out"] / "table.md").read_text().splitlines()
-    assert lines[0].startswith("no GPU; flowrl ") and lines[2] == "| stage | result | found | seconds |"
+    assert lines[0].startswith("no GPU; flowrl-engine ") and lines[2] == "| stage | result | found | seconds |"
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines[4:]}
     assert list(rows) == [one.name for one in found["stages"]]
     assert "| ok | answer: 4/2 |" in rows["fine"], "a bar would end the cell"
@@ -196,7 +196,7 @@ def test_a_machine_is_known_by_its_gpus_and_packages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(command, "_driver", lambda: "580.1")
     machine = examined("auto")
-    assert machine.gpus == ("H200 140 GiB",) * 2 and machine.title.startswith("2 × H200 140 GiB, driver 580.1; flowrl ")
+    assert machine.gpus == ("H200 140 GiB",) * 2 and machine.title.startswith("2 × H200 140 GiB, driver 580.1; flowrl-engine ")
     only = command.run_stage(stage("fine", least_gpus=3), machine, Path("unused"))
     assert (only.outcome, only.told) == ("skipped", "it needs 3 GPUs")
     newer = command.run_stage(stage("fine", least_capability=10.0), machine, Path("unused"))

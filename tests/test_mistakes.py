@@ -463,7 +463,7 @@ def a_finished_run(path: Path, *, step: int) -> None:
     directory = path / "checkpoints" / f"step_{step:06d}"
     directory.mkdir(parents=True)
     edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue", "dispatch": "share"}
-    checkpoint.write_state(directory, checkpoint.Snapshot(), {"seed": 0, "graph": {"edges": [edge]}})
+    checkpoint.write_state(directory, checkpoint.Snapshot(), {"seed": 0, "versions": {}, "graph": {"edges": [edge]}})
     checkpoint_manifest.write(directory, {"step": step}, threading.Event())
     (path / "config.json").write_text("{}")
 
