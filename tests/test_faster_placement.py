@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl import Cluster
-from flowrl.commands.tune.faster_placement import PlacementAdvice
+from flowrl.commands.tune.faster_placement import PlacementAdvice, faster_placement
 from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.graph.load import load_file
 
@@ -64,3 +64,11 @@ def test_nothing_is_said_where_no_placement_is_faster() -> None:
 def test_a_step_that_took_no_time_is_left_out() -> None:
     one, same = advice(), itertools.repeat({"time_s": 3.0, "generator_busy_s": 0.0, "trainer_busy_s": 0.0}, 6)
     assert not any(told(one, iter(same)))
+
+
+def test_steps_in_which_no_node_worked_tell_nothing() -> None:
+    assert not any(told(advice(), lines(*[(0.0, 0.0)] * 6)))
+    said = told(advice(), lines(*[(0.0, 0.0)] * 4, *[(2.0, 9.8)] * 4))
+    assert [bool(text) for text in said].index(True) == 7, "the third step with work"
+    found = advice()
+    assert faster_placement(found._tuned, 10.0, {"generator": 0.0, "trainer": 0.0}) is None

@@ -196,7 +196,9 @@ def test_a_machine_is_known_by_its_gpus_and_packages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(command, "_driver", lambda: "580.1")
     machine = examined("auto")
-    assert machine.gpus == ("H200 140 GiB",) * 2 and machine.title.startswith("2 × H200 140 GiB, driver 580.1; flowrl-engine ")
+    assert machine.gpus == ("H200 140 GiB",) * 2 and machine.title.startswith(
+        "2 × H200 140 GiB, driver 580.1; flowrl-engine "
+    )
     only = command.run_stage(stage("fine", least_gpus=3), machine, Path("unused"))
     assert (only.outcome, only.told) == ("skipped", "it needs 3 GPUs")
     newer = command.run_stage(stage("fine", least_capability=10.0), machine, Path("unused"))

@@ -151,7 +151,7 @@ def test_another_project_of_the_name_is_told(tmp_path: Path) -> None:
 def test_a_wheel_has_the_graphs_and_the_pins(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("flowrl", "graphs", "requirements"):
+    for name in ("flowrl", "graphs", "requirements", "docs"):  # of docs, links in flowrl need two pages
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE", "flowrl_setup.py"):
         shutil.copy(ROOT / name, source / name)

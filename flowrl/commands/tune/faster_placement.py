@@ -50,6 +50,8 @@ class PlacementAdvice:
             node: (line.get(f"{self._roles.get(node, node)}_busy_s") or 0.0) / count
             for node, count in self._replicas.items()
         }
+        if not any(busy.values()):  # the run did something else, such as an evaluation
+            return ""
         self._steps = [*self._steps, (line["time_s"] - before_s, busy)][-STEPS:]
         idle = [node for node in busy if all(step[node] < IDLE * step_s for step_s, step in self._steps)]
         if len(self._steps) < STEPS or not idle:
@@ -74,13 +76,14 @@ def faster_placement(
 ) -> tuple[TunedPlacement, float] | None:
     """The fastest placement and its predicted step, if that is shorter by `LEAST_GAIN`.
 
-    `busy`: node -> busy seconds of a replica in a step of the placement as it is.
+    `busy`: node -> busy seconds of a replica in a step of the placement as it is. If no stage was busy, nothing was
+    measured, and nothing can be predicted.
     """
     try:
         now, *others = placements(tuned)
     except (FlowrlError, ValueError):
         return None  # nothing fits, or the graph has no trainer
-    if not now.is_default:
+    if not now.is_default or not any(busy[stage.node] for stage in now.stages):
         return None
     times = dict(_times(now, busy))
     bare_s = _predicted(now, times, StepRest())
