@@ -12,10 +12,10 @@ from types import FunctionType
 from typing import Any, ClassVar
 
 from flowrl.errors import ConfigError
-from flowrl.graph.graph import Graph, owner
+from flowrl.graph.graph import Graph
 from flowrl.models import Policy, TokenizerOptions
 from flowrl.models.sizes.size_table import Learning
-from flowrl.nodes import Engine, Generator, Sampling, Trainer
+from flowrl.nodes import Engine, Sampling
 from flowrl.role_options import Size, size_problems, sizes_of, too_low
 from flowrl.tasks import Task
 
@@ -69,35 +69,17 @@ class PolicyOptions:
 
     def share_devices(self, g: Graph, *default: tuple[str, ...]) -> None:
         """Let the nodes of --time-share use the same devices, one at a time. Without the option, do this for the nodes
-        of each tuple in `default` that are in the graph, and on CPUs for a trainer and a generator that never work at
-        the same time. Call this after all nodes and edges have been added."""
+        of each tuple in `default` that are in the graph. Call this after all nodes have been added."""
         heavy = [name for name, placed in g.placed.items() if placed.heavy]
         if strange := [name for name in self.time_share or () if name not in heavy]:
             raise ConfigError(
                 f"--time-share names {strange[0]}, which is no node with cores or GPUs of its own; in this graph "
                 f"these are {', '.join(heavy)}"
             )
-        for names in (*default, *self._never_at_once(g)) if self.time_share is None else (self.time_share,):
+        for names in default if self.time_share is None else (self.time_share,):
             nodes = [g.nodes[name] for name in names if name in heavy]
             if len(nodes) > 1:
                 g.time_share(*nodes)
-
-    def _never_at_once(self, g: Graph) -> Iterator[tuple[str, str]]:
-        """The trainer and the generator of a synchronous step, or of a generator that only evaluates, if they have no
-        GPUs and nobody has said how many cores they get: in turns, each has the cores of both."""
-        pairs = {(owner(edge.out), owner(edge.into)) for edge in g.edges if edge.kind == "latest"}
-        found = [
-            pair for pair in pairs if isinstance(g.nodes[pair[0]], Trainer) and isinstance(g.nodes[pair[1]], Generator)
-        ]
-        if len(found) != 1 or g.admission is None:
-            return  # several generators would wait for each other in every turn of an episode
-        trainer, generator = found[0]
-        placed = (g.placed[trainer], g.placed[generator])
-        asked = any(edge.into.name == "prompts" and owner(edge.into) == generator for edge in g.edges)
-        if (g.admission.staleness and asked) or any(one.cpus is not None or one.gpus_each for one in placed):
-            return
-        if g.nodes[trainer].facts().accumulate != "on":
-            yield generator, trainer
 
     @property
     def model(self) -> Policy:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.graph.load import load_file
 from flowrl.runtime.driver.ray_cluster.claims import claims
 from tests.graph_nodes import grpo
 
@@ -56,43 +54,3 @@ def test_cores_that_are_left_are_reserved_once(cores: int, gpus: int, turns: boo
         ranks = one.name.startswith("trainer") and other.name.startswith("trainer")  # on few cores they share them
         if not (set(one.gpus) & set(other.gpus) or one.lease or ranks):
             assert not set(one.cores) & set(other.cores)
-
-
-def on_cpus(graph: str, *options: str, cores: int = 2) -> dict[str, tuple[int, ...]]:
-    """Host -> its cores, of a shipped graph on a machine without GPUs."""
-    file = load_file(graph)
-    made = file.build(file.parse(options, prog="test"))
-    plan = make_plan(made, Cluster((Machine(tuple(range(cores))),)))
-    assert not plan.homeless
-    assert sum(claim.cpus for claim in claims(plan.hosts).values()) <= cores
-    return {host.name: host.cores for host in plan.hosts if host.name != "core"}
-
-
-@pytest.mark.parametrize(
-    ("graph", "options"),
-    [
-        ("grpo", ("--staleness", "0")),
-        ("agent_tools", ("--staleness", "0")),
-        ("sft", ("--evaluate", "8")),
-        ("dpo", ("--evaluate", "8")),
-    ],
-)
-def test_nodes_that_never_work_at_once_have_all_cores_in_turns(graph: str, options: tuple[str, ...]) -> None:
-    """A synchronous step, and a generator that only evaluates: one of the two nodes always idled on a core."""
-    hosts = on_cpus(graph, *options)
-    assert hosts["generator/0"] == hosts["trainer/0"] == (0, 1)
-    assert on_cpus(graph, *options, cores=8)["trainer/0"] == tuple(range(8))
-    ranks = on_cpus(graph, *options, "--trainer.replicas", "2", cores=8)
-    assert {*ranks["trainer/0"]} | {*ranks["trainer/1"]} == set(range(8)) == {*ranks["generator/0"]}
-    assert not {*ranks["trainer/0"]} & {*ranks["trainer/1"]}, "ranks work at the same time"
-    said = on_cpus(graph, *options, "--trainer.cpus", "1")
-    assert len(said["trainer/0"]) == len(said["generator/0"]) == 1 and said["trainer/0"] != said["generator/0"]
-
-
-def test_nodes_that_work_at_once_keep_their_own_cores() -> None:
-    hosts = on_cpus("grpo", "--staleness", "1")
-    assert hosts["generator/0"] != hosts["trainer/0"] and len(hosts["trainer/0"]) == 1
-    hosts = on_cpus("grpo", "--staleness", "0", "--time-share")
-    assert hosts["generator/0"] != hosts["trainer/0"], "--time-share without a name: no turns"
-    hosts = on_cpus("grpo", "--staleness", "0", "--accumulate", "on")
-    assert hosts["generator/0"] != hosts["trainer/0"], "it begins while others are sampled"

@@ -9,8 +9,7 @@ ranks of a gang are on different GPUs, because NCCL refuses two ranks on one.
 If the machine's links are known, a process with several GPUs, and the ranks of a gang, get GPUs with the fastest links
 between them (`linked`), and every host gets cores on the NUMA nodes of its GPUs. If a gang with its class's default
 number of cores does not fit, its ranks share one rank's cores, because they work in lockstep anyway. Anything else that
-does not fit is reported and not placed. Cores that are left go to hosts with GPUs; on a machine without GPUs they go to
-the hosts of leases, each of which has all cores of its lease while it works.
+does not fit is reported and not placed. Cores that are left go to hosts with GPUs.
 """
 
 from __future__ import annotations
@@ -189,39 +188,20 @@ def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[s
 
 
 def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cluster: Cluster) -> Iterator[HostPlan]:
-    """The hosts. Those that compute and have no number of cores set by the user also get spare cores.
+    """The hosts. Those with at least one GPU, and without a number of cores set by the user, also get spare cores.
 
-    On a machine without GPUs these are the hosts of leases. On others, the spare cores of a machine are divided
-    equally: one share for each GPU, and one for the processes without a GPU. So the share of a GPU does not depend on
-    whether the others are used. Hosts that use a GPU alternately also use its cores alternately.
+    The spare cores of a machine are divided equally: one share for each GPU, and one for the processes without a GPU.
+    So the share of a GPU does not depend on whether the others are used. Hosts that use a GPU alternately also use its
+    cores alternately.
     """
     spare = {index: spare_cores(free.whole(index), machine) for index, machine in enumerate(cluster.machines)}
-    hosts = list(hosts)
     for host in hosts:
         said = any(graph.placed[name.partition("/")[0]].cpus is not None for name in host.nodes)
-        if said or (host.num_gpus < 1 and (cluster.machines[host.machine].gpus or not host.lease)):
+        if host.num_gpus < 1 or said:
             yield host
             continue
-        of_gpus = [core for gpu in host.gpus for core in spare[host.machine][gpu]]
-        more = of_gpus if host.num_gpus >= 1 else _cores_in_turns(host, hosts, free.whole(host.machine))
+        more = [core for gpu in host.gpus for core in spare[host.machine][gpu]]
         yield replace(host, cpus=host.cpus + len(more), cores=tuple(sorted({*host.cores, *more})))
-
-
-def _cores_in_turns(host: HostPlan, hosts: Sequence[HostPlan], free: Sequence[int]) -> list[int]:
-    """Further cores of a host that takes turns on a machine without GPUs: its part of those of its lease.
-
-    The leases of the machine divide its free cores. A lease's cores are divided among the replicas of one node, which
-    work at the same time.
-    """
-    here = [other for other in hosts if other.machine == host.machine]
-    leases = sorted({other.lease for other in here if other.lease})
-    mine = free[leases.index(host.lease) :: len(leases)][: len(free) // len(leases)]
-    lent = {core for other in here if other.lease == host.lease for core in other.cores}
-    replicas = [other.name for other in here if other.name.partition("/")[0] == host.name.partition("/")[0]]
-    own = {core for other in here if other.name in replicas for core in other.cores}
-    further = sorted({*lent, *mine} - own)
-    size = min(MOST_SPARE, len(further) // len(replicas))
-    return further[replicas.index(host.name) :: len(replicas)][:size]
 
 
 def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:
