@@ -34,7 +34,7 @@ def test_a_node_with_something_of_its_own_pending_is_never_dead(tmp_path: Path, 
 
 
 def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync, synced = checkpoint._sync, threading.Event()
+    sync, synced = checkpoint.sync_file, threading.Event()
 
     def slowly(path: Path) -> None:
         if path.name == "state.msgpack":
@@ -42,7 +42,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             synced.set()
         sync(path)
 
-    monkeypatch.setattr(checkpoint, "_sync", slowly)
+    monkeypatch.setattr(checkpoint, "sync_file", slowly)
     done = looked_at("odd", tmp_path, {}, steps=4, save_every=2)
     assert synced.is_set() and done.steps == [1, 2, 3, 4]
     assert len(list((tmp_path / "checkpoints").glob("step_*"))) == 2

@@ -48,9 +48,9 @@ class SandboxCgroup:
                     ("pids.max", num_processes),
                     ("memory.oom.group", 1),
                 ):
-                    (directory / name).write_text(str(value))
+                    (directory / name).write_text(str(value), encoding="utf-8")
                 with suppress(OSError):  # a kernel without swap has no such file
-                    (directory / "memory.swap.max").write_text("0")
+                    (directory / "memory.swap.max").write_text("0", encoding="utf-8")
                 return cls(directory)
             except OSError:
                 _remove(directory)
@@ -60,7 +60,7 @@ class SandboxCgroup:
     def out_of_memory(self) -> bool:
         """Whether the kernel has ended processes of the group because of its limit."""
         try:
-            lines = (self.directory / "memory.events").read_text().splitlines()
+            lines = (self.directory / "memory.events").read_text(encoding="utf-8").splitlines()
         except OSError:
             return False
         return any(line.split()[0] == "oom_kill" and int(line.split()[1]) > 0 for line in lines if line.strip())
@@ -74,7 +74,7 @@ class SandboxCgroup:
 def _directories() -> Iterator[Path]:
     """Directories in which a group may have limits, the nearest to this process first."""
     try:
-        lines = OWN.read_text().splitlines()
+        lines = OWN.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -82,7 +82,7 @@ def _directories() -> Iterator[Path]:
             own = ROOT / line.removeprefix("0::/")
             for directory in (own, *own.parents):
                 with suppress(OSError):
-                    if set((directory / "cgroup.subtree_control").read_text().split()) >= CONTROLLERS:
+                    if set((directory / "cgroup.subtree_control").read_text(encoding="utf-8").split()) >= CONTROLLERS:
                         yield directory
                 if directory == ROOT:
                     return

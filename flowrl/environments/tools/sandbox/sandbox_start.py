@@ -289,7 +289,7 @@ def _become_nobody(user: int, settings: dict[str, Any]) -> None:
 
 def _be_ended_first() -> None:
     """If the machine runs out of memory, the kernel ends sandboxes before anything else."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("1000")
 
 
