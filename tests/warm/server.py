@@ -172,6 +172,15 @@ def _place(descriptors: list[int], numbers: list[int]) -> None:
         os.close(number)
 
 
+def _open_streams() -> None:
+    """Standard streams as an interpreter opens them: those of the server know what its own files could do, such as
+    seeking."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        opened = os.fdopen(number, "w", 1 if number == 2 else -1, encoding="utf-8", closefd=False)
+        setattr(sys, name, opened)
+        setattr(sys, f"__{name}__", opened)
+
+
 def _look_in(paths: str) -> None:
     """Have modules looked for in these in place of the server's own."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -189,6 +198,7 @@ def become(request: dict[str, Any]) -> None:
     os.nice(max(0, request["niceness"] - os.getpriority(os.PRIO_PROCESS, 0)))
     os.sched_setaffinity(0, request["cores"])
     sys.executable = request["executable"]
+    _open_streams()
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
