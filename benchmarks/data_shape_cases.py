@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.hub import pins
+from flowrl.hub import forget_commits
 
 COUNT, BROKEN = 20, 4
 """Number of records, and the index of the one that a case changes: line 5 of JSON lines."""
@@ -178,7 +178,7 @@ def cache_of_the_hub(home: Path) -> Iterator[None]:
 
     kept = constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE
     constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(home / "hub"), True
-    pins.forget()
+    forget_commits()
     refs = home / "hub" / "datasets--acme--rows" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text(COMMIT)
@@ -186,7 +186,7 @@ def cache_of_the_hub(home: Path) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = kept
-        pins.forget()
+        forget_commits()
 
 
 # Records

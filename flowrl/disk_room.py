@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.hub.hub_problems import gigabytes
+from flowrl.hub import gigabytes
 
 RESERVE_BYTES = 1 << 30
 """Bytes that must stay free on the cache's disk when a file is written."""

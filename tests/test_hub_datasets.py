@@ -10,7 +10,7 @@ import huggingface_hub.constants as constants
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.hub import pins
+from flowrl.hub import forget_commits, pinned_commits
 from flowrl.tasks import Task, load_demonstrations, load_preferences, load_rows
 from flowrl.tasks.records.dataset_card import chosen_files, whole
 from flowrl.tasks.row_reading.row_loading import all_rows
@@ -54,10 +54,10 @@ def parquet(rows: list[dict[str, object]]) -> bytes:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    pins.forget()
+    forget_commits()
     all_rows.cache_clear()
     yield tmp_path / "hub"
-    pins.forget()
+    forget_commits()
     all_rows.cache_clear()
 
 
@@ -89,7 +89,7 @@ TRAIN = "acme/gsm:config=main,split=train,prompt=question,answer=answer,check=gs
 def test_a_split_of_a_dataset_is_read_and_nothing_else_is_downloaded(hub: Hub, home: Path) -> None:
     assert asked(TRAIN) == [row["question"] for row in problems(0, 40)]
     commit = hub.repos["acme/gsm"].commit
-    assert pins.commits() == {"dataset acme/gsm@main": commit}
+    assert pinned_commits() == {"dataset acme/gsm@main": commit}
     got = {what.rpartition("/")[2] for what, _ in hub.asked if what.startswith("GET") and "/resolve/" in what}
     assert got == {"README.md", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"}
     assert asked("acme/gsm:config=main,split=test,prompt=question") == [row["question"] for row in problems(100, 16)]
@@ -106,7 +106,7 @@ def test_a_dataset_is_one_of_a_mixture_and_has_preferences_and_demonstrations(hu
 
 def test_without_the_network_the_cache_answers(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(TRAIN)
-    pins.forget()
+    forget_commits()
     all_rows.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     before = len(hub.asked)
@@ -195,4 +195,4 @@ def test_an_agents_rows_are_read_in_another_process_and_their_commit_is_kept(hub
     from flowrl.environments.rows_apart import load_rows_apart
 
     assert len(load_rows_apart(Task(TRAIN)).train) > 20
-    assert list(pins.commits()) == ["dataset acme/gsm@main"]
+    assert list(pinned_commits()) == ["dataset acme/gsm@main"]

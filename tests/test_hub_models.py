@@ -16,8 +16,7 @@ import pytest
 
 from flowrl.commands import merge_adapter
 from flowrl.errors import ConfigError
-from flowrl.hub import download, pins
-from flowrl.hub.name import HubName
+from flowrl.hub import HubName, forget_commits, pinned_commits, take_commits
 from flowrl.models import (
     Policy,
     TokenizerOptions,
@@ -39,9 +38,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    pins.forget()
+    forget_commits()
     yield tmp_path / "hub"
-    pins.forget()
+    forget_commits()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_of_another_tokenizer_its_files_alone_come_over(hub: Hub, home: Path, tm
     (snapshot,) = (home / "models--acme--tiny" / "snapshots").iterdir()
     assert "tokenizer.json" in os.listdir(snapshot) and not list(snapshot.glob("*.safetensors"))
     assert known_tokenizer(policy).eos_token_id == 3
-    assert pins.commits() == {"model acme/tiny@main": snapshot.name}
+    assert pinned_commits() == {"model acme/tiny@main": snapshot.name}
     assert "there is no model 'acme/gone'" in refusal("tiny", tokenizer=TokenizerOptions("acme/gone"))
 
 
@@ -125,7 +124,7 @@ def test_a_model_is_downloaded_once_and_its_commit_is_kept(hub: Hub, home: Path)
     assert {path.name for path in directory.iterdir()} == set(model_files(hub.repos["acme/tiny"].files))
     assert not {"README.md", "model.gguf", "original"} & {path.name for path in directory.iterdir()}
     assert told[0].startswith("acme/tiny: downloading") and commit[:10] in told[0]
-    assert pins.commits() == {"model acme/tiny@main": commit}
+    assert pinned_commits() == {"model acme/tiny@main": commit}
     asked = len(hub.asked)
     assert resolve(Policy("acme/tiny")) == str(directory) and len(hub.asked) == asked
     assert known_directory(Policy("acme/tiny")) == directory and known_context(Policy("acme/tiny")) == 32768
@@ -135,13 +134,13 @@ def test_a_model_is_downloaded_once_and_its_commit_is_kept(hub: Hub, home: Path)
 
 def test_another_process_of_the_run_uses_the_commit_that_the_first_found(hub: Hub) -> None:
     first = resolve(Policy("acme/tiny"))
-    found = pins.commits()
+    found = pinned_commits()
     hub.repos["acme/tiny"].files["config.json"] += b"\n"  # the branch moves on
-    pins.forget()
-    pins.use(found)
+    forget_commits()
+    take_commits(found)
     asked = len(hub.asked)
     assert resolve(Policy("acme/tiny")) == first and len(hub.asked) == asked
-    pins.forget()
+    forget_commits()
     assert resolve(Policy("acme/tiny")) != first
 
 
@@ -154,7 +153,7 @@ def test_a_pinned_commit_is_what_another_machine_downloads(hub: Hub, home: Path)
 
 def test_without_the_network_the_cache_answers_by_name(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = resolve(Policy("acme/tiny"))
-    pins.forget()
+    forget_commits()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     asked = len(hub.asked)
     assert resolve(Policy("acme/tiny")) == first and len(hub.asked) == asked
@@ -177,12 +176,12 @@ def test_a_cache_that_another_program_has_made_is_read_by_name(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check_model(Policy("acme/laid"))
     assert resolve(Policy("acme/laid")) == str(snapshot)
-    assert pins.commits() == {"model acme/laid@main": commit}
+    assert pinned_commits() == {"model acme/laid@main": commit}
 
 
 def test_a_hub_that_does_not_answer_is_no_obstacle_to_what_is_cached(hub: Hub) -> None:
     first, told = resolve(Policy("acme/tiny")), list[str]()
-    pins.forget()
+    forget_commits()
     hub.repos["acme/tiny"].refused = 503
     assert resolve(Policy("acme/tiny"), progress=told.append) == first
     assert told == [f"acme/tiny: the Hub does not answer, so the commit {Path(first).name[:10]} in the cache is used"]
@@ -227,7 +226,7 @@ def test_a_disk_that_fills_up_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch)
     def full(*args: Any, **kwargs: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(download, "_snapshot", full)
+    monkeypatch.setattr("flowrl.hub._download_files", full)
     assert "is full; make room, or set HF_HOME" in refusal("acme/tiny")
 
 
@@ -275,13 +274,13 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
 
 def test_an_adapter_of_a_model_on_the_hub_names_its_commit_and_finds_its_base(hub: Hub, tmp_path: Path) -> None:
     from flowrl.commands.merge_adapter import base_of
-    from flowrl.hub.hub_cache import name_of
+    from flowrl.hub import name_of_snapshot
 
     base = Path(resolve(Policy("acme/tiny")))
-    assert name_of(base) == HubName("acme/tiny", base.name) and name_of(tmp_path / "model") is None
+    assert name_of_snapshot(base) == HubName("acme/tiny", base.name) and name_of_snapshot(tmp_path / "model") is None
     described = {"base_model_name_or_path": "acme/tiny", "revision": base.name}
     (tmp_path / "adapter_config.json").write_text(json.dumps(described))
     hub.repos["acme/tiny"].files["config.json"] += b"\n"  # the branch moves on
-    pins.forget()
+    forget_commits()
     assert base_of(tmp_path, "") == base
     assert base_of(tmp_path, "acme/tiny") != base, "the one that is named, as it is now"

@@ -15,7 +15,7 @@ from flowrl.commands.checkpoint_of import model_dir
 from flowrl.commands.whole_directory import whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.hub.hub_problems import gigabytes
+from flowrl.hub import gigabytes
 from flowrl.runtime.telemetry.safe_text import print_text
 from flowrl.user_path import user_path
 
@@ -88,7 +88,7 @@ def upload(source: Path, files: Sequence[Path], options: ExportOptions) -> str:
     """Upload the files in one commit; returns the address. The token is the Hub's own: HF_TOKEN, or `hf auth login`."""
     from huggingface_hub import HfApi
 
-    from flowrl.hub.download import failures
+    from flowrl.hub import failures
 
     api = HfApi()
     try:

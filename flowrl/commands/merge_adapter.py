@@ -12,9 +12,7 @@ from typing import Any, Literal
 from flowrl.commands.whole_directory import require_free, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.hub.download import fetched
-from flowrl.hub.hub_problems import gigabytes
-from flowrl.hub.name import HubName
+from flowrl.hub import HubName, fetch_snapshot, gigabytes
 from flowrl.models import Policy, check_model, resolve, to_stderr
 from flowrl.models.directory import weight_files
 from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
@@ -60,7 +58,7 @@ def _here(named: str) -> Path:
     """The adapter's directory; an adapter on the Hub is downloaded."""
     path = user_path(named)
     on_hub = None if path.exists() else HubName.parse(named)
-    return path if on_hub is None else fetched(on_hub, _adapter_files, _has_adapter, to_stderr)
+    return path if on_hub is None else fetch_snapshot(on_hub, _adapter_files, _has_adapter, to_stderr)
 
 
 def _adapter_files(names: Iterable[str]) -> list[str]:

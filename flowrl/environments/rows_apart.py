@@ -12,7 +12,7 @@ import pickle
 from multiprocessing.connection import Connection, wait
 
 from flowrl.errors import ConfigError
-from flowrl.hub import pins
+from flowrl.hub import pinned_commits, take_commits
 from flowrl.orphans import die_with_parent, has_ended
 from flowrl.tasks import Rows, Task, load_rows, place_of_rows
 
@@ -41,7 +41,7 @@ def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
     if isinstance(found, str):
         raise ConfigError(found)
     assert isinstance(found, Rows)
-    pins.use(commits)
+    take_commits(commits)
     return found
 
 
@@ -51,4 +51,4 @@ def _read(task: Task, whole: bool, target: Connection) -> None:
         found: Rows | str = load_rows(task, whole=whole)
     except ConfigError as problem:
         found = str(problem)
-    target.send_bytes(pickle.dumps((found, pins.commits())))
+    target.send_bytes(pickle.dumps((found, pinned_commits())))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.hub.hub_cache import name_of
+from flowrl.hub import name_of_snapshot
 
 INDEX = "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model*.bin", "pytorch_model.bin.index.json"
@@ -34,7 +34,7 @@ def check_directory(path: Path) -> None:
 def require_no_adapter(path: Path) -> None:
     """Raise ConfigError if `path` holds an adapter instead of a model."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        named = name_of(path) or path
+        named = name_of_snapshot(path) or path
         raise ConfigError(
             f"{named} is a PEFT adapter without its base model; put it into the base's weights with "
             f"`flowrl merge {named} --out DIRECTORY`, and name that directory"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from flowrl.cache import Progress
 from flowrl.errors import ConfigError
-from flowrl.hub.download import fetched
-from flowrl.hub.hub_cache import cached
+from flowrl.hub import cached_snapshot, fetch_snapshot
 from flowrl.models.directory import check_directory
 from flowrl.models.policy import BUILT_IN, Policy
 
@@ -32,7 +31,7 @@ def known_directory(policy: Policy) -> Path | None:
         return None
     if policy.path.is_dir():
         return policy.path
-    return cached(policy.hub_name) if policy.hub_name is not None else None
+    return cached_snapshot(policy.hub_name) if policy.hub_name is not None else None
 
 
 def found_directory(policy: Policy, progress: Progress) -> Path:
@@ -41,7 +40,7 @@ def found_directory(policy: Policy, progress: Progress) -> Path:
         return policy.path.resolve()
     if policy.hub_name is None:
         raise ConfigError(_nowhere(policy))
-    return fetched(policy.hub_name, model_files, _complete, progress)
+    return fetch_snapshot(policy.hub_name, model_files, _complete, progress)
 
 
 def known_tokenizer_directory(policy: Policy) -> Path | None:
@@ -68,7 +67,7 @@ def found_tokenizer(policy: Policy, progress: Progress) -> Path:
             f"--tokenizer names {named.model!r}, which is no directory on this machine, and names on the Hub are "
             "OWNER/NAME or OWNER/NAME@REVISION; correct the path"
         )
-    return fetched(named.hub_name, tokenizer_files, has_tokenizer, progress)
+    return fetch_snapshot(named.hub_name, tokenizer_files, has_tokenizer, progress)
 
 
 def has_tokenizer(directory: Path) -> bool:

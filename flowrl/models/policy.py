@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.hub.name import HubName
+from flowrl.hub import HubName
 from flowrl.models.tokenizer_options import TokenizerOptions
 from flowrl.tasks.task import Task
 from flowrl.user_path import user_path

@@ -27,7 +27,7 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.open_files import raise_limit
-from flowrl.hub import pins
+from flowrl.hub import pinned_commits, take_commits
 from flowrl.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.best import read_best
@@ -135,7 +135,7 @@ class Launch:
         versions: dict[str, int] = {}
         if resume_from is not None:
             versions = resume.require(resume_from, self.graph, plan, self.options.seed)
-            pins.use(directory.hub_commits())
+            take_commits(directory.hub_commits())
             read_best(directory.path, newest_step=version)  # a damaged one is refused before anything starts
         findings = preflight(self.graph, self.graph_file)
         self._check_hours()
@@ -245,7 +245,7 @@ class Launch:
             "graph_file": str(self.graph_file),
             "config": dump(self.config),
             "options": options,
-            "hub": pins.commits(),
+            "hub": pinned_commits(),
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **provenance(self.graph_file),
@@ -334,7 +334,7 @@ class PreparedRun:
             plan=self.plan,
             cores=host.cores,
             transport=transport,
-            commits=pins.commits(),
+            commits=pinned_commits(),
             directory=os.getcwd(),
             machines=cluster.addresses,
         )

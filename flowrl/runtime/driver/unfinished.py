@@ -21,7 +21,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.branches import trainers
 from flowrl.graph.graph import Graph
-from flowrl.hub import pins
+from flowrl.hub import forget_commits, take_commits
 from flowrl.runtime.checkpoints.checkpoint import steps_of
 from flowrl.runtime.checkpoints.rundir import RunDir, leaves
 from flowrl.runtime.samples.kept_answers import UNFINISHED
@@ -97,7 +97,7 @@ class UnfinishedEvaluation:
             if rollout_files(path) and not self._differing(directory):
                 return directory
             directory.release()
-            pins.forget()
+            forget_commits()
         return None
 
     def _differing(self, directory: RunDir) -> list[str]:
@@ -107,7 +107,7 @@ class UnfinishedEvaluation:
             found = _different(before["options"], self.options) + _different(before["files"], self.files, "has changed")
             if found:
                 return found
-            pins.use(directory.hub_commits())
+            take_commits(directory.hub_commits())
             return _different(before["rows"], self._rows(), "has other rows")
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return [f"{UNFINISHED} there cannot be read"]

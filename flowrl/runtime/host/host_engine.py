@@ -24,7 +24,7 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
 from flowrl.graph.node import Node
 from flowrl.graph.open_files import require_files
-from flowrl.hub import pins
+from flowrl.hub import take_commits
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.activity.lease import Lease
@@ -56,7 +56,7 @@ class HostSpec:
     cores: tuple[int, ...]
     transport: EndpointTransport
     commits: Mapping[str, str] = field(default_factory=dict)
-    """Name on the Hub -> commit to which it is resolved in this run (`flowrl.hub.pins`)."""
+    """Name on the Hub -> commit to which it is resolved in this run (`flowrl.hub`)."""
     directory: str = ""
     """The driver's working directory, to which relative paths of the user refer; "" if this process is in it."""
     machines: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class HostEngine:
 
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
-        pins.use(spec.commits)
+        take_commits(spec.commits)
         self.trace = TraceBuffer()
         self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
         self.replicas: dict[str, Replica] = {}

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.hub.download import fetched, to_stderr
-from flowrl.hub.hub_cache import files_in
-from flowrl.hub.name import HubName
+from flowrl.hub import HubName, fetch_snapshot, files_in, to_stderr
 from flowrl.tasks.records.dataset_card import CARD, chosen_files, whole
 from flowrl.tasks.records.formats import RawRow, file_records, format_of
 from flowrl.tasks.records.malformed import Reading
@@ -39,7 +37,7 @@ def _found(name: HubName, config: str, split: str) -> tuple[Path, list[str]]:
         listed[:] = names
         return [file for file in listed if file == CARD]
 
-    card_dir = fetched(name, card_alone, lambda directory: True, to_stderr)
+    card_dir = fetch_snapshot(name, card_alone, lambda directory: True, to_stderr)
     card = (card_dir / CARD).read_text(encoding="utf-8", errors="replace") if (card_dir / CARD).is_file() else ""
 
     def choose(names: Iterable[str]) -> list[str]:
@@ -53,7 +51,7 @@ def _found(name: HubName, config: str, split: str) -> tuple[Path, list[str]]:
             return False
         return all(file in here for file in wanted) and whole(wanted)
 
-    directory = fetched(name, choose, complete, to_stderr)
+    directory = fetch_snapshot(name, choose, complete, to_stderr)
     files = choose(listed or files_in(directory))
     if not files:
         raise ConfigError(

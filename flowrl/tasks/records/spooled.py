@@ -16,8 +16,7 @@ from pathlib import Path
 
 from flowrl.cache import cache_dir, cached_directory
 from flowrl.disk_room import DiskRoom
-from flowrl.hub.download import to_stderr
-from flowrl.hub.hub_problems import gigabytes
+from flowrl.hub import gigabytes, to_stderr
 from flowrl.tasks.records.compressed import SUFFIXES, damage_of
 from flowrl.tasks.records.extents import pickled, rows_of_batch
 from flowrl.tasks.records.formats import PARQUET, format_of, parquet_batches, saved_records

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.errors import ConfigError
-from flowrl.hub.name import HubName
+from flowrl.hub import HubName
 from flowrl.message_base import scalar_problem
 from flowrl.tasks.checks.answer_checks import CHECKS
 from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time

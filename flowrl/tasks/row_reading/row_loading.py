@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from flowrl.errors import ConfigError
-from flowrl.hub.name import HubName
+from flowrl.hub import HubName
 from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.input_template import asked_of_source
 from flowrl.tasks.records.formats import FORMATS, RawRow, is_file_task, require_there

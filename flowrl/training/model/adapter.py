@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowrl.cache import origin_of
 from flowrl.errors import ConfigError
-from flowrl.hub.hub_cache import name_of
+from flowrl.hub import name_of_snapshot
 from flowrl.training.model.tensors import adapted_layers, beside_adapter
 from flowrl.training.settings import Dtype, LoRA
 
@@ -116,7 +116,7 @@ def write_adapter(model: Any, lora: LoRA, state: Mapping[str, Tensor], base: str
     target.mkdir(parents=True, exist_ok=True)
     config = peft_config(lora, vllm_adapter_config(lora, model)["target_modules"])
     origin = origin_of(Path(base))
-    on_hub = name_of(origin)
+    on_hub = name_of_snapshot(origin)
     config.base_model_name_or_path = on_hub.repo if on_hub else str(origin)
     config.revision = on_hub.revision if on_hub else None
     config.inference_mode = True
