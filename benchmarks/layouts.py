@@ -126,7 +126,8 @@ class Bench:
         self._engine.layout = "auto" if way == "auto" else "padded"
         start = perf_counter()
         (part,) = replace(batch, layout=way).split(1)
-        found = self._learner.update(part, [sample.policy_mask for sample in part.samples], 0, 0.0)
+        found = self._learner.train_piece(part, [sample.policy_mask for sample in part.samples], 0, 0.0)
+        assert found is not None
         return perf_counter() - start, found.tokens_computed, found.grad_norm or 0.0
 
     def measure(self, shape: Shape, groups: int, repetitions: int) -> Iterator[Measured]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from flowrl.messages import Trainable
-from flowrl.training.batch.micro_batch import make_micro_batch
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
+from flowrl.training.micro_batches import make_micro_batch
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 3, 2, 6, 4, 4)

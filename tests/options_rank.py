@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
@@ -49,7 +49,7 @@ def update(engine: ZeroEngine, option: Option, version: int) -> None:
         train_in_pieces(learner, batch, option.pieces[version], version, option.lr)
         return
     part = batch.split(engine.gang.size)[engine.rank]
-    learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, option.lr)
+    learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, option.lr)
 
 
 def train(option: Option, gang: Gang, directory: Path) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flowrl.messages import Batch
-from flowrl.training.batch.masks import loss_masks
-from flowrl.training.batch.update import Update
-from flowrl.training.learner import Learner
+from flowrl.training.batch_stats import loss_masks
+from flowrl.training.learner import Learner, Update
 
 
 def pieces_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -35,6 +34,6 @@ def train_in_pieces(learner: Learner, batch: Batch, sizes: Sequence[int], versio
         assert update is None
         gang = learner.engine.gang
         part = piece.split(gang.size // gang.ranks_per_part)[gang.rank // gang.ranks_per_part]
-        update = learner.add(part, loss_masks(part.samples, part.mask_staleness, version), version, lr)
+        update = learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, lr)
     assert update is not None
     return update

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.ema import whole_master_weight
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
@@ -43,7 +43,7 @@ def trained(engine: ZeroEngine, gang: Gang) -> None:
     learner = Learner(engine, PolicyObjective(), temperature=TEMPERATURE)
     for version in range(2):
         part = make_batch(version, Case("any", mask_staleness=-1)).split(gang.size)[gang.rank]
-        learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, 1e-2)
+        learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, 1e-2)
 
 
 def state_of(engine: ZeroEngine) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flowrl.messages import Batch, Trainable
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
@@ -84,7 +84,7 @@ def train(stage: int, gang: Gang, directory: Path) -> None:
     updates = []
     for step in range(STEPS):
         part = whole(make_pairs(step), token_budget=26).split(gang.size)[gang.rank]
-        updates.append(learner.update(part, loss_masks(part.samples, -1, step), step, LR))
+        updates.append(learner.train_piece(part, loss_masks(part.samples, -1, step), step, LR))
     engine.record_scores(0.25, 1.5)
     engine.export(directory / f"end-{stage}")
     if gang.rank == 0:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flowrl.messages import Batch, Mismatched, Trainable
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.learner import Learner
 from flowrl.training.loss.distillation_objective import ReverseKL
@@ -92,9 +92,9 @@ def gradients(learnt: Learnt, engine: Recording, gang: Gang) -> list[dict[str, A
         part = part_of(engine.gang, replace(batch, layout="rows") if kind == "ring" else batch)
         learner, masks = Learner(engine, learnt.objective, teacher=teacher), loss_masks(part.samples, -1, 1)
         if learnt.lora.rank and size == 1:  # one matrix of an adapter is 0 at first, and the other has no gradient
-            learner.update(part, masks, 0, 1.0)
+            learner.train_piece(part, masks, 0, 1.0)
             engine.gradients = []
-        update = learner.update(part, masks, 1, 0.0)
+        update = learner.train_piece(part, masks, 1, 0.0)
         found.append({"gradients": engine.gradients[0], "stats": dict(update.stats), "passes": update.token_passes})
     engine.layout = layout
     return found

@@ -15,7 +15,7 @@ from flowrl.graph.ports import In
 from flowrl.messages import Batch
 from flowrl.models import Policy
 from flowrl.nodes import TokenBatch, Trainer
-from flowrl.nodes.training.whole_batches import why_whole
+from flowrl.nodes.trainer import explain_whole_batches
 from flowrl.testing.rig_nodes import RigNode
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
@@ -124,7 +124,7 @@ def test_a_strange_choice_is_a_problem() -> None:
 
 def test_objectives_that_need_the_batch_whole() -> None:
     def why(objective: Any) -> str:
-        return why_whole(objective, ZeroSettings(), epochs=1)
+        return explain_whole_batches(objective, ZeroSettings(), epochs=1)
 
     assert why(DPOObjective(online=True)) == ""
     assert why(KTOObjective()) == "the baseline of KTOObjective is a mean over the whole batch"

@@ -27,12 +27,10 @@ from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
 from flowrl.testing import run_node
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.batch.batch_stats import BatchStats, length_name
-from flowrl.training.batch.masks import loss_masks, trained_mask
-from flowrl.training.batch.micro_batch import make_micro_batch
-from flowrl.training.batch.sequence_rows import in_rows
+from flowrl.training.batch_stats import BatchStats, length_name, loss_masks, trained_mask
 from flowrl.training.loss.policy_losses import aggregate
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.micro_batches import make_micro_batch, split_in_rows
 from tests.branching_episodes import episode
 from tests.groups import members
 from tests.word_policy import WORDS, make_policy
@@ -69,7 +67,7 @@ def test_every_sampled_token_is_in_one_row_of_one_rank(
     assert len({(part.step_ends, len(part.micro_batches)) for part in parts}) == 1
     seen, counted = [], 0
     for part in parts:
-        rows, masks, shares = in_rows(part, loss_masks(part.samples, stale, 2))
+        rows, masks, shares = split_in_rows(part, loss_masks(part.samples, stale, 2))
         assert sorted(itertools.chain(*part.micro_batches)) == list(range(len(rows.samples)))
         for one in filter(None, part.micro_batches):
             assert not budget or len(one) * max(rows.samples[i].token_ids.size for i in one) <= budget
@@ -136,7 +134,7 @@ def test_the_kl_of_an_episode_is_that_of_all_its_sequences() -> None:
     (made,) = Estimate("reinforce", kl_coef=2.0).trainable([compared])
     num = one.response_tokens
     assert num == 12 and made.advantages[one.whole_mask][0] == pytest.approx(5.0 - 2.0 * 0.25 * num, abs=1e-4)
-    rows, _, _ = in_rows(batch([made]), loss_masks([made], -1, 0))
+    rows, _, _ = split_in_rows(batch([made]), loss_masks([made], -1, 0))
     assert [row.ref_logprobs.size for row in rows.samples] == [s.token_ids.size for s in one.sequences]
     np.testing.assert_array_equal(np.concatenate([row.ref_logprobs for row in rows.samples]), compared.ref_logprobs)
 
@@ -144,7 +142,7 @@ def test_the_kl_of_an_episode_is_that_of_all_its_sequences() -> None:
 def test_rows_of_a_sample_count_once_and_share_its_mean() -> None:
     made, mate = trainable(0, THREE), trainable(1, [[2]])
     samples = [made, mate]
-    rows, masks, shares = in_rows(batch(samples), loss_masks(samples, -1, 0))
+    rows, masks, shares = split_in_rows(batch(samples), loss_masks(samples, -1, 0))
     values = torch.arange(4 * 6, dtype=torch.float32).view(4, 6)
     found = torch.zeros(())
     counts = np.zeros(4, int)
@@ -172,7 +170,7 @@ def test_a_sample_whose_first_sequence_is_too_old_counts_at_the_next() -> None:
     made = trainable(0, [[2], [3]])
     mask = made.whole_mask.copy()
     mask[: made.token_ids.size] = False
-    _, _, shares = in_rows(batch([made]), [mask])
+    _, _, shares = split_in_rows(batch([made]), [mask])
     assert [(s.sample_tokens, s.counts) for s in shares if s] == [(3, False), (3, True)]
 
 

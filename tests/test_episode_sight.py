@@ -26,7 +26,7 @@ from flowrl.nodes.episodes.episode_checks import template_findings
 from flowrl.nodes.episodes.episode_reports import retokenizes
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.training.batch.batch_stats import ages_by_turn, length_name
+from flowrl.training.batch_stats import ages_by_turn, length_name
 from tests import play_envs
 from tests.chat_templates import ADD, characters, templates, with_template
 from tests.test_nodes_environment import Script, failing

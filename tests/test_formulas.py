@@ -21,13 +21,13 @@ from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import run_node, scored
 from flowrl.training.advantage.advantages import WHITENED_ESTIMATORS, advantages
 from flowrl.training.advantage.estimate import Estimate, stack
-from flowrl.training.batch.masks import loss_masks
-from flowrl.training.batch.micro_batch import make_micro_batch
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_losses import kl, policy_loss
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
+from flowrl.training.micro_batches import make_micro_batch
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out
 from tests.training_cases import CASES, make_batch, make_model

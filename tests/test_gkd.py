@@ -22,13 +22,12 @@ from flowrl.nodes.sources.given_answers import GivenAnswers
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import prompt, run_graph, run_node, sample
 from flowrl.training.advantage.estimate import trainable
-from flowrl.training.batch.batch_stats import BatchStats
-from flowrl.training.batch.masks import loss_masks
-from flowrl.training.batch.micro_batch import make_micro_batch
-from flowrl.training.batch.update import Sums
+from flowrl.training.batch_stats import BatchStats, loss_masks
+from flowrl.training.learner import BatchSums
 from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.micro_batches import make_micro_batch
 from flowrl.training.model.output_layer import load_output_layer
 from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.model.row_layout import lay_out
@@ -239,7 +238,7 @@ def test_answers_of_the_data_have_no_age() -> None:
     assert BatchStats.of(both[:1], masks[:1], 7).metrics()["staleness_max"] is None
     cpu = torch.device("cpu")
     piece = make_micro_batch(both, masks, PolicyObjective(), version=7, layout="padded", device=cpu)
-    sums = Sums()
+    sums = BatchSums()
     sums.add_gaps(piece, torch.zeros_like(piece.behavior_BT))
     assert dict(sums.tokens_by_age) == {2: 4}, "answers of the data have no behavior logprobs to differ from"
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from flowrl.messages import Batch
-from flowrl.training.batch.masks import loss_masks
-from flowrl.training.batch.update import Update
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
+from flowrl.training.learner import Update
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -71,7 +71,7 @@ def first(part: Batch, number: int) -> Batch:
 
 
 def update(objective: Objective, engine: Engine, part: Batch, **settings: Any) -> Update:
-    return learner_of(objective, engine, **settings).update(part, loss_masks(part.samples, -1, 0), 0, 0.1)
+    return learner_of(objective, engine, **settings).train_piece(part, loss_masks(part.samples, -1, 0), 0, 0.1)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

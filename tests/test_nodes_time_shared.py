@@ -14,7 +14,7 @@ import torch
 from flowrl.models import Policy
 from flowrl.nodes import Critic, Reference, RewardModel, Teacher, Trainer
 from flowrl.nodes.scoring.scoring_model import ScoringNode
-from flowrl.nodes.training.resident import ResidentNode
+from flowrl.nodes.trainer import ResidentNode
 from flowrl.tasks import Task
 from flowrl.training.engine import residence
 from flowrl.training.engine.residence import Residence
@@ -99,7 +99,7 @@ def test_a_model_with_a_gpu_of_its_own_is_loaded_there() -> None:
 class Trained(ResidentNode):
     """A node with a parameter on its device, for which the CPU stands."""
 
-    def resident(self) -> object:
+    def find_resident(self) -> object:
         return self.weight
 
     async def setup(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Batch
-from flowrl.nodes.training.held_out_figures import HeldOutFigures
+from flowrl.nodes.trainer import HeldOutFigures
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, Metrics, read
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing import NodeRecord, NodeRig
@@ -89,13 +89,13 @@ def test_a_version_is_measured_once() -> None:
         return {"loss": float(len(passes))}
 
     held_out = HeldOutFigures()
-    assert not held_out.lacks(1), "there is nothing to measure"
-    asyncio.run(held_out.take(OneBatch()))  # type: ignore[arg-type]
-    assert held_out.of(0, judge, "held_out_before") == {"held_out_before/loss": 1.0}
-    assert held_out.of(1, judge) == held_out.of(1, judge) == {"held_out/loss": 2.0}
-    assert held_out.lacks(1) and not held_out.lacks(0)
+    assert not held_out.lacks_report(1), "there is nothing to measure"
+    asyncio.run(held_out.collect_batches(OneBatch()))  # type: ignore[arg-type]
+    assert held_out.measure(0, judge, "held_out_before") == {"held_out_before/loss": 1.0}
+    assert held_out.measure(1, judge) == held_out.measure(1, judge) == {"held_out/loss": 2.0}
+    assert held_out.lacks_report(1) and not held_out.lacks_report(0)
     assert held_out.report(1, judge) == {"held_out/loss": 2.0}
-    assert not held_out.lacks(1) and len(passes) == 2
+    assert not held_out.lacks_report(1) and len(passes) == 2
 
 
 def test_the_line_of_the_end_has_the_names_of_metrics(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Mismatched, Weights
 from flowrl.models import Policy
-from flowrl.nodes.training.trainer import Trainer
+from flowrl.nodes.trainer import Trainer
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective
@@ -223,7 +223,7 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
     """Steps far below half a unit in the last place of any weight add up all the same."""
     import torch
 
-    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.batch_stats import loss_masks
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner
 
@@ -238,7 +238,7 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
 
     start, moved = head(), []
     for _ in range(24):
-        learner.update(part, loss_masks(part.samples, -1, 0), 0, lr=2e-3)
+        learner.train_piece(part, loss_masks(part.samples, -1, 0), 0, lr=2e-3)
         moved.append(float((head() - start).abs().max()))
     assert moved[0] < moved[-1]
     assert moved[-1] > 4 * moved[0] or moved[0] == 0.0
@@ -254,7 +254,7 @@ def test_a_loss_of_ones_own_trains_as_the_shipped_one(ran: tuple[Recorder, Train
     """The same weights after three batches, each of two optimizer steps in several micro-batches."""
     import torch
 
-    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.batch_stats import loss_masks
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner
 
@@ -269,7 +269,7 @@ def test_a_loss_of_ones_own_trains_as_the_shipped_one(ran: tuple[Recorder, Train
         for number in range(3):
             part = make_batch(number, case).split(1)[0]
             assert len(part.micro_batches) > len(part.step_ends) == 2
-            update = learner.update(part, loss_masks(part.samples, -1, number), number, lr=LR)
+            update = learner.train_piece(part, loss_masks(part.samples, -1, number), number, lr=LR)
             losses.append(update.stats["policy_loss"])
             assert update.grad_norm and update.grad_norm > 0.01
         return losses, {n: t.clone() for ns, ts in engine.buckets(1 << 20) for n, t in zip(ns, ts, strict=True)}
@@ -310,7 +310,7 @@ def test_a_completion_that_is_alone_in_its_batch_is_booked_without_tokens(
 
 
 def test_a_stat_that_no_metrics_line_would_contain_is_an_error(ran: tuple[Recorder, Trainer]) -> None:
-    from flowrl.training.batch.masks import loss_masks
+    from flowrl.training.batch_stats import loss_masks
     from flowrl.training.learner import Learner
 
     _, trainer = ran
@@ -319,4 +319,4 @@ def test_a_stat_that_no_metrics_line_would_contain_is_an_error(ran: tuple[Record
     with pytest.raises(
         FlowrlError, match=r"FunctionObjective\.loss returned the stats policy_loss, which its `stats` do"
     ):
-        learner.update(part, loss_masks(part.samples, -1, 0), 0, lr=0.0)
+        learner.train_piece(part, loss_masks(part.samples, -1, 0), 0, lr=0.0)

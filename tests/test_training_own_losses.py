@@ -17,12 +17,12 @@ from torch import Tensor
 import flowrl
 from flowrl.errors import FlowrlError
 from flowrl.graph.load import load_file
-from flowrl.training.batch.micro_batch import PADDING
 from flowrl.training.loss.function_objective import COLUMNS, FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
 from flowrl.training.loss.sft_objective import SFTObjective
+from flowrl.training.micro_batches import PADDING
 from tests.objective_rig import logprobs, run, samples
 
 ROOT = Path(__file__).parent.parent

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch
-from flowrl.training.batch.masks import loss_masks
-from flowrl.training.batch.update import Update
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
-from flowrl.training.learner import Learner
+from flowrl.training.learner import Learner, Update
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective
@@ -81,7 +80,7 @@ def gradients(engine: Engine) -> list[Tensor]:
 def whole(objective: Objective, batch: Batch, path: Path) -> tuple[Update, list[Tensor]]:
     engine = engine_of(objective, path)
     (part,) = batch.split(1)
-    update = learner_of(objective, engine).update(part, loss_masks(part.samples, part.mask_staleness, 0), 0, 0.1)
+    update = learner_of(objective, engine).train_piece(part, loss_masks(part.samples, part.mask_staleness, 0), 0, 0.1)
     return update, gradients(engine)
 
 

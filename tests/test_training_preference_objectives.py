@@ -11,9 +11,9 @@ import torch
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Mismatched
-from flowrl.training.batch.micro_batch import make_micro_batch
 from flowrl.training.loss.objective import Objective, Totals
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
+from flowrl.training.micro_batches import make_micro_batch
 from tests.objective_rig import CPU, logprobs, run, samples
 from tests.test_training_preferences import dpo_of_pair, sigmoid
 

@@ -19,7 +19,7 @@ from flowrl import Cluster, ConfigError, Graph, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
 from flowrl.runtime.driver.ray_cluster.cluster import LOOPBACK
-from flowrl.training.batch.masks import trained_mask
+from flowrl.training.batch_stats import trained_mask
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, layer_bytes
 from flowrl.training.layouts import Placing

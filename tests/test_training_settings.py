@@ -12,8 +12,8 @@ import pytest
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Saved
 from flowrl.models import Policy
-from flowrl.nodes.training.trainer import Trainer
-from flowrl.training.batch.batch_stats import BatchStats
+from flowrl.nodes.trainer import Trainer
+from flowrl.training.batch_stats import BatchStats
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.sft_objective import SFTObjective
 from flowrl.training.schedule import Schedule

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Batch, Trainable
-from flowrl.training.batch.step_passes import StepPasses, step_passes
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.micro_batches import Passes, plan_passes
 from tests.pieces import train_in_pieces
 from tests.test_training_pieces import Engine, batch_of, engine_of, gradients, learner_of, whole
 from tests.test_tree_objectives import OBJECTIVES, assert_close, model_dir
@@ -38,30 +38,30 @@ def groups_of(batch: Batch) -> list[str]:
     return list(dict.fromkeys(sample.group_id for sample in batch.samples))
 
 
-def passes_of(batch: Batch, objective: Objective = POLICY) -> tuple[StepPasses, tuple[Trainable, ...]]:
+def passes_of(batch: Batch, objective: Objective = POLICY) -> tuple[tuple[Passes, Passes], tuple[Trainable, ...]]:
     (part,) = batch.split(1)
-    return step_passes(part, [s.whole_mask for s in part.samples], part.micro_batches, objective), part.samples
+    return plan_passes(part, [s.whole_mask for s in part.samples], part.micro_batches, objective), part.samples
 
 
 @pytest.mark.parametrize("layout", ["rows", "tree"])
 def test_groups_with_equal_rewards_have_a_forward_pass_only(layout: str) -> None:
     batch = replace(batch_of("ppo"), layout=layout)
     first, *others = groups_of(batch)
-    found, samples = passes_of(equal_rewards(batch, [first]))
-    assert {samples[i].group_id for one in found.forward for i in one} == {first}
-    assert {samples[i].group_id for one in found.both for i in one} == set(others)
-    assert sorted(i for one in (*found.forward, *found.both) for i in one) == list(range(len(samples)))
+    (forward, both), samples = passes_of(equal_rewards(batch, [first]))
+    assert {samples[i].group_id for one in forward for i in one} == {first}
+    assert {samples[i].group_id for one in both for i in one} == set(others)
+    assert sorted(i for one in (*forward, *both) for i in one) == list(range(len(samples)))
 
 
 def test_all_stay_in_their_micro_batches_where_everything_has_a_gradient() -> None:
-    found, _ = passes_of(batch_of("ppo"))
-    assert not found.forward and found.both == batch_of("ppo").split(1)[0].micro_batches
+    (forward, both), _ = passes_of(batch_of("ppo"))
+    assert not forward and both == batch_of("ppo").split(1)[0].micro_batches
 
 
 @pytest.mark.parametrize("objective", [PolicyObjective(kl_coef=0.1), PolicyObjective(entropy_coef=0.1)])
 def test_a_loss_with_a_term_without_advantage_has_all_backward_passes(objective: Objective) -> None:
     batch = batch_of("ppo")
-    assert not passes_of(equal_rewards(batch, groups_of(batch)), objective)[0].forward
+    assert not passes_of(equal_rewards(batch, groups_of(batch)), objective)[0][0]
 
 
 def test_a_group_with_one_token_that_counts_has_its_backward_pass_whole() -> None:
@@ -71,12 +71,12 @@ def test_a_group_with_one_token_that_counts_has_its_backward_pass_whole() -> Non
     place = int(np.flatnonzero(flat.samples[0].policy_mask)[-1])
     advantages = np.where(np.arange(flat.samples[0].advantages.size) == place, 0.5, 0).astype(np.float32)
     lively = replace(flat, samples=(replace(flat.samples[0], advantages=advantages), *flat.samples[1:]))
-    found, samples = passes_of(lively)
-    assert {samples[i].group_id for one in found.both for i in one} == {first}
+    (_, both), samples = passes_of(lively)
+    assert {samples[i].group_id for one in both for i in one} == {first}
     # The same token outside the loss.
     (part,) = lively.split(1)
     masks = [s.whole_mask & ~(s.advantages != 0) for s in part.samples]
-    assert not step_passes(part, masks, part.micro_batches, POLICY).both
+    assert not plan_passes(part, masks, part.micro_batches, POLICY)[1]
 
 
 def test_a_long_prefix_of_both_kinds_is_not_computed_twice() -> None:
@@ -101,8 +101,8 @@ def test_a_long_prefix_of_both_kinds_is_not_computed_twice() -> None:
     batch = batch_of("ppo")
     batch = replace(batch, samples=tuple(map(longer, batch.samples)), layout="tree", token_budget=0)
     first, *_ = groups_of(batch)
-    assert not passes_of(equal_rewards(batch, [first]))[0].forward
-    assert passes_of(equal_rewards(replace(batch, layout="rows"), [first]))[0].forward, "rows share nothing"
+    assert not passes_of(equal_rewards(batch, [first]))[0][0]
+    assert passes_of(equal_rewards(replace(batch, layout="rows"), [first]))[0][0], "rows share nothing"
 
 
 @pytest.mark.parametrize("numbers", [(), (0,), (0, 1), None])
@@ -141,7 +141,7 @@ def test_a_step_without_any_gradient_has_one_backward_pass_and_is_made(model_dir
     batch = batch_of("ppo")
     engine = engine_of(POLICY, model_dir)
     (part,) = equal_rewards(batch, groups_of(batch)).split(1)
-    update = learner_of(POLICY, engine).update(part, [s.whole_mask for s in part.samples], 0, 0.1)
+    update = learner_of(POLICY, engine).train_piece(part, [s.whole_mask for s in part.samples], 0, 0.1)
     assert engine.lasts == [True] and engine.num_steps == 1 and update.changed
     assert all(not float(gradient.abs().max()) for gradient in gradients(engine))
     assert update.stats["entropy"] and update.stats["entropy"] > 1
@@ -168,6 +168,6 @@ def test_every_rank_makes_as_many_passes_of_either_kind_as_the_one_with_most(mod
     engine = Uneven(engine_of(POLICY, model_dir).model)
     batch = replace(batch_of("ppo"), token_budget=0)
     (part,) = equal_rewards(batch, groups_of(batch)[:1]).split(1)
-    learner_of(POLICY, engine).update(part, [s.whole_mask for s in part.samples], 0, 0.1)
+    learner_of(POLICY, engine).train_piece(part, [s.whole_mask for s in part.samples], 0, 0.1)
     assert engine.with_graph == [False, False, True, True, True]
     assert engine.lasts == [False, False, True]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Batch, Mismatched, Trainable
-from flowrl.training.batch.masks import loss_masks
-from flowrl.training.batch.update import Update
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.layouts import Placing
-from flowrl.training.learner import Learner
+from flowrl.training.learner import Learner, Update
 from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import Objective
@@ -84,7 +83,7 @@ class OneProcess:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self) -> ZeroStep:
+    def step(self, *, divide_by: float = 1.0) -> ZeroStep:
         return ZeroStep(True, 1.0)
 
 
@@ -132,7 +131,7 @@ def updated(objective: Objective, model_dir: Path, batch: Batch, layout: Placing
         teacher=teacher if isinstance(objective, ReverseKL) else None,
     )
     (part,) = batch.split(1)
-    update = learner.update(part, loss_masks(part.samples, part.mask_staleness, 0), 0, 0.1)
+    update = learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, 0), 0, 0.1)
     return update, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

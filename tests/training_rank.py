@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flowrl.messages import Batch
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
@@ -100,7 +100,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
             continue
         part = part_of(gang, batch)
         assert part.layout == case.layout
-        updates.append(learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
+        updates.append(learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
     probe = engine.score([[1, 2, 3, 4], [5, 6]])
     alike = len(set(gang.gather(digest(weights)))) == 1
@@ -133,7 +133,7 @@ def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, dir
                 fresh.save(directory / f"{case.name}-state")
             part = part_of(gang, make_batch(version, case))
             masks = loss_masks(part.samples, part.mask_staleness, version)
-            learner.update(part, masks, version, 1e-2)
+            learner.train_piece(part, masks, version, 1e-2)
         outcomes.append({n: t.clone() for ns, ts in fresh.buckets(9999) for n, t in zip(ns, ts, strict=True)})
     if gang.rank == 0:
         torch.save(outcomes, directory / f"{case.name}-resumed.pt")

@@ -32,7 +32,7 @@ from flowrl.nodes.sources.source import PromptSource
 from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.nodes.sources.task_source import TaskSource
 from flowrl.nodes.sources.too_long import PromptLimit, TooLong
-from flowrl.nodes.training.trainer import Trainer
+from flowrl.nodes.trainer import Trainer
 from flowrl.nodes.vllm_engine.engine import Engine
 from flowrl.nodes.vllm_engine.sampling import Sampling
 from flowrl.nodes.writers.pair_writer import PairWriter

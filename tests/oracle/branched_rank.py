@@ -14,7 +14,7 @@ from flowrl.messages import Batch, Message
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import lost, run_node
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
@@ -61,7 +61,7 @@ def train(case: BranchedCase, engine: Recording, directory: Path) -> None:
         rows = sum(len(sample.sequences) for sample in part.samples)
         assert sorted(i for one in part.micro_batches for i in one) == list(range(rows))
         masks = loss_masks(part.samples, part.mask_staleness, version)
-        losses.append(learner.update(part, masks, version, LR).stats["loss"])
+        losses.append(learner.train_piece(part, masks, version, LR).stats["loss"])
     weights = weights_of(engine)
     if engine.rank == 0:
         left = {"gradients": engine.gradients, "weights": weights, "losses": losses}

@@ -17,7 +17,7 @@ from flowrl.messages import Batch, Group, Message, Scored
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import lost, run_node
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
@@ -129,7 +129,7 @@ def train(case: OracleCase, engine: Recording, recorded: Recorded, path: Path, *
             update = train_in_pieces(learner, batch, PIECES[version - FIRST], version, LR)
         else:
             part = split(batch, engine.gang)
-            update = learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
+            update = learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
         clip_fractions.append(update.stats["clip_fraction"])
     leave(engine, path, clip_fractions)
 
@@ -150,7 +150,7 @@ def train_offline(case: OfflineCase, engine: Recording, path: Path, *, in_pieces
             train_in_pieces(learner, batch, offline.PIECES[number], version, LR)
             continue
         part = batch.split(engine.gang.size)[engine.rank]
-        learner.update(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
+        learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, LR)
     leave(engine, path, [])
 
 

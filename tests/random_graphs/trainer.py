@@ -14,7 +14,7 @@ from flowrl.messages import Bool
 from flowrl.nodes.batching.batch import TokenBatch
 from flowrl.nodes.batching.begun_batch import Pace
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import loss_masks
 from tests.random_graphs.dice import lot
 from tests.random_graphs.nodes import Played
 from tests.random_graphs.record import Meeting

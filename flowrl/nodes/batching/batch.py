@@ -32,7 +32,7 @@ from flowrl.nodes.groups.by_source import source_metrics
 from flowrl.nodes.groups.judged import judged_metrics
 from flowrl.training.advantage.advantages import all_equal, whiten
 from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.batch.masks import loss_masks, trained_mask
+from flowrl.training.batch_stats import loss_masks, trained_mask
 from flowrl.training.settings import Layout
 
 

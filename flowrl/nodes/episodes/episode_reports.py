@@ -17,7 +17,7 @@ from flowrl.messages import Prompt
 from flowrl.nodes.episodes.episode_record import EpisodeRecords
 from flowrl.nodes.episodes.failing_by_length import FailingByLength
 from flowrl.nodes.episodes.played import Played
-from flowrl.training.batch.batch_stats import length_name
+from flowrl.training.batch_stats import length_name
 
 RETOKENIZED_ONE_IN = 8
 """One episode in this many is tokenized again: a reply takes 0.1 ms or more, as much as everything else together."""

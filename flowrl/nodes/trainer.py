@@ -1,5 +1,8 @@
 """The trainer turns batches into versions. One replica is one ZeRO rank; all ranks run in lockstep.
 
+A batch comes whole or in pieces: `Trainer.run` takes each piece, `Trainer._train` has the learner add its gradient
+(`flowrl.training.learner.Learner.train_piece`), and after the last piece books what the optimizer step was made of.
+
 Invariants
 - Every batch makes exactly one version, even a batch without an update (all tokens masked, or a gradient
   that is not finite). The version of such a batch is published as `unchanged`, so tickets return.
@@ -15,27 +18,30 @@ collectives (the supervisor handles a dead rank), and for a checkpoint at the en
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
+
 from flowrl.disk_room import told_if_full
+from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
-from flowrl.graph.node import Saved
+from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Batch, Bool, Weights
+from flowrl.graph.routes import readers_dtype
+from flowrl.messages import Batch, Bool, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
+from flowrl.models.directory import stored_dtype
 from flowrl.models.sizes.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
-from flowrl.nodes.training.batch_record import BatchRecord
-from flowrl.nodes.training.held_out_figures import HeldOutFigures
-from flowrl.nodes.training.resident import ResidentNode
-from flowrl.nodes.training.trainer_parts import head_start, load_teacher, make_publisher, record_scores, split_alone
-from flowrl.nodes.training.whole_batches import why_whole
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.batch.masks import loss_masks
+from flowrl.training.batch_stats import BatchStats, loss_masks, trained_mask
 from flowrl.training.engine.deepspeed_names import setting_problems
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
 from flowrl.training.layouts import Decision, refused
@@ -44,14 +50,154 @@ from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model.trainable import check_trainable
 from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Accumulate, LoRA, SequenceKind, ZeroSettings, attention_problems
+from flowrl.training.settings import Accumulate, LoRA, SequenceKind, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
-    from flowrl.training.batch.update import Update
-    from flowrl.training.learner import Learner
+    from flowrl.training.engine.gang import Gang
+    from flowrl.training.engine.zero import ZeroEngine
+    from flowrl.training.learner import Learner, Update
+    from flowrl.training.model.output_layer import OutputLayer
     from flowrl.weights.publish import Publisher
 
 ROOM = "make room, or keep fewer with --keep; --resume goes on from the last checkpoint that is whole"
+
+
+class ResidentNode(Node):
+    """A node that loads its state to its GPU in `setup`: weights, gradients, optimizer state. If it shares the GPU
+    (`g.time_share`), the state is moved away while another node uses the GPU.
+
+    Each rank of a gang moves its own state; nothing of the move is collective.
+    """
+
+    _residence: Any = None
+    """A Residence. The annotation is Any because ports are found by evaluating annotations, and the module of Residence
+    imports torch."""
+
+    def find_resident(self) -> object:
+        """The object that leads to all tensors on the GPU; made by `setup`."""
+        raise NotImplementedError
+
+    async def on_acquire(self) -> None:
+        if self._residence is not None:
+            began = time.perf_counter()
+            await self.blocking(self._residence.come_back)
+            self.context.gauge("device_return_s", time.perf_counter() - began)
+
+    async def on_release(self) -> None:
+        if self.context.gpus:
+            began = time.perf_counter()
+            moved = await self.blocking(self._move_away)
+            self.context.gauge("device_leave_s", time.perf_counter() - began)
+            self.context.gauge("device_leave_bytes", moved)
+
+    def _move_away(self) -> int:
+        if self._residence is None:
+            import torch
+
+            from flowrl.training.engine.residence import Residence
+
+            self._residence = Residence(self.find_resident(), torch.device("cuda", 0))
+        return int(self._residence.leave())
+
+    async def close(self) -> None:
+        if self._residence is not None and not self._residence.is_away:
+            self._residence.close()
+
+
+BatchJudge = Callable[[Batch], Mapping[str, Any]]
+"""The objective's stats on a batch with the current weights; collective, no gradient."""
+
+
+class HeldOutFigures:
+    """One rank's figures on the held-out batches, measured once for each version and reported once in the records.
+
+    All ranks ask at the same points of the run, because measuring is collective.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[Batch] = []
+        self._version = -1
+        self._figures: dict[str, Any] = {}
+        self._reported = -1
+        """The newest version whose figures are in the records."""
+
+    async def collect_batches(self, port: In[Batch]) -> None:
+        """Store the held-out batches. Returns when their sender has closed, immediately if there is no sender."""
+        if port.live is not None:
+            async for batch in port:
+                self._batches.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
+                port.finish(batch)
+
+    def measure(self, version: int, judge: BatchJudge, prefix: str = "held_out") -> dict[str, Any]:
+        """The figures of the current weights, which are those of `version`."""
+        if self._version != version:
+            self._figures = {name: value for batch in self._batches for name, value in judge(batch).items()}
+            self._version = version
+        return {f"{prefix}/{name}": value for name, value in self._figures.items()}
+
+    def report(self, version: int, judge: BatchJudge) -> dict[str, Any]:
+        """As `measure`, for the records."""
+        self._reported = version
+        return self.measure(version, judge)
+
+    def lacks_report(self, version: int) -> bool:
+        """Whether the records have no figures of `version` yet, although there is something to measure."""
+        return bool(self._batches) and version > 0 and self._reported != version
+
+
+@dataclass
+class BatchRecord:
+    """Statistics and uses of one rank's samples of a batch so far."""
+
+    stats: list[BatchStats] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    num_groups: int = 0
+    """Number of groups in the whole batch, not in this rank's part."""
+
+    def add_part(self, part: Batch, masks: Sequence[Bool], version: int, *, too_few: bool) -> None:
+        """Add this rank's part of a piece; `masks` are the tokens that entered the loss in `version`'s update.
+
+        With `too_few` samples for a loss none did, and those of `masks` count as masked.
+        """
+        if too_few:
+            part = replace(part, samples=tuple(map(_keep_out, part.samples, masks)))
+            masks = [np.zeros_like(mask) for mask in masks]
+        self.stats.append(BatchStats.of(part.samples, masks, version))
+        self.uses += [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)]
+        self.num_groups += part.num_groups
+
+    def gather_over_ranks(self, gang: Gang) -> tuple[BatchStats, list[Use]]:
+        """The statistics and uses of all parts; collective."""
+        stats, uses = zip(*gang.parts((BatchStats.total(self.stats), self.uses)), strict=True)
+        return BatchStats.total(stats), [use for part_uses in uses for use in part_uses]
+
+
+def _keep_out(sample: Trainable, mask: Bool) -> Trainable:
+    """The sample, with the tokens of `mask` kept out of the loss."""
+    return replace(sample, loss_mask=trained_mask(sample) & ~mask)
+
+
+def explain_whole_batches(objective: object, zero: ZeroSettings, *, epochs: int, balance: float = 0.0) -> str:
+    """What keeps a trainer from starting before the whole batch has arrived, "" if nothing does.
+
+    `balance` is the weight of the load-balancing loss of a mixture of experts.
+    """
+    if not isinstance(objective, Objective):
+        return "it has no objective"
+    name = type(objective).__name__
+    if epochs > 1:
+        return f"it makes {epochs} passes over each batch"
+    if objective.needs_mismatched:
+        return f"the baseline of {name} is a mean over the whole batch"
+    if objective.offline:
+        return "its batches come from data and are ready before it asks for them"
+    if objective.mean_over is None:
+        return f"{name} does not say what its loss is a mean over (mean_over)"
+    if balance:
+        return "the load-balancing loss of its experts is a mean over the whole batch"
+    if zero.optimizer == "muon":
+        return "muon averages gradients of several steps before they can be divided"
+    return ""
 
 
 class Trainer(ResidentNode):
@@ -149,7 +295,9 @@ class Trainer(ResidentNode):
             parted_by=("tensor" if self.tensor_parallel_size > 1 else "sequence") + "_parallel_size",
             accumulate=self.accumulate,
             correction=getattr(self.objective, "correction_name", None),
-            whole_batches=why_whole(self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef),
+            whole_batches=explain_whole_batches(
+                self.objective, self.zero, epochs=self.epochs, balance=self.router_aux_loss_coef
+            ),
         )
 
     def footprint(self, share: Share) -> Footprint | None:
@@ -232,6 +380,7 @@ class Trainer(ResidentNode):
         from flowrl.training.engine.gang import Gang
         from flowrl.training.engine.zero import ZeroEngine
         from flowrl.training.learner import Learner
+        from flowrl.training.model.scalar_head import has_scalar_head
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         torch.manual_seed(self.context.seed)
@@ -241,13 +390,15 @@ class Trainer(ResidentNode):
         if self.zero.nvme_path and not is_built():
             progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
-        start = head_start(source) if self.objective.head == "scalar" else "policy"
+        start: Start = "policy"  # how a scalar head is initialised: a model that already has one keeps it
+        if self.objective.head == "scalar" and has_scalar_head(source):
+            start = "reward_model"
         kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
         engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
             engine.load(self._state_dir(self.context.resume_dir))
         if self.weights.connected:
-            self._publisher = make_publisher(self.context, self.policy, self.name, self.lora, engine, self.probe_every)
+            self._publisher = self._make_publisher(engine)
         progress("ready")
         return Learner(
             engine,
@@ -255,8 +406,42 @@ class Trainer(ResidentNode):
             epochs=self.epochs,
             temperature=self.temperature,
             max_staleness=None if self.context.own_clock else self.context.max_staleness,
-            teacher=load_teacher(self.teacher, self.objective, engine, self.context.progress),
+            teacher=self._load_teacher(engine),
             router_aux_loss_coef=self.router_aux_loss_coef,
+        )
+
+    def _load_teacher(self, engine: ZeroEngine) -> OutputLayer | None:
+        """The output layer of the model that the objective compares the policy with; None without one."""
+        if self.teacher is None:
+            return None
+        from flowrl.training.model.output_layer import load_output_layer
+
+        return load_output_layer(
+            resolve(self.teacher, progress=self.context.progress),
+            vocab_size=engine.vocab_size,
+            dtype=engine.settings.dtype,
+            device=engine.device,
+            trust_remote_code=self.teacher.trust_remote_code,
+            beta=self.objective.beta if isinstance(self.objective, ReverseKL) else 1.0,
+        )
+
+    def _make_publisher(self, engine: ZeroEngine) -> Publisher:
+        """The publisher of the weights, in the form that their readers take."""
+        from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
+        from flowrl.weights.narrowing import Narrowing, kept_in_float32
+        from flowrl.weights.publish import Publisher
+
+        readers = (route.dtype for route in self.context.weight_routes)
+        dtype = readers_dtype(readers, auto=stored_dtype(resolve(self.policy)))
+        adapter = vllm_adapter_config(self.lora, engine.model.network) if self.lora.synced_rank else None
+        return Publisher(
+            AdapterSource(engine) if adapter else engine,
+            self.name,
+            run_id=self.context.run_id,
+            routes=self.context.weight_routes,
+            narrowing=Narrowing(dtype, kept_in_float32(engine.model.network)),
+            adapter=adapter,
+            probe_every=self.probe_every,
         )
 
     def _source(self) -> str:
@@ -267,7 +452,7 @@ class Trainer(ResidentNode):
 
     async def run(self) -> None:
         await self._publish(changed=True)
-        await self._held_out.take(self.held_out)
+        await self._held_out.collect_batches(self.held_out)
         async for batch in self.batches:
             await self._assert_bound(batch)
             with self.context.busy("train"):
@@ -290,7 +475,7 @@ class Trainer(ResidentNode):
 
     async def _report_last(self) -> None:
         """Report the held-out figures of the last version, unless a line of metrics has them; all ranks."""
-        if not self._held_out.lacks(self.version):
+        if not self._held_out.lacks_report(self.version):
             return
         async with self.context.on_devices():
             with self.context.busy("judge"):
@@ -309,7 +494,7 @@ class Trainer(ResidentNode):
             groups = dict.fromkeys(sample.group_id for sample in batch.samples)
             await self.context.ledger.assert_bound(self.name, self.version, tuple(groups))
 
-    def resident(self) -> object:
+    def find_resident(self) -> object:
         return self._learner
 
     async def close(self) -> None:
@@ -324,47 +509,51 @@ class Trainer(ResidentNode):
 
     # Methods that run in the blocking thread; collective
 
-    def _train(self, batch: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
-        """Train a batch, or a piece of one. At the batch's end return its metrics line, the uses of all ranks, and
-        whether the weights changed; before that, return None."""
-        part = self._split(batch)
+    def _train(self, piece: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
+        """Train a piece of a batch, which may be all of it. At the batch's end return its metrics line, the uses of all
+        ranks, and whether the weights changed; before that, return None."""
+        part = self._own_part(piece)
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
         lr = self.lr * self.schedule.factor(step, self.context.steps)
-        if self.version == 0 and not batch.piece:
-            self._before = self._held_out.of(0, self._judge, "held_out_before")
-        update = self._update(part, masks, lr)
+        if self.version == 0 and not piece.piece:
+            self._before = self._held_out.measure(0, self._judge, "held_out_before")
         rests = self.version < self.start_after
-        self._record.add(part, masks, self.version, too_few=update is not None and update.without_a_step and not rests)
-        if update is None or not batch.last:
+        if rests:
+            update: Update | None = self._learner.skip_piece(part, masks, self.version)
+        else:
+            update = self._learner.train_piece(part, masks, self.version, lr)
+        too_few = update is not None and update.without_a_step and not rests
+        self._record.add_part(part, masks, self.version, too_few=too_few)
+        if update is None or not piece.last:
             return None
-        (stats, uses), num_groups = self._record.gathered(self._learner.engine.gang), self._record.num_groups
+        (stats, uses), num_groups = self._record.gather_over_ranks(self._learner.engine.gang), self._record.num_groups
         self._record = BatchRecord()
         record = {"step": step, "lr": lr, "num_groups": num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
-            record |= batch.metrics
+            record |= piece.metrics
         record |= stats.metrics(offline=self.objective.offline) | update.metrics
         record |= self._before | (self._held_out.report(step, self._judge) if self._is_judged(step) else {})
         self._before = {}
         return record, uses, update.changed
 
-    def _update(self, part: Batch, masks: Sequence[Bool], lr: float) -> Update | None:
-        """Train this rank's part; None if further pieces of the batch follow."""
-        if self.version < self.start_after:
-            return self._learner.rest(part, masks, self.version)
-        if part.whole:
-            return self._learner.update(part, masks, self.version, lr)
-        return self._learner.add(part, masks, self.version, lr)
-
-    def _split(self, batch: Batch) -> Batch:
-        return batch if batch.step_ends else split_alone(batch, self.name, self.context.num_replicas)
+    def _own_part(self, batch: Batch) -> Batch:
+        """This rank's part. Over an edge without gang dispatch a single rank receives the whole, which is not split."""
+        if batch.step_ends:
+            return batch
+        if self.context.num_replicas > 1:
+            raise ConfigError(
+                f"node {self.name!r} has {self.context.num_replicas} ranks but received a batch that was not split; "
+                'connect its batches with dispatch="gang"'
+            )
+        return batch.split(1)[0]
 
     def _is_judged(self, step: int) -> bool:
         """Whether the held-out batch is evaluated with the weights that this step made."""
         return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
 
     def _judge(self, batch: Batch) -> Mapping[str, Any]:
-        return self._learner.judge(self._split(batch))
+        return self._learner.judge(self._own_part(batch))
 
     async def _publish(self, *, changed: bool) -> None:
         """Make the current version readable and announce it; all ranks."""
@@ -386,8 +575,11 @@ class Trainer(ResidentNode):
 
     def _save(self, path: str) -> None:
         engine = self._learner.engine
-        if self.objective.at_end:
-            record_scores(engine, self._held_out.of(self.version, self._judge))
+        if self.objective.at_end:  # a reward model's directory has mean and std of its scores on the held-out batch
+            judged = self._held_out.measure(self.version, self._judge)
+            mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
+            if mean is not None and square is not None:
+                engine.record_scores(mean, math.sqrt(max(0.0, square - mean**2)))
         with told_if_full("the checkpoint", Path(path), ROOM):
             engine.export(self._model_dir(path))
             engine.save(self._state_dir(path))

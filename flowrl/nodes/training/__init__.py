@@ -1,1 +1,0 @@
-"""The trainer: a node whose replicas are the ZeRO ranks."""

@@ -1,1 +1,0 @@
-"""Micro-batches, masks and statistics of a batch."""
