@@ -99,7 +99,7 @@ def test_a_run_that_began_was_not_refused(monkeypatch: Any, tmp_path: Path) -> N
 
 
 def test_the_table_numbers_each_sentence_once() -> None:
-    sentence = "flowrl: there is no option --x; flowrl run distill --help lists the options"
+    sentence = "flowrl: there is no option --x; flowrl run distill --help-all lists the options"
     cells = [cell("grpo", "--reward-model"), *(cell(name, "HTTP reward", "refused", sentence) for name in GRAPHS[1:3])]
     text = table({(one.graph, one.option): one for one in cells})
     assert text.splitlines()[2] == f"| grpo | ok |{' – |' * 10}"

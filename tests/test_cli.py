@@ -207,7 +207,7 @@ def test_help_lists_fields_with_their_meaning(capsys: Capture, graph_file: str, 
     out = capsys.readouterr().out
     assert "--run-dir" in out
     assert "--staleness" in out
-    assert "Largest staleness of a trained token." in " ".join(out.split())
+    assert "Largest staleness of a trained token (default: 1)" in " ".join(out.split())
 
 
 def test_usage_and_version(capsys: Capture) -> None:

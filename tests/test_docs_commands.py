@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import COMMANDS, CheckOptions
+from flowrl.cli import COMMANDS, CheckOptions, main
 from flowrl.commands.around import FIRST
 from flowrl.commands.copy_graph import GraphCopy, parse_new
 from flowrl.commands.doctor import DoctorOptions
@@ -27,6 +27,7 @@ from flowrl.commands.tune.tune import TuneOptions
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.load import load_file
+from flowrl.graph.option_help import asked_for_help
 from flowrl.graph.shipped import shipped_names
 from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
@@ -87,9 +88,10 @@ def test_a_command_to_copy_is_parsed(page: str, shown: Shown, reader: Path) -> N
 def read(words: Sequence[str]) -> None:
     """Parse a command line as `flowrl` does, with options of every kind; builds the graph, if it names one."""
     name, *args = words
-    if "--help" in args:
-        args.remove("--help")
-    if name in OF_GRAPHS:
+    if asked_for_help(args) is not None:
+        with contextlib.suppress(SystemExit):
+            assert main(words) == 0
+    elif name in OF_GRAPHS:
         prepare(name, OF_GRAPHS[name], args)
     elif name in FIRST:
         prepare("run", OF_GRAPHS["run"], [name, FIRST[name][0], *args])
@@ -110,7 +112,7 @@ def test_a_command_in_a_sentence_has_options_that_there_are(page: str, shown: Sh
     name, *args = shown.words
     assert name in COMMANDS, f"{page}: {shown}"
     given = {arg[2:].partition("=")[0] for arg in args if arg.startswith("--")}
-    assert given - {"help"} <= options_of(name, tuple(args)), f"{page}: {shown}"
+    assert given - {"help", "help-all"} <= options_of(name, tuple(args)), f"{page}: {shown}"
 
 
 @functools.cache
@@ -153,7 +155,7 @@ def test_what_stands_for_an_option_of_others_is_one_that_there_is(page: Path) ->
 
 @functools.cache
 def every_option() -> set[str]:
-    return {"help"} | {option for name in COMMANDS for option in options_of(name, ())}
+    return {"help", "help-all"} | {option for name in COMMANDS for option in options_of(name, ())}
 
 
 def test_the_documents_show_commands() -> None:

@@ -19,10 +19,11 @@ import yaml
 import flowrl.nodes
 from docs._site import graph_pages, links, reference_pages
 from docs._site.made_pages import made_pages
-from docs._site.option_tables import options
+from docs._site.option_tables import option_row
 from flowrl.cli import COMMANDS
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
+from flowrl.graph.option_help import option_groups
 from flowrl.graph.shipped import shipped_names
 from tests.documents import PAGES, ROOT
 from tests.test_requirements import pins
@@ -62,7 +63,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_the_page_of_a_graph_has_every_option_with_its_meaning(name: str) -> None:
     page, config_type = made()[f"graphs/{name}.md"], load_file(name).config_type
-    shown = {option.name: option for option in options(config_type)}
+    shown = {option.name: option for group in option_groups(config_type) for option in group.options}
     no = {name for name in option_names(config_type) if re.search(r"(^|\.)no-", name)}
     leaves = set(option_names(config_type).values()) - no
     assert shown.keys() == leaves
@@ -123,15 +124,15 @@ class Derived(Base):
 
 
 def test_options_are_told_with_inherited_meanings_and_own_defaults() -> None:
-    rows = {option.name: option.row for option in options(Derived)}
+    rows = {option.name: option_row(option) for group in option_groups(Derived) for option in group.options}
     assert rows == {
-        "paths": "| `--paths` *several: path* | – | Files. |\n",
+        "paths": "| `--paths` *path ...* | – | Files. |\n",
         "range": "| `--range` *number number* | `0.0 2.0` |  |\n",
         "limit": "| `--limit` *number* | – |  |\n",
         "size": "| `--size` *integer* | `2` | How large \\| how small. |\n",
-        "kind": "| `--kind` *a, b* | `a` |  |\n",
+        "kind": "| `--kind` *a\\|b* | `a` |  |\n",
         "inner.size": "| `--inner.size` *integer* | `1` | How large \\| how small. |\n",
-        "inner.kind": "| `--inner.kind` *a, b* | `a` |  |\n",
+        "inner.kind": "| `--inner.kind` *a\\|b* | `a` |  |\n",
     }
 
 

@@ -113,7 +113,7 @@ def test_a_configuration_of_another_shape_is_refused_by_name(write) -> None:  # 
     [
         (["--stalness", "2"], "there is no option --stalness; did you mean --staleness?"),
         (["--polcy", "2"], "there is no option --polcy; did you mean --policy?"),
-        (["--xyz"], "there is no option --xyz; flowrl run .*mine.py --help lists the options"),
+        (["--xyz"], "there is no option --xyz; flowrl run .*mine.py --help-all lists the options"),
         (["--staleness", "many"], "--staleness is 'many'; it needs an integer"),
         (["--staleness"], "--staleness has no value; write one after it"),
         (["--on_limit", "drop"], "--on-limit is 'drop'; it needs one of 'wait', 'mask'"),
@@ -135,7 +135,7 @@ def test_faults_read_the_same_on_plain_terminals(write, encoding: str, monkeypat
     with pytest.raises(ConfigError) as error:
         load_file(path).parse(["--staleness", "many"])
     sentence = "--staleness is 'many'; it needs an integer"
-    assert str(error.value) == f"{sentence}; flowrl run {path} --help lists the options"
+    assert str(error.value) == f"{sentence}; flowrl run {path} --help-all lists the options"
 
 
 WRONG_FILES = {

@@ -184,7 +184,7 @@ MISTAKES = {
     "groupsize: 4": "run.yaml:2: there is no option groupsize; did you mean group_size?",
     "zero: {stge: 1}": "run.yaml:2: there is no option zero.stge; did you mean zero.stage?",
     "rank: 8": "run.yaml:2: there is no option rank; did you mean lora.rank?",
-    "wholly_unknown_thing: 8": "run.yaml:2: there is no option wholly_unknown_thing; --help lists the options",
+    "wholly_unknown_thing: 8": "run.yaml:2: there is no option wholly_unknown_thing; --help-all lists the options",
     "lr: 1\nseed: 1\nlr: 2": "run.yaml:4: lr is given twice, first in line 2; keep one",
     "group-size: 1\ngroup_size: 2": "run.yaml:3: group_size is given twice, first in line 2; keep one",
     "task: a\ntask.name: b": "run.yaml:3: task.name is given twice, first in line 2; keep one",

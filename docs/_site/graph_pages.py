@@ -6,7 +6,7 @@ import ast
 import textwrap
 from collections.abc import Iterator
 
-from docs._site.option_tables import sections
+from docs._site.option_tables import option_tables
 from flowrl.graph.analysis.check import check
 from flowrl.graph.drawing.svg import svg
 from flowrl.graph.load import load_file
@@ -55,11 +55,12 @@ def overview() -> str:
 
 def page(name: str) -> str:
     """The page of one graph."""
-    options = "".join(section.markdown for section in sections(load_file(name).config_type))
     return (
         f"# {name}\n\n{_described(name)}\n\n![The graph {name}](../pictures/graphs/{name}.svg)\n\n"
-        f"## Options\n\n`flowrl run {name} --help` prints them, too. A flag is switched off by `--no-`. "
-        f"Options of every run are [those of flowrl run](../reference/commands.md#flowrl-run).\n\n{options}"
+        f"## Options\n\n`flowrl run {name} --help` prints those that most runs set, `--help-all` all. A flag is "
+        "switched off with `no-`: `--no-resume`. "
+        "Options of every run are [those of flowrl run](../reference/commands.md#flowrl-run).\n\n"
+        f"{option_tables(load_file(name).config_type)}"
         f"## The file\n\n`graphs/{name}.py`\n\n```python\n{source(name).rstrip()}\n```\n"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args, get_origin, get_type_hints
 
 import flowrl.nodes
-from docs._site.option_tables import HEAD, field_table, options, summary
+from docs._site.option_tables import field_table, option_rows
 from flowrl import Call, In, Node, Out, Serve
 from flowrl.cli import CheckOptions
 from flowrl.commands.doctor import DoctorOptions
@@ -17,6 +17,7 @@ from flowrl.commands.run_graph import RunFileOptions
 from flowrl.commands.samples import SamplesOptions
 from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions
+from flowrl.graph.option_help import class_summary
 from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
 
@@ -188,8 +189,7 @@ def commands_page(usage: str) -> str:
     """The commands and their options; `usage` is what `flowrl` prints."""
     parts = [f"# Commands\n\n```text\n{usage}\n```\n"]
     for command, kinds in COMMANDS.items():
-        rows = "".join(option.row for kind in kinds for option in options(kind))
-        parts.append(f"## flowrl {command}\n\n{summary(kinds[0])}\n\n{HEAD}{rows}")
+        parts.append(f"## flowrl {command}\n\n{class_summary(kinds[0])}\n\n{option_rows(*kinds)}")
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from flowrl.commands.run_graph import run_graph
 from flowrl.errors import ConfigError
+from flowrl.graph.option_help import asked_for_help
 
 FIRST: Mapping[str, tuple[str, str]] = {
     "generate": ("--policy", "a model: flowrl generate MODEL --task TASK --out FILE.jsonl"),
@@ -22,8 +23,8 @@ FIRST: Mapping[str, tuple[str, str]] = {
 def run_graph_of(command: str, args: Sequence[str]) -> int:
     """Run the graph of that name; returns the exit status."""
     option, needed = FIRST[command]
-    if args and args[0] in ("-h", "--help"):
-        return run_graph([command, "--help"])
+    if args and args[0].startswith("-") and asked_for_help(args) is not None:
+        return run_graph([command, *args])
     if args and not args[0].startswith("-"):
         return run_graph([command, option, *args])
     if not any(arg.partition("=")[0] == "--config" for arg in args):

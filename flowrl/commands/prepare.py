@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, dump, load_file
 from flowrl.graph.machine import gpu_names
+from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_groups, option_groups
 from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
@@ -57,7 +59,6 @@ class Prepared:
 
 def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str]) -> Prepared:
     """Load the graph file, split the options into flowrl's and the graph's own, build the graph."""
-    args = ["--help" if arg == "-h" else arg for arg in args]
     run_file = _run_file(args)
     named = bool(args) and not args[0].startswith("-")
     file = _load(command, args[0] if named else run_file.graph if run_file is not None else "", run_file)
@@ -76,8 +77,8 @@ def prepare(command: str, own_types: tuple[type[Any], ...], args: Sequence[str])
     own_given = ((kind, of_run if kind in _in_run_files() else {}) for kind in own_types)
     kinds = (*own_given, (file.config_type, {**fitting.values, **given}))
     defaults = [filled(kind, values) if values else None for kind, values in kinds]
-    if any("--help" in part for part in parts):
-        _print_help(command, file, own_types, defaults)
+    if (topic := asked_for_help(args)) is not None:
+        _print_help(command, file, topic, [*zip((*own_types, file.config_type), defaults, strict=True)])
     prog = f"flowrl {command} {file.shown}"
     own = [
         parse_options(kind, part, prog=prog, default=default)
@@ -197,18 +198,13 @@ def _refuse_shadowing(file: GraphFile, own_types: Sequence[type[Any]]) -> None:
             )
 
 
-def _print_help(command: str, file: GraphFile, own_types: Sequence[type[Any]], defaults: Sequence[Any]) -> None:
-    """Print all lists of options, and end the process."""
-    kinds = [
-        *((kind, f"flowrl {command} GRAPH") for kind in own_types),
-        (file.config_type, f"flowrl {command} {file.shown}"),
-    ]
-    for (kind, prog), default in zip(kinds, defaults, strict=True):
-        try:
-            parse_options(kind, ["--help"], prog=prog, default=default)
-        except SystemExit:
-            print_text()
-    for name, leaf in option_names(file.config_type).items():
-        if leaf.startswith(f"{name}."):
-            print_text(f"--{name} VALUE is short for --{leaf} VALUE")
+def _print_help(command: str, file: GraphFile, asked: str, kinds: Sequence[tuple[type[Any], Any]]) -> None:
+    """Print the help of a graph's options and of the command's own, and end the process."""
+    *own, (config_type, values) = kinds
+    groups = option_groups(config_type, values)
+    groups += [group for kind, given in own for group in option_groups(kind, given, own=command)]
+    about = (inspect.getdoc(file.module) or "").partition("\n\n")[0]
+    filling = GRAPH if command == "run" else command
+    print_text(help_text(f"flowrl {command} {file.shown}", asked, merge_groups(groups), about=about, own=filling))
+    sys.stdout.flush()  # a closed pipe is noticed here
     raise SystemExit(0)

@@ -19,7 +19,8 @@ usage: flowrl COMMAND
         find every problem of a graph and print what follows from it; starts nothing.
         --preflight: also load models, task, reward and environment, and try them out as a run does before it starts
   run   GRAPH [--steps N] [--run-dir DIR] [--resume] [--config FILE] [--field value ...]
-        run a graph; --help after GRAPH lists the fields and all options.
+        run a graph. After GRAPH, --help shows the twenty options that most runs set and the groups of the others;
+        --help GROUP lists one group, --help OPTION explains an option, and --help-all lists everything.
         --save-config FILE writes them to a file that --config reads;
         --dry-run prints them, checks graph, model, data and reward, and starts nothing
   tune  GRAPH [--steps N] [--verify N] [--budget MINUTES] [--run-dir DIR] [--dry-run] [--json] [--field value ...]

@@ -9,6 +9,7 @@ import functools
 import io
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from typing import Any, get_args
 from flowrl.errors import ConfigError
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.mapping_option import registry
+from flowrl.graph.option_help import asked_for_help, help_text, option_groups
 
 REWORDED = (
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", "{0} is {1}; it needs an integer"),
@@ -51,6 +53,9 @@ RENAMED = {
 }
 """Former name of a graph's option -> its present name, or names."""
 
+
+OPTIONS = "options"
+"""The group of what a command's own dataclass has outside of blocks."""
 
 TABLES = ("options_of_others.txt", "options_of_verl.txt")
 """The tables of docs/options.md and docs/from-verl.md, which are linked here: a row has the options of others in its
@@ -90,6 +95,10 @@ def parse_options(
     ConfigError for unknown options and invalid values; `--help` prints and exits. `others` are options
     defined elsewhere; they are used for suggestions only.
     """
+    if (asked := asked_for_help(args)) is not None:
+        print(help_text(prog, asked, option_groups(config_type, default, own=OPTIONS), own=OPTIONS))
+        sys.stdout.flush()  # a closed pipe is noticed here
+        raise SystemExit(0)
     import tyro
 
     known = option_names(config_type)
@@ -100,10 +109,8 @@ def parse_options(
             if default is None:
                 return tyro.cli(config_type, args=spelled, prog=prog, registry=registry())
             return tyro.cli(config_type, args=spelled, prog=prog, default=default, registry=registry())
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise ConfigError(f"{_one_sentence(stderr.getvalue())}; {prog} --help lists the options") from None
+    except SystemExit:
+        raise ConfigError(f"{_one_sentence(stderr.getvalue())}; {prog} --help-all lists the options") from None
 
 
 def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
@@ -125,7 +132,7 @@ def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
 
 def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[str]) -> str:
     """Translate `--policy tiny` to tyro's spelling, `--policy.name tiny`."""
-    if not arg.startswith("--") or arg == "--help":
+    if not arg.startswith("--"):
         return arg
     name, equals, value = arg[2:].partition("=")
     leaf = known.get(name.replace("_", "-"))
@@ -141,7 +148,7 @@ def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
     if (theirs := options_of_others().get(_key(name))) is not None:
         return f"that option of another trainer is, in flowrl: {theirs} (docs/options.md)"
     near = difflib.get_close_matches(name.replace("_", "-"), candidates, 1)
-    return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help lists the options"
+    return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help-all lists the options"
 
 
 def _one_sentence(box: str) -> str:

@@ -119,4 +119,4 @@ def _name(prefix: str, key: Any) -> str:
 
 def _unknown(name: str, known: list[str]) -> str:
     near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, 1)
-    return f"there is no option {name}; " + (f"did you mean {near[0]}?" if near else "--help lists the options")
+    return f"there is no option {name}; " + (f"did you mean {near[0]}?" if near else "--help-all lists the options")
