@@ -153,6 +153,7 @@ def test_a_stream_of_another_program_gets_what_it_can_write() -> None:
 PRINTS = {
     "agents/parser_trial.py": "JSON for the process that asked",
     "environments/tools/sandbox/sandbox_interpreter.py": "what code of the policy prints",
+    "graph/command_line.py": "help, whose values are escaped; its part is below the one that prints",
     "hub/__init__.py": "names that were checked; its part is below the one that prints",
     "runtime/driver/ray_cluster/guard.py": "a process without flowrl",
     "runtime/telemetry/safe_text.py": "print_text itself",
