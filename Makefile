@@ -21,14 +21,14 @@ demo-control: setup
 
 # Every graph on `tiny`, and the table in docs/ladder.md: half an hour on two quiet cores.
 ladder-table: setup
-	$(PY) -m benchmarks.ladder --page
+	$(PY) -m benchmarks.training.ladder --page
 
 # Each stage from the one before: SFT -> reward model -> PPO, and SFT -> DPO.
 ladder: setup
-	$(PY) -m benchmarks.ladder --chain
+	$(PY) -m benchmarks.training.ladder --chain
 
 ladder-controls: setup
-	$(PY) -m benchmarks.ladder_controls
+	$(PY) -m benchmarks.training.ladder_controls
 
 check: setup
 	@$(MAKE) --no-print-directory -j2 -Otarget lint quick
@@ -57,17 +57,17 @@ test: setup
 test-nvme: setup
 	$(PY) -m pytest -q -m nvme tests
 
-# Further cases of what `test` shows (tests/further_cases.py), and the rest of every grid, the oracle's included.
+# Further cases of what `test` shows (tests/house/further_cases.py), and the rest of every grid, the oracle's included.
 matrices: setup
 	$(PY) -m pytest -q -m matrix -n 2 --dist loadfile tests
 
 # Every case of the oracle of gradients in rows and in trees; some five minutes.
 oracle: setup
-	$(PY) -m pytest -q tests/test_oracle.py tests/test_oracle_episodes.py
+	$(PY) -m pytest -q tests/oracle/test_oracle.py tests/oracle/test_oracle_episodes.py
 
 # Random conversations with every chat template in TRL's wheel, a hundred for each; some twenty minutes.
 templates: setup
-	FLOWRL_TEMPLATE_EXAMPLES=100 $(PY) -m pytest -q -n 2 tests/test_agents_conversation.py
+	FLOWRL_TEMPLATE_EXAMPLES=100 $(PY) -m pytest -q -n 2 tests/agents/test_agents_conversation.py
 
 # Faults put in one at a time, each to be caught by the test that it names.
 mutants: setup
@@ -79,7 +79,7 @@ random-graphs: setup
 
 # SIGKILL of every kind of process, ten times each at random moments; an hour on two cores.
 kills: setup
-	$(PY) -m tests.kills --times 10
+	$(PY) -m tests.faults.kills --times 10
 
 # What a CPU cannot show, on a machine with GPUs: stages of under 8 minutes, results and table in gpu-check/.
 gpu-check: setup

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from benchmarks.machines import HEAD, free_ports
+from benchmarks.channels.machines import HEAD, free_ports
 from tests import warm
-from tests.further_cases import further, unknown
+from tests.house.further_cases import further, unknown
 
 ROOT = Path(__file__).parent.parent
 SPREAD = {"test_ladder_stack.py"}
@@ -188,7 +188,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the files of THOROUGH, and further cases. Begin with files of EARLY; end with files of few tests."""
     whole_files = not any("::" in argument for argument in config.args)
     if config.option.markexpr == "matrix" and whole_files and (names := list(unknown(items))):
-        raise pytest.UsageError(f"tests/further_cases.py names cases that do not exist: {', '.join(names)}")
+        raise pytest.UsageError(f"tests/house/further_cases.py names cases that do not exist: {', '.join(names)}")
     for item in further(items):
         item.add_marker("matrix")
     for item in items:

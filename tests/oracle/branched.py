@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flowrl.episode import Episode
 from flowrl.training.settings import Layout
-from tests.branching_episodes import episode
+from tests.nodes.episodes.branching_episodes import episode
+from tests.nodes.episodes.test_turn_credit import plain as turn_advantages
 from tests.oracle import plain
 from tests.oracle.cases import LENGTH, LR, RATIOS
-from tests.test_turn_credit import plain as turn_advantages
-from tests.training_cases import VOCABULARY
+from tests.training.training_cases import VOCABULARY
 
 GAMMA = 0.9
 BATCHES = 2

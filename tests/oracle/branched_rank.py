@@ -1,4 +1,4 @@
-"""One ZeRO-3 rank of the oracle of branched episodes, started by `tests.ranks`.
+"""One ZeRO-3 rank of the oracle of branched episodes, started by `tests.stack.ranks.ranks`.
 
 Takes them through advantage node, batcher, gang split and learner, and leaves gradients, weights and losses.
 """
@@ -22,7 +22,7 @@ from flowrl.training.settings import ZeroSettings
 from tests.oracle.branched import BRANCHED_CASES, GAMMA, SHAPES, VERSIONS, BranchedCase, recorded
 from tests.oracle.cases import LR, MAX_STALENESS, TEMPERATURE
 from tests.oracle.rank import SHARDED, Recording, weights_of
-from tests.ranks import as_rank
+from tests.stack.ranks.ranks import as_rank
 
 GROUP_SIZE = 4
 TOKEN_BUDGET = 45

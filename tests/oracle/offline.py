@@ -12,7 +12,7 @@ from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
 from flowrl.training.loss.value_objective import ValueObjective
 from tests.oracle.cases import FIRST, IN_PIECES
-from tests.training_cases import VOCABULARY
+from tests.training.training_cases import VOCABULARY
 
 NUM_PAIRS = 5
 PIECES = ((2, 4), (6,), (4, 6))

@@ -1,4 +1,4 @@
-"""One ZeRO-3 rank of the oracle, started by `tests.ranks`.
+"""One ZeRO-3 rank of the oracle, started by `tests.stack.ranks.ranks`.
 
 Takes the recorded rollouts through advantage node, batcher, gang split and learner, for each case named
 in DIRECTORY/cases.json, and leaves gradients, weights and stats of every optimizer step.
@@ -41,13 +41,13 @@ from tests.oracle.cases import (
 )
 from tests.oracle.offline import OFFLINE_CASES, OfflineCase, make_batch
 from tests.oracle.rollouts import Recorded, load
-from tests.pieces import train_in_pieces
-from tests.ranks import as_rank
+from tests.stack.ranks.ranks import as_rank
+from tests.training.pieces import train_in_pieces
 
 LAYERS_GATHERED = {"leaf_module": {"classes": ["LlamaDecoderLayer", "Qwen2DecoderLayer"]}}
 SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 100, **LAYERS_GATHERED}}
 """Every matrix is divided, and those of a layer are gathered together: the oracle is about losses. In
-tests/test_training_gang.py each is gathered alone, as by default."""
+tests/stack/ranks/test_training_gang.py each is gathered alone, as by default."""
 TOKEN_BUDGETS = {("rows", 1): 64, ("rows", 2): 32, ("tree", 1): 36, ("tree", 2): 22}
 """By layout and optimizer steps: two micro-batches of a rank or a few more."""
 

@@ -10,7 +10,7 @@ import torch
 from flowrl.channel.encoding.stored import dump_value, load_value
 from flowrl.messages import Scored
 from tests.oracle.cases import BATCHES, FIRST, GROUP_SIZE, MAX_STALENESS, TEMPERATURE
-from tests.training_cases import VOCABULARY
+from tests.training.training_cases import VOCABULARY
 
 SIZES = (3, 2, 4, 3)
 """Scored members of each group of a batch; what is missing of GROUP_SIZE was lost on the way."""

@@ -25,11 +25,11 @@ from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.host import host_engine
 from flowrl.runtime.ledger.accounting import LEDGER
 from flowrl.testing import GraphRun, VirtualClock, run_graph
-from tests.in_process import looking_every, seeing_the_driver
 from tests.random_graphs import record
 from tests.random_graphs.graph import Config
 from tests.random_graphs.record import Record
 from tests.random_graphs.shape import Life, Shape
+from tests.rigs.in_process import looking_every, seeing_the_driver
 
 R = TypeVar("R")
 FILE = Path(__file__).with_name("graph.py")

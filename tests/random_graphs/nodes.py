@@ -19,7 +19,7 @@ from flowrl.graph.facts import Facts
 from tests.random_graphs.dice import lot
 from tests.random_graphs.record import Record, record_of
 from tests.random_graphs.shape import Part, Shape
-from tests.ticks import ticks
+from tests.rigs.ticks import ticks
 
 PROMPT_TOKENS, LONGEST_RESPONSE = 2, 6
 STRAGGLERS = 0.05

@@ -7,7 +7,7 @@ and the fork ends with it. Anything else becomes the interpreter of the tests. A
 those who ask it (others get another server), so whatever reads them while it is imported finds the same. The processes
 of one test session share the servers, which end with it.
 
-Started without it, as a user's run is: tests/test_stack_run.py, and all tests of processes and their ends.
+Started without it, as a user's run is: tests/stack/test_stack_run.py, and all tests of processes and their ends.
 `FLOWRL_TESTS_COLD=1` starts everything so.
 """
 

@@ -3,7 +3,7 @@
 By default each large tensor has its own mapping, or is part of a thread's heap that shrinks as soon as it can, so the
 kernel clears the tensor's pages again in every pass. The settings here make one heap for all threads, which keeps its
 memory, in huge pages if the kernel provides them. With them, an update of SmolLM2 takes 0.8 of its time (`python -m
-benchmarks.kernels`, with and without --plain-malloc).
+benchmarks.training.kernels`, with and without --plain-malloc).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 torch passes these to MKL, which uses AVX512 only on Intel's processors: it reaches 112 GFLOP/s on one core of an AMD
 EPYC. oneDNN, to which torch passes products in bfloat16, reaches 240 there in float32 too (`python -m
-benchmarks.kernels --dtype float32`, with and without --plain-products). oneDNN takes 0.15 ms to prepare each new shape,
-so small products stay with MKL. Both round in float32, but take sums in different orders.
+benchmarks.training.kernels --dtype float32`, with and without --plain-products). oneDNN takes 0.15 ms to prepare each
+new shape, so small products stay with MKL. Both round in float32, but take sums in different orders.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What episodes, environments and agents cost, and what faults cost them."""

@@ -1,0 +1,1 @@
+"""How fast messages and weights travel, in one machine and between two."""

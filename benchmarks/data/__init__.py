@@ -1,0 +1,1 @@
+"""What data and rewards of every shape become, and what rows cost."""

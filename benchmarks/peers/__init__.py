@@ -1,0 +1,1 @@
+"""flowrl beside other trainers, on one job."""

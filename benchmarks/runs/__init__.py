@@ -1,0 +1,1 @@
+"""What a run costs: overlap, ledger, kept samples, growth."""

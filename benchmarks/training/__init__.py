@@ -1,0 +1,1 @@
+"""How fast a trainer is, and what graphs learn."""

@@ -1,0 +1,1 @@
+"""What the benchmarks make of their figures, without measuring."""

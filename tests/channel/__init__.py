@@ -1,0 +1,1 @@
+"""The protocol between processes: encoding, lanes, custody, tickets, sockets."""

@@ -1,0 +1,1 @@
+"""Environments, tools and sandboxes, and the adapters of other packages."""

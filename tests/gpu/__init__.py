@@ -1,0 +1,1 @@
+"""The stages of `flowrl gpu-check`."""

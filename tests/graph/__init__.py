@@ -1,0 +1,1 @@
+"""Declaring, checking, planning and drawing graphs."""

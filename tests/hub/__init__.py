@@ -1,0 +1,1 @@
+"""Models and datasets by their names on the Hub."""

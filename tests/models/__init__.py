@@ -1,0 +1,1 @@
+"""Models, tokenizers and templates by name."""

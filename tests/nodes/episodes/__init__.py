@@ -1,0 +1,1 @@
+"""Nodes that play episodes, and the credit that goes to their turns and seats."""

@@ -1,0 +1,1 @@
+"""The generator with a stand-in for vLLM: sampling, updates, checkpoints, devices."""

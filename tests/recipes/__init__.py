@@ -1,0 +1,1 @@
+"""The graphs in graphs/, and the options that they share."""

@@ -1,0 +1,1 @@
+"""Rigs of tests in several rooms."""

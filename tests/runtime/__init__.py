@@ -1,0 +1,1 @@
+"""A run's hosts, ports, ledger, checkpoints and driver, most of them without processes."""

@@ -1,0 +1,1 @@
+"""Snapshots, checkpoints and runs that go on from them."""

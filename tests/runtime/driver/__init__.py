@@ -1,0 +1,1 @@
+"""The driver: how a run starts, whom it watches, and how it ends."""

@@ -1,0 +1,1 @@
+"""The ledger of samples, requests and episodes, and its audit."""

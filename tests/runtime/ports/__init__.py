@@ -1,0 +1,1 @@
+"""Ports of a replica: invocations, joins, requests, leases, stalls."""

@@ -1,0 +1,1 @@
+"""Whole runs in one process, most of them in virtual time."""

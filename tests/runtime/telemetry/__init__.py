@@ -1,0 +1,1 @@
+"""Metrics, alarms, traces and the view of a run."""

@@ -1,0 +1,1 @@
+"""Real Ray, vLLM and ZeRO: whole runs, and the parts that need them."""

@@ -1,0 +1,1 @@
+"""Rows of data, tasks and rewards."""

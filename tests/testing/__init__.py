@@ -1,0 +1,1 @@
+"""What `flowrl.testing` gives to users' tests."""

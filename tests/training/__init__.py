@@ -1,0 +1,1 @@
+"""Losses, advantages, layouts and batches, in one process."""
