@@ -215,6 +215,25 @@ def test_a_folder_has_few_modules() -> None:
     assert {str(path): number for path, number in of_folder.items() if number > MOST_MODULES} == {}
 
 
+@pytest.mark.parametrize(
+    ("folder", "directly"), [("tests", {"__init__", "conftest"}), ("benchmarks", {"__init__", "demo"})]
+)
+def test_tests_and_benchmarks_have_rooms(folder: str, directly: set[str]) -> None:
+    assert {path.stem for path in (ROOT / folder).glob("*.py")} == directly
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """The tables of tests/conftest.py and tests/house/further_cases.py know them by their names alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_every_benchmark_is_in_the_index() -> None:
+    named = set(re.findall(r"benchmarks(?:\.\w+)+", (ROOT / "benchmarks" / "README.md").read_text()))
+    paths = [path for path in (ROOT / "benchmarks").rglob("*.py") if '"__main__"' in path.read_text()]
+    assert named == {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+
+
 BROAD_EXCEPTS = {
     "channel/control.py: Control._run_note",
     "agents/chat_template.py: ChatTemplate.text",

@@ -89,7 +89,7 @@ def test_half_done_episodes_go_on_where_they_were(tmp_path: Path, kind: str, ste
 
 
 def test_a_checkpoint_finds_episodes_in_every_state(tmp_path: Path) -> None:
-    play(tmp_path / "run", step_s=0.2)
+    play(tmp_path / "run", step_s=0.25)
     assert SEEN.ending > 0, "replies that were under way"
     records = list(killed(tmp_path / "run", after=2).values())
     shown = [record for record in records if record.first is not None]
