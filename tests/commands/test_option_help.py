@@ -34,7 +34,7 @@ from flowrl.graph.option_help import (
 from flowrl.graph.option_types import filled
 from flowrl.graph.shipped import shipped_names
 from flowrl.runtime.driver.options import RunOptions
-from tests.documents import ROOT
+from tests.house.documents import ROOT
 
 
 def leaves(kind: type[Any]) -> set[str]:
