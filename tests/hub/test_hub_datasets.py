@@ -12,7 +12,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.hub import forget_commits, pinned_commits
 from flowrl.tasks import Task, load_demonstrations, load_preferences, load_rows
-from flowrl.tasks.records.dataset_card import chosen_files, whole
+from flowrl.tasks.row_reading.row_files import choose_files, has_all_shards
 from flowrl.tasks.row_reading.row_loading import all_rows
 from tests.hub.hub_server import Hub, Repo, serving
 
@@ -158,31 +158,31 @@ NAMES = ["data/train-00000-of-00001.parquet", "data/validation-00000-of-00001.pa
     ],
 )
 def test_without_a_card_the_names_say_which_split(names: list[str], config: str, split: str, found: list[str]) -> None:
-    assert chosen_files("a/b", names, "# only text", config=config, split=split) == found
+    assert choose_files("a/b", names, "# only text", config=config, split=split) == found
 
 
 def test_folders_that_are_configurations_are_not_read_as_one() -> None:
     names = ["en/train.jsonl", "de/train.jsonl", "de/test.jsonl"]
     with pytest.raises(ConfigError, match="a/b has the configurations de, en; choose one with the option config"):
-        chosen_files("a/b", names, "", config="", split="train")
-    assert chosen_files("a/b", names, "", config="", split="test") == ["de/test.jsonl"]
-    assert chosen_files("a/b", ["train/a.csv", "training/b.csv"], "", config="", split="train") != []
+        choose_files("a/b", names, "", config="", split="train")
+    assert choose_files("a/b", names, "", config="", split="test") == ["de/test.jsonl"]
+    assert choose_files("a/b", ["train/a.csv", "training/b.csv"], "", config="", split="train") != []
 
 
 def test_files_of_other_formats_are_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"has no file of rows .* a/b@refs/convert/parquet"):
-        chosen_files("a/b", ["a.arrow", "load.py"], "", config="", split="train")
+        choose_files("a/b", ["a.arrow", "load.py"], "", config="", split="train")
     card = "---\nconfigs:\n- config_name: default\n  data_files: '*.tar'\n---\n"
     with pytest.raises(ConfigError, match=r"x\.tar is of no format that flowrl reads"):
-        chosen_files("a/b", ["x.tar"], card, config="", split="train")
+        choose_files("a/b", ["x.tar"], card, config="", split="train")
     with pytest.raises(ConfigError, match=r"the head of its README\.md is no YAML"):
-        chosen_files("a/b", ["x.tar"], "---\na: [\n---\n", config="", split="train")
+        choose_files("a/b", ["x.tar"], "---\na: [\n---\n", config="", split="train")
 
 
 def test_a_missing_part_of_numbered_files_is_noticed() -> None:
-    assert whole(["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "b.jsonl"])
-    assert not whole(["a-00000-of-00002.parquet", "b-00001-of-00002.parquet"])
-    assert not whole([])
+    assert has_all_shards(["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "b.jsonl"])
+    assert not has_all_shards(["a-00000-of-00002.parquet", "b-00001-of-00002.parquet"])
+    assert not has_all_shards([])
 
 
 def test_an_option_for_the_hub_is_refused_for_a_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, conversation, load_preferences, load_rows
-from flowrl.tasks.records.formats import files_at
+from flowrl.tasks.row_reading.row_files import files_of
 from flowrl.tasks.row_reading.row_loading import all_rows
 
 Records = list[dict[str, Any]]
@@ -285,9 +285,9 @@ def test_a_directory_is_read_by_the_split_in_its_names(
         (tmp_path / name).touch()
     if found is None:
         with pytest.raises(ConfigError, match=rf"has no file of the split '{split}', .* set the option split"):
-            files_at(tmp_path, split)
+            files_of(tmp_path, config="", split=split)
     else:
-        assert files_at(tmp_path, split) == [tmp_path / name for name in found]
+        assert files_of(tmp_path, config="", split=split) == [tmp_path / name for name in found]
 
 
 # Shapes

@@ -18,11 +18,10 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
 from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_preferences, load_rows
-from flowrl.tasks.records import row_stores
-from flowrl.tasks.records.malformed import Reading
-from flowrl.tasks.row_reading import row_loading
+from flowrl.tasks.row_reading import row_loading, row_stores
 from flowrl.tasks.row_reading.files import Keys, of_record
 from flowrl.tasks.row_reading.indexed_rows import IndexedRows, by_id, prompt_ids
+from flowrl.tasks.row_reading.record_formats import Reading
 from flowrl.tasks.row_reading.row_loading import all_rows
 from flowrl.testing import run_node
 from tests.tasks.row_compare import both, require_same
@@ -202,10 +201,12 @@ def test_a_file_that_stays_open_is_read_whatever_becomes_of_its_name(
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q {n}"}) + "\n" for n in range(40)))
     store = row_stores.FileRows(file, "train", partial(of_record, Keys()))
-    first = list(store.rows(Reading()))
+    first = list(store.read_rows(Reading()))
     assert [row.prompt for _, row in first] == [f"q {n}" for n in range(40)]
     file.unlink()
-    assert list(zip(store.rows(Reading()), store.rows(Reading()), strict=True)) == list(zip(first, first, strict=True))
+    assert list(zip(store.read_rows(Reading()), store.rows(Reading()), strict=True)) == list(
+        zip(first, first, strict=True)
+    )
     monkeypatch.setattr(row_stores, "MOST_OPEN", 0)
     with pytest.raises(ConfigError, match=r"a.jsonl cannot be read: .*No such file or directory.*; write it again"):
         list(pickle.loads(pickle.dumps(store)).rows(Reading()))

@@ -31,13 +31,12 @@ from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
 from flowrl.tasks.arithmetic import Arithmetic
-from flowrl.tasks.records import row_stores
-from flowrl.tasks.records.extents import ArrayElements, extents_of
-from flowrl.tasks.records.spooled import num_bytes
-from flowrl.tasks.row_reading import row_loading
+from flowrl.tasks.row_reading import row_loading, row_stores
 from flowrl.tasks.row_reading.indexed_rows import IndexedRows
 from flowrl.tasks.row_reading.preference_rows import Kind
+from flowrl.tasks.row_reading.record_formats import ArrayElements, format_records
 from flowrl.tasks.row_reading.row_loading import all_rows
+from flowrl.tasks.row_reading.row_stores import num_bytes_of
 from flowrl.testing import run_node
 from tests.tasks.row_compare import both, require_same, rows_in
 
@@ -131,12 +130,12 @@ def test_an_array_of_one_line_is_not_read_whole(tmp_path: Path) -> None:
     file.write_text("\ufeff \n" + json.dumps([{"prompt": f"{n}+1=", "answer": "x" * 1000} for n in range(8000)]))
     tracemalloc.start()
     try:
-        assert isinstance(extents_of(file, file), ArrayElements)
+        assert isinstance(format_records(file, file), ArrayElements)
         assert tracemalloc.get_traced_memory()[1] < file.stat().st_size // 8
     finally:
         tracemalloc.stop()
     file.write_text(" \n" * 100_000 + '{"prompt": "1"}\n[')
-    assert not isinstance(extents_of(file, file), ArrayElements)
+    assert not isinstance(format_records(file, file), ArrayElements)
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -217,7 +216,7 @@ def test_saved_datasets_are_the_same(splits: bool, tmp_path: Path) -> None:
     require_same(memory, disk)
     assert disk.train[0].place.startswith(f"{tmp_path}/saved, row ")
     home = tmp_path / "saved" / ("test" if splits else "")
-    assert num_bytes(tmp_path / "saved", "test") == sum(file.stat().st_size for file in home.glob("*.arrow")) > 0
+    assert num_bytes_of(tmp_path / "saved", "test") == sum(file.stat().st_size for file in home.glob("*.arrow")) > 0
     if splits:
         with pytest.raises(ConfigError, match="has no split 'dev'; it has "):
             load_rows(Task(f"{tmp_path}/saved:rows=disk,split=dev"))

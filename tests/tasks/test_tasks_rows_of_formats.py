@@ -31,10 +31,10 @@ from flowrl.cache import cache_dir
 from flowrl.disk_room import DiskRoom
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, load_rows
-from flowrl.tasks.records import array_elements, spooled
-from flowrl.tasks.records.array_elements import elements
-from flowrl.tasks.records.spooled import plain_file
+from flowrl.tasks.row_reading import record_formats, row_stores
 from flowrl.tasks.row_reading.indexed_rows import IndexedRows
+from flowrl.tasks.row_reading.record_formats import array_elements
+from flowrl.tasks.row_reading.row_stores import plain_file
 
 RECORDS = [
     {"prompt": f"q \u00e9 {n % 50}\nand", "answer": f'"{n}", \t\u4e2d', "score": n % 3, "level": "x" * (n % 7)}
@@ -179,16 +179,16 @@ def test_elements_are_those_of_the_array(values: list[Any], ascii_only: bool, in
     text = json.dumps(values, ensure_ascii=ascii_only, indent=indent)
     content = text.encode("utf-8", errors="surrogatepass")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(array_elements, "CHUNK_BYTES", chunk)
-        found = list(elements(Path("a.json"), io.BytesIO(content)))
+        patched.setattr(record_formats, "CHUNK_BYTES", chunk)
+        found = list(array_elements(Path("a.json"), io.BytesIO(content)))
     assert [json.loads(part.decode("utf-8", errors="surrogatepass")) for _, part in found] == values
     assert all(content[offset : offset + len(part)] == part for offset, part in found)
 
 
 def test_an_array_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_elements, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(record_formats, "CHUNK_BYTES", 1000)
     content = io.BytesIO(b"[" + b",".join([b'{"prompt": "0123456789"}'] * 4000) + b"]")
-    ahead = [content.tell() - offset - len(part) for offset, part in elements(Path("a.json"), content)]
+    ahead = [content.tell() - offset - len(part) for offset, part in array_elements(Path("a.json"), content)]
     assert len(ahead) == 4000 and max(ahead) <= 2000
 
 
@@ -201,7 +201,7 @@ def test_a_copy_is_made_once_and_anew_for_a_file_that_has_changed(
     said = capsys.readouterr().err
     assert "writing its rows into" in said and "0.0 MB of rows in" in said
     with monkeypatch.context() as patched:
-        patched.setattr(spooled, "_parts", None)
+        patched.setattr(row_stores, "copy_parts", None)
         assert plain_file(file) == copy
     for text in (b'{"prompt": "other"}', b'{"prompt": "these"}'):
         file.write_bytes(gzip.compress(text, compresslevel=0))
@@ -231,7 +231,7 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_stays(tmp_path: Path, monk
     free = iter([10 << 30, 1 << 30])
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
     monkeypatch.setattr(disk_room, "CHECKED_BYTES", 1000)
-    monkeypatch.setattr(spooled, "PART_BYTES", 1000)
+    monkeypatch.setattr(row_stores, "COPY_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"rows.jsonl.xz: its rows cannot be kept .* after 0.0 MB .1.1 GB are free"):
         load_rows(Task(f"{file}:rows=disk"))
     assert [path.suffix for path in (cache_dir() / "rows").iterdir()] == [".lock"]

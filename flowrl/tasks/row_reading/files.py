@@ -6,24 +6,19 @@ A record has a prompt and an answer, a conversation (`messages`, or ShareGPT's `
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.hub import HubName
 from flowrl.message_base import scalar_problem
 from flowrl.tasks.checks.answer_checks import CHECKS
 from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time
-from flowrl.tasks.records.formats import RawRow, files_at, records
-from flowrl.tasks.records.hub_rows import hub_files, hub_records
-from flowrl.tasks.records.malformed import LowScore, Malformed, Reading, missing_column
+from flowrl.tasks.row_reading.record_formats import LowScore, Malformed, RawRow, column_hint, missing_column
 from flowrl.tasks.row_reading.shapes import (
     ALPACA,
     ROLES,
@@ -143,43 +138,6 @@ def require_choices(keys: object, **choices: tuple[str, ...]) -> None:
             raise ConfigError(f"option {name} of a task is {getattr(keys, name)!r}; it needs {', or '.join(known)}")
 
 
-class PartOfSource(Protocol):
-    """Which part of a source is read."""
-
-    @property
-    def config(self) -> str: ...
-
-    @property
-    def split(self) -> str: ...
-
-
-def read_records(source: Path | HubName, keys: PartOfSource, reading: Reading) -> Iterator[tuple[str, RawRow]]:
-    """(place, record) of what is at a path, or of a dataset on the Hub. Raises ConfigError if it cannot be read."""
-    if isinstance(source, HubName):
-        return hub_records(source, reading, config=keys.config, split=keys.split)
-    _require_local(source, keys)
-    return records(source, reading, split=keys.split)
-
-
-def _require_local(source: Path, keys: PartOfSource) -> None:
-    if keys.config:
-        raise ConfigError(
-            f"{source} is on this machine, and config={keys.config} is for datasets of the Hub; leave it out"
-        )
-
-
-def files_of(source: Path | HubName, keys: PartOfSource) -> list[Path]:
-    """The files whose records are read, in order; a directory that save_to_disk wrote counts as one file.
-
-    Raises ConfigError if there are none.
-    """
-    if isinstance(source, HubName):
-        return hub_files(source, config=keys.config, split=keys.split)
-    _require_local(source, keys)
-    found = files_at(source, keys.split)
-    return [source] if found is None else found
-
-
 def of_record(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -> tuple[Row, ...]:
     """The row of one record. Raises Malformed, and LowScore if the record's score is below `min_score`.
 
@@ -278,8 +236,7 @@ def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
         return INSTRUCTION
     wanted = named[0] if named else keys.prompt_column
     option = "messages" if wanted == keys.messages else "prompt"
-    close = difflib.get_close_matches(wanted, record, 1)
-    hint = f"did you mean {option}={close[0]}?" if close else f"set {option}= to one of {', '.join(record) or 'none'}"
+    hint = column_hint(record, wanted, option)
     other = "" if named else ", or messages= to that of a conversation"
     raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.input_template import asked_of_source
-from flowrl.tasks.records.malformed import Reading
-from flowrl.tasks.records.row_stores import RowAddress, RowStore, has_changed
+from flowrl.tasks.row_reading.record_formats import Reading
+from flowrl.tasks.row_reading.row_stores import RowAddress, RowStore, row_changed
 from flowrl.tasks.rows import OF_TASK, Demonstration, Row
 
 Ints = npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ class StoredRows:
     def read(self, store: int, reading: Reading) -> Iterator[tuple[RowAddress, Row]]:
         """Every row of a store, not yet finished. Raises ConfigError, and Malformed if `reading` stops at malformed
         records."""
-        return self._stores[store].rows(reading)
+        return self._stores[store].read_rows(reading)
 
     def finished(self, store: int, row: Row) -> Row:
         """A row of a store with its source's name, put into the task's template."""
@@ -45,11 +45,11 @@ class StoredRows:
 
     def row(self, store: int, *address: int) -> Row:
         """One row. Raises ConfigError if its file has changed."""
-        return self.finished(store, self._stores[store].row(*address))
+        return self.finished(store, self._stores[store].read_row(*address))
 
     def has_changed(self, store: int, number: int) -> ConfigError:
         """The error for a row that is no longer what it was."""
-        return has_changed(self._stores[store].place(number))
+        return row_changed(self._stores[store].place_of(number))
 
 
 @runtime_checkable

@@ -15,8 +15,6 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.records.formats import RawRow
-from flowrl.tasks.records.malformed import Malformed, missing_column
 from flowrl.tasks.row_reading.files import (
     CONVERSATIONS,
     Keys,
@@ -30,6 +28,7 @@ from flowrl.tasks.row_reading.files import (
     score_of,
     tools_of,
 )
+from flowrl.tasks.row_reading.record_formats import Malformed, RawRow, missing_column
 from flowrl.tasks.row_reading.shapes import with_system
 from flowrl.tasks.row_reading.tool_shapes import text_of
 from flowrl.tasks.rows import Row, Turns

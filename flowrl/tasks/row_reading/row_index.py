@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.tasks.records.malformed import Reading
 from flowrl.tasks.row_reading.indexed_rows import Digests, IndexedRows, Ints, StoredRows
+from flowrl.tasks.row_reading.record_formats import Reading
 from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 
 Floats = npt.NDArray[np.float64]

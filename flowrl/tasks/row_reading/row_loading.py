@@ -21,15 +21,13 @@ from flowrl.errors import ConfigError
 from flowrl.hub import HubName
 from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.input_template import asked_of_source
-from flowrl.tasks.records.formats import FORMATS, RawRow, is_file_task, require_there
-from flowrl.tasks.records.hub_rows import hub_dataset
-from flowrl.tasks.records.malformed import Reading
-from flowrl.tasks.records.row_stores import FileRows, HeldRows, RowStore
-from flowrl.tasks.records.spooled import num_bytes
 from flowrl.tasks.row_reading import files, preference_rows, text_rows
-from flowrl.tasks.row_reading.files import Keys, files_of, read_records
+from flowrl.tasks.row_reading.files import Keys
 from flowrl.tasks.row_reading.indexed_rows import StoredRows, by_id, joined
+from flowrl.tasks.row_reading.record_formats import FORMATS, RawRow, Reading, read_records
+from flowrl.tasks.row_reading.row_files import files_of, hub_dataset, is_file_task, require_there
 from flowrl.tasks.row_reading.row_index import rows_of, scan_source
+from flowrl.tasks.row_reading.row_stores import FileRows, HeldRows, RowStore, num_bytes_of
 from flowrl.tasks.row_reading.text_rows import TextKeys
 from flowrl.tasks.rows import Row, Rows
 from flowrl.tasks.sticks import SticksRules
@@ -171,22 +169,24 @@ class OneSource:
     def paths(self) -> list[Path]:
         """The files of a source that has files."""
         assert self.place is not None, "asked for only where there are files"
-        return files_of(self.place, self.keys)
+        return files_of(self.place, config=self.keys.config, split=self.keys.split)
 
     @cached_property
     def num_bytes(self) -> int:
         """Size of its files."""
-        return sum(num_bytes(path, self.keys.split) for path in self.paths)
+        return sum(num_bytes_of(path, self.keys.split) for path in self.paths)
 
     def rows(self) -> Iterator[Row]:
         """Every row, read or generated. Raises ConfigError, and Malformed if `reading` stops at malformed records."""
         if self.place is None:
             yield from self._kind.generated(self.task)
             return
-        for place, record in read_records(self.place, self.keys, self.reading):
-            for row in self.reading.at(place, partial(self._kind.of_record, self.keys, place, record)) or ():
-                self.note(row)
-                yield row
+        for path in self.paths:
+            for place, record in read_records(path, self.keys.split, self.reading):
+                make = partial(self._kind.of_record, self.keys, place, record)
+                for row in self.reading.attempt_at(place, make) or ():
+                    self.note(row)
+                    yield row
 
     def note(self, row: Row) -> None:
         """Remember which of the row's columns hold messages as text."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrl.tasks.records.malformed import Malformed
+from flowrl.tasks.row_reading.record_formats import Malformed
 from flowrl.tasks.row_reading.tool_shapes import CALLS, UNTRAINED, message, of_function_call
 from flowrl.tasks.rows import REASONING, WEIGHT, Turns
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.tasks.records.formats import RawRow
-from flowrl.tasks.records.malformed import Malformed, NothingInIt
 from flowrl.tasks.row_reading.files import MALFORMED, WHERE, require_choices
+from flowrl.tasks.row_reading.record_formats import Malformed, NothingInIt, RawRow
 from flowrl.tasks.rows import Row
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrl.tasks.records.malformed import Malformed
+from flowrl.tasks.row_reading.record_formats import Malformed
 from flowrl.tasks.rows import REASONING, WEIGHT
 
 CALLS = "tool_calls"
