@@ -1,9 +1,6 @@
 """Faults put into flowrl one at a time, each to be caught by the test that it names: python -m tests.mutants.run
 
-A fault is a patch beside this file that changes one line of flowrl; above the patch stand two lines:
-
-    Fault: what is wrong now
-    Killed by: the test that has to fail
+The faults are in tests/mutants/table: each changes one line of a function, which is found by its name.
 
 Nothing is changed in the working tree: tests run in a copy. First they all have to pass there, since a
 test that always fails kills nothing. Processes are forked from one that has the heavy imports done.
@@ -14,54 +11,31 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import pkgutil
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from tests.mutants import table
+from tests.mutants.mutant import Mutant, NoPlaceError
+
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("flowrl", "graphs", "tests", "benchmarks")
 IMPORTS = ("torch", "transformers", "hypothesis", "numpy", "pytest")
 FAILED, PASSED = 1, 0
 """Exit codes of pytest; another one, such as for an error while collecting, is no verdict."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One fault."""
-
-    name: str
-    fault: str
-    test: str
-    patch: Path
-
-    @classmethod
-    def read(cls, patch: Path) -> Mutant:
-        """Raises ValueError if the patch does not begin with its two lines."""
-        fault, test = patch.read_text().split("\n", 2)[:2]
-        if not fault.startswith("Fault: ") or not test.startswith("Killed by: tests/"):
-            raise ValueError(f"{patch}: needs 'Fault: …' and 'Killed by: tests/…' as its first two lines")
-        return cls(patch.stem, fault.removeprefix("Fault: "), test.removeprefix("Killed by: "), patch)
-
-    def apply(self, tree: Path, *, reverse: bool = False, check: bool = False) -> str:
-        """Put the fault into `tree`, or take it out; what stood in the way, "" if nothing did."""
-        options = ["--reverse"] * reverse + ["--check"] * check
-        command = ["git", "apply", "-p1", *options, str(self.patch)]
-        # A repository around the tree would make git skip what is not its own.
-        outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.resolve().parent)}
-        done = subprocess.run(command, cwd=tree, env=outside, capture_output=True, text=True)
-        return done.stderr.strip()
-
-
 def mutants() -> list[Mutant]:
     """All of them, by name."""
-    return [Mutant.read(patch) for patch in sorted(HERE.glob("*.patch"))]
+    tables = [
+        importlib.import_module(f"{table.__name__}.{module.name}") for module in pkgutil.iter_modules(table.__path__)
+    ]
+    return sorted((mutant for each in tables for mutant in each.MUTANTS), key=lambda mutant: mutant.name)
 
 
 def copy_tree(target: Path) -> None:
@@ -99,11 +73,14 @@ def _pytest(tree: Path, tests: Sequence[str]) -> int:
 
 def verdict(mutant: Mutant, tree: Path, log: Path) -> str:
     """ "killed", or what else became of it."""
-    problem = mutant.apply(tree)
-    if problem:
-        return f"does not apply: {problem.splitlines()[0]}"
+    try:
+        path, text = mutant.put_into(tree)
+    except NoPlaceError as error:
+        return f"does not apply: {error}"
+    unchanged = path.read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     code = run_tests(tree, [mutant.test], log)
-    mutant.apply(tree, reverse=True)
+    path.write_text(unchanged, encoding="utf-8")
     if code == FAILED:
         return "killed"
     return "SURVIVED" if code == PASSED else f"no verdict (pytest ended with {code}), see {log}"

@@ -1,0 +1,48 @@
+"""Faults in flowrl.channel."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="begun_batch_forgotten",
+        fault="a resumed batcher forgets how much of its batch it has sent",
+        function="Window.load_state",
+        before='self._begun = int(state.get("begun", 0))',
+        after="self._begun = 0",
+        test="tests/nodes/test_nodes_batch_pieces.py::test_a_snapshot_between_pieces_has_those_sent_and_a_resumed_run_goes_on_with_the_rest",
+    ),
+    Mutant(
+        name="keys_of_any_type",
+        fault="keys that are equal and of other types are one in a table",
+        function="Columns._dicts",
+        before="if any((*value,) != keys or not {*map(type, value)} <= {str} for value in values):",
+        after="if any((*value,) != keys for value in values):",
+        test="tests/channel/test_channel_table.py::test_keys_keep_their_types",
+    ),
+    Mutant(
+        name="piece_of_the_next_batch",
+        fault="a piece may have a group of the next batch",
+        function="Window._choose",
+        before="if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) < self.missing)):",
+        after="if len(chosen) == self.missing or (waits and not (early and self._num_older(ticket) <= self.missing)):",
+        test="tests/nodes/test_nodes_batch_pieces.py::test_groups_that_will_be_in_the_batch_do_not_wait_for_older_ones",
+    ),
+    Mutant(
+        name="table_without_padding",
+        fault="a table brings no more bytes than its columns",
+        function="Encoder._table",
+        before="return _extension((code, padded(body, missing) if missing > 0 else body))",
+        after="return _extension((code, body))",
+        test="tests/channel/test_channel_table.py::test_what_a_table_saves_in_bytes_does_not_make_it_too_costly",
+    ),
+    Mutant(
+        name="untrained_counted_twice",
+        fault="a group that is left out stays among the untrained",
+        function="Tickets._settle",
+        before="self._num_untrained -= 1",
+        after="self._num_untrained -= version is not None",
+        test="tests/channel/test_tickets.py::test_the_number_of_untrained_groups_is_counted_right",
+    ),
+)

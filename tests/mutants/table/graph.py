@@ -1,0 +1,72 @@
+"""Faults in flowrl.graph."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="broadcast_in_turns",
+        fault="a reader that waits for its GPU is part of a broadcast",
+        function="_at_once_on_gpus",
+        before="return bool(trainer.gpus and reader.gpus) and apart and not reader.lease",
+        after="return bool(trainer.gpus and reader.gpus) and apart",
+        test="tests/weights/test_weights_routes.py::test_a_reader_in_turns_with_another_node_than_the_trainer_reads_host_memory",
+    ),
+    Mutant(
+        name="broadcast_on_one_gpu",
+        fault="a reader on the trainer's GPU is part of a broadcast",
+        function="_at_once_on_gpus",
+        before="apart = trainer.machine != reader.machine or not set(trainer.gpus) & set(reader.gpus)",
+        after="apart = True",
+        test="tests/weights/test_weights_routes.py::test_readers_that_cannot_all_take_part_in_a_broadcast_read_host_memory",
+    ),
+    Mutant(
+        name="full_device_accepted",
+        fault="nodes that do not fit on their device are not refused",
+        function="memory_problems",
+        before="if device.num_bytes and device.peak > device.num_bytes and names not in told:",
+        after="if False and names not in told:",
+        test="tests/graph/test_graph_memory.py::test_what_does_not_fit_is_refused",
+    ),
+    Mutant(
+        name="one_worker_a_generator",
+        fault="a generator on two GPUs is one rank of a broadcast",
+        function="_route",
+        before="return WeightRoute(way.consumer, way.transport, len(host.gpus) or 1, way.dtype)",
+        after="return WeightRoute(way.consumer, way.transport, 1, way.dtype)",
+        test="tests/nodes/generation/test_generator_parallel.py::test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer",
+    ),
+    Mutant(
+        name="ranks_on_one_gpu",
+        fault="ranks of a gang may be on one GPU",
+        function="_slots",
+        before="apart = [slot for slot in slots if slot is not None] if unit.gang else []",
+        after="apart = [slot for slot in slots if slot is not None] if False else []",
+        test="tests/runtime/driver/test_runtime_devices.py::test_ranks_of_a_gang_are_on_different_gpus_though_half_a_one_would_do",
+    ),
+    Mutant(
+        name="transports_mixed",
+        fault="readers of one trainer get weights in different ways",
+        function="_weights",
+        before="_weight_transport(hosts[lane.producer], hosts[lane.consumer], lane.producer in in_host_memory),",
+        after="_weight_transport(hosts[lane.producer], hosts[lane.consumer], not _at_once_on_gpus(hosts[lane.producer], hosts[lane.consumer])),",
+        test="tests/weights/test_weights_routes.py::test_readers_that_cannot_all_take_part_in_a_broadcast_read_host_memory",
+    ),
+    Mutant(
+        name="turns_add_up",
+        fault="what nodes in turns have on a device is added up",
+        function="DeviceUse.peak",
+        before="max(sizes) for sizes in self._by_lease().values()",
+        after="sum(sizes) for sizes in self._by_lease().values()",
+        test="tests/graph/test_graph_memory.py::test_every_device_says_who_is_there_when",
+    ),
+    Mutant(
+        name="turns_all_at_once",
+        fault="the models of a lease are counted as if they were on the device at the same time",
+        function="DeviceUse.peak",
+        before="max(sizes) for sizes in self._by_lease().values()",
+        after="sum(sizes) for sizes in self._by_lease().values()",
+        test="tests/graph/test_graph_memory.py::test_every_device_says_who_is_there_when",
+    ),
+)
