@@ -36,24 +36,7 @@ REWORDED = (
     (r"Unrecognized options: (.*)", "{0} belongs to no option; write --field value"),
 )
 """(tyro's message, our replacement), as regular expression and format string."""
-RENAMED = {
-    "sets": "evaluate-task",
-    "samples": "evaluate-samples",
-    "also": "evaluate-also",
-    "evaluate": "prompts",
-    "judge": "reward-model",
-    "num-generators": "generator.replicas",
-    "num-trainers": "trainer.replicas",
-    "gpus": "generator.gpus",
-    "cpus": "generator.cpus",
-    "teacher-dtype": "teacher.dtype",
-    "clip-low": "objective.clip-low",
-    "clip-high": "objective.clip-high",
-    "clip": "objective.clip-low --objective.clip-high",
-}
-"""Former name of a graph's option -> its present name, or names."""
-
-
+MOST_SUGGESTED = 3
 OPTIONS = "options"
 """The group of what a command's own dataclass has outside of blocks."""
 
@@ -142,13 +125,15 @@ def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[s
 
 
 def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
-    renamed = RENAMED.get(name.replace("_", "-"))
-    if renamed and renamed.split()[0] in candidates:
-        return f"it is --{' and '.join(renamed.split())} now"
     if (theirs := options_of_others().get(_key(name))) is not None:
         return f"that option of another trainer is, in flowrl: {theirs} (docs/options.md)"
-    near = difflib.get_close_matches(name.replace("_", "-"), candidates, 1)
-    return f"did you mean --{near[0].replace('-', '_')}?" if near else f"{prog} --help-all lists the options"
+    spelled = name.replace("_", "-")
+    longer = [one for one in dict.fromkeys(candidates) if one.endswith((f".{spelled}", f"-{spelled}"))]
+    near = longer[:MOST_SUGGESTED] or difflib.get_close_matches(spelled, candidates, 1)
+    if not near:
+        return f"{prog} --help-all lists the options"
+    *others, last = (f"--{one.replace('-', '_')}" for one in near)
+    return f"did you mean {' or '.join(filter(None, (', '.join(others), last)))}?"
 
 
 def _one_sentence(box: str) -> str:

@@ -96,8 +96,7 @@ WRONG_VALUES = {
     "--zero.deepspeed tensor_parallel.autotp_size=2": "--zero.deepspeed sets 'tensor_parallel', which a run decides "
     "itself; leave it out, and see --trainer.tensor-parallel-size",
     "--reference.token-budget 0": "--reference.token-budget is 0; it has to be 1 or more",
-    "--gpus 1": "there is no option --gpus; it is --generator.gpus now",
-    "--num-trainers 2": "there is no option --num-trainers; it is --trainer.replicas now",
+    "--gpus 1": "no option --gpus; did you mean --generator.gpus, --trainer.gpus or --reward_model.gpus?",
     "--time-share generator": "--time-share names only generator; name at least one more node to share its devices",
     "--time-share generator trainr": "--time-share names trainr, which is no node with cores or GPUs of its own; in "
     "this graph these are generator, trainer",

@@ -128,8 +128,8 @@ def options_of(name: str, args: tuple[str, ...]) -> set[str]:
     return {option for kind in (*own, *(load_file(one).config_type for one in graphs)) for option in option_names(kind)}
 
 
-OF_OTHERS = ("options.md", "names.md", "from-openrlhf.md", "from-trl.md", "from-verl.md")
-"""Pages that name options of other programs, or of former versions, too."""
+OF_OTHERS = ("options.md", "from-openrlhf.md", "from-trl.md", "from-verl.md")
+"""Pages that name options of other programs, too."""
 ELSEWHERE = {
     "agents.md": {"real", "results", "case"},
     "benchmarks.md": {"case", "real", "plain-malloc", "plain-products"},

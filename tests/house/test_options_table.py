@@ -171,7 +171,7 @@ def test_an_option_that_cannot_be_read_is_an_error() -> None:
         ("--data.train_batch_size", "--groups-per-step, prompts in both"),
         ("--use_liger_kernel", "flowrl"),
         ("--group_sise", "did you mean --group_size?"),
-        ("--num_generators", "it is --generator.replicas now"),
+        ("--clip-low", "did you mean --objective.clip_low?"),
     ],
 )
 def test_an_option_of_others_is_answered_with_its_place_here(given: str, says: str) -> None:

@@ -242,12 +242,6 @@ def test_a_sum_may_have_the_reward_model_and_needs_its_directory() -> None:
         graph("grpo", "--task.reward", total)
 
 
-@pytest.mark.parametrize("name", ["raft", "iterative_dpo", "ppo"])
-def test_the_reward_models_former_option_is_refused_with_its_name_now(name: str) -> None:
-    with pytest.raises(ConfigError, match="there is no option --judge; it is --reward-model now"):
-        graph(name, "--judge", "/a/reward/model")
-
-
 MISTAKES = {
     ("reinforce_pp", "--kl-target 0"): "adaptive_kl.target is 0.0",
     ("dapo", "--max-filtered-per-step 0"): "max_filtered_per_step is 0",

@@ -309,8 +309,7 @@ REFUSED = {
     ("self_play", "--dynamic-sampling"): "every seat has its own here",
     ("agent_tools", "--task.template Q:{}"): "an environment words its questions",
     ("agent_openai", "--task.reward a.py:b"): "an episode is scored by its environment or agent",
-    ("ppo", "--clip 0.1"): "it is --objective.clip-low and --objective.clip-high now",
-    ("dapo", "--clip-high 0.3"): "it is --objective.clip-high now",
+    ("dapo", "--clip-high 0.3"): "did you mean --objective.clip_high?",
 }
 
 

@@ -336,10 +336,8 @@ def test_how_evaluate_samples(given: tuple[str, ...], asked: list[dict[str, floa
         (("--temperature", "0", "--evaluate-samples", "2"), "the 2 answers to a prompt of arithmetic would be all"),
         (("--top-p", "0.9"), "--top-p and --top-k change nothing in greedy answers; leave them out, or set"),
         (("--top-p", "0", "--temperature", "1"), "--top-p is 0.0; it has to be above 0 and at most 1"),
-        (("--sets", "a.jsonl"), "there is no option --sets; it is --evaluate-task now"),
-        (("--samples", "4"), "there is no option --samples; it is --evaluate-samples now"),
-        (("--also", "a.jsonl"), "there is no option --also; it is --evaluate-also now"),
-        (("--evaluate", "4"), "there is no option --evaluate; it is --prompts now"),
+        (("--samples", "4"), "there is no option --samples; did you mean --evaluate_samples?"),
+        (("--also", "a.jsonl"), "there is no option --also; did you mean --evaluate_also?"),
         (("--max-prompt-tokens", "4"), "did you mean --evaluate_max_prompt_tokens?"),
     ],
 )
