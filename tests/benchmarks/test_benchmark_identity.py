@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.agents.identity import IdentityRun, Retokenized, counted, missing, replies_of
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.runtime.audit.audit import AuditReport
-from flowrl.runtime.audit.violation import Violation
+from flowrl.runtime.audit.audit_rules import Violation
 from flowrl.runtime.samples.rollout_files import write_rollouts
 
 

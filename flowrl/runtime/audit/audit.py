@@ -30,14 +30,11 @@ from flowrl.runtime.audit.audit_chain import (
     kept_heads,
     lost_commits,
 )
-from flowrl.runtime.audit.audit_check import AT_TICKET
-from flowrl.runtime.audit.audit_groups import RUN_CHECKS
+from flowrl.runtime.audit.audit_groups import apply_rules, check_groups
 from flowrl.runtime.audit.audit_lines import check_lines
-from flowrl.runtime.audit.audit_requests import FIGURES as REQUEST_FIGURES
-from flowrl.runtime.audit.audit_requests import REQUEST_CHECKS
-from flowrl.runtime.audit.audit_samples import SAMPLE_CHECKS
-from flowrl.runtime.audit.violation import Violation
-from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, open_to_read, read_terms, unreadable
+from flowrl.runtime.audit.audit_rules import AT_TICKET, RUN_CHECKS, Violation
+from flowrl.runtime.ledger.chain import Sum
+from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, TABLES, open_to_read, read_terms, unreadable
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
@@ -73,8 +70,6 @@ class AuditReport:
         return "\n".join([*lines, f"audit: {len(self.violations)} violations"])
 
 
-CHECKS = (*SAMPLE_CHECKS, *REQUEST_CHECKS, *RUN_CHECKS)
-
 # One row for each ticket, in order: the ticket, the oldest version that a generator held when it was taken, the number
 # of tickets in force then, and the step that trained its group (NULL if none has).
 TAKEN = f"""
@@ -83,24 +78,6 @@ SELECT ticket, CAST(MIN(born_version) AS INTEGER), CAST({AT_TICKET.format("ticke
                              WHERE o.group_id = t.group_id AND u.trainer = :main) ELSE CAST(t.step AS INTEGER) END
 FROM tickets t JOIN samples s USING (group_id) GROUP BY ticket ORDER BY ticket
 """
-# Tokens of the samples in one state, without stale and masked ones, which have their own lines.
-LOST = "SELECT TOTAL(response_tokens - stale_tokens - masked_tokens) FROM samples WHERE state = '{}'"
-FIGURES = {
-    "samples": "SELECT COUNT(*) FROM samples",
-    "groups": "SELECT COUNT(*) FROM tickets",
-    "steps": "SELECT COUNT(DISTINCT step) FROM steps",
-    "tokens generated": "SELECT TOTAL(response_tokens) FROM samples",
-    "  trained": "SELECT TOTAL(trained_tokens) FROM samples",
-    "  stale": "SELECT TOTAL(stale_tokens) FROM samples",
-    "  masked": "SELECT TOTAL(masked_tokens) FROM samples",
-    "  filtered": LOST.format("filtered"),
-    "  failed": LOST.format("failed"),
-    "  dropped": LOST.format("dropped"),
-    "  in flight": LOST.format("in_flight"),
-    "tokens redone": "SELECT TOTAL(redone_tokens) FROM samples",
-    **REQUEST_FIGURES,
-    "max staleness": "SELECT MAX(version - oldest_version) FROM uses",
-}
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -141,6 +118,8 @@ def _audit_once(run_dir: Path) -> AuditReport | None:
     with closing(open_to_read(run_dir / LEDGER)) as db:
         try:
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            db.execute("PRAGMA temp_store = MEMORY")
+            db.execute("PRAGMA query_only = OFF")  # which temporary tables need, too
             db.execute("BEGIN")
             state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # the first read fixes the snapshot
             if state != "ok":
@@ -167,19 +146,23 @@ def prove(
     `checkpoints` maps each checkpoint that the ledger must know to the head of the commit after which it was written.
     `lost` explains why the ledger may lack a commit.
     """
-    figures = {name: _integer(db.execute(query).fetchone()[0]) for name, query in FIGURES.items()}
     terms, strange = _terms(db)
     values = _parameters(db, terms)
+    sums = {table: Sum.of(db.execute(f"SELECT * FROM {table}")) for table in TABLES}
+    wrong, figures = check_groups(db, values, {table: of.num_rows for table, of in sums.items()})
+    (num_steps,) = db.execute("SELECT COUNT(DISTINCT step) FROM steps").fetchone()
     violations = [
         *strange,
-        *_rules(db, values),
+        *wrong,
+        *apply_rules(db, RUN_CHECKS, values),
         *_equation(figures),
         *_tickets_out(db, values),
         *check_lines(db, values["main"], lines, num_known, lost),
         *check_checkpoints(db, checkpoints or {}, lost),
-        *check_chain(db),
+        *check_chain(db, sums),
     ]
-    return AuditReport(violations, {**figures, "bound": terms.max_staleness})
+    counted = {name: figures[name] for name in ("samples", "groups")} | {"steps": num_steps}
+    return AuditReport(violations, {**counted, **figures, "bound": terms.max_staleness})
 
 
 def _terms(db: sqlite3.Connection) -> tuple[Terms, list[Violation]]:
@@ -189,22 +172,12 @@ def _terms(db: sqlite3.Connection) -> tuple[Terms, list[Violation]]:
         return Terms(), [Violation("steps", f"the newest incarnation does not say which nodes train: {error}")]
 
 
-def _rules(db: sqlite3.Connection, values: Mapping[str, Any]) -> Iterator[Violation]:
-    for check in CHECKS:
-        for row in db.execute(check.query, values):
-            yield Violation(check.kind, check.text.format(*row))
-
-
 def _parameters(db: sqlite3.Connection, terms: Terms) -> dict[str, Any]:
     """The parameters of the queries: the `main` trainer, whether there are `several`, and lists of nodes as JSON."""
     trainers = terms.trainers or tuple(name for (name,) in db.execute("SELECT DISTINCT trainer FROM steps"))
     lists = {"trainers": terms.trainers, "own_clock": terms.own_clock, "holders": terms.holders}
     texts = {name: None if nodes is None else json.dumps(nodes) for name, nodes in lists.items()}
     return {"main": next(iter(trainers), ""), "several": len(trainers) > 1, **texts}
-
-
-def _integer(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _equation(figures: Mapping[str, int | None]) -> Iterator[Violation]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit.violation import Violation
+from flowrl.runtime.audit.audit_rules import Violation
 from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
 from flowrl.runtime.ledger import chain, ledger_segments
 from flowrl.runtime.ledger.chain import Commit, Sum
@@ -22,8 +22,11 @@ LOST_LAST = "it has lost its last commits, as when a machine loses its power"
 BY_OTHERS = "by something other than the run; --resume restores the rows of the newest checkpoint"
 
 
-def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:
-    """Report links that do not follow from the previous link, and tables that differ from the last commit."""
+def check_chain(db: sqlite3.Connection, found: Mapping[str, Sum]) -> Iterator[Violation]:
+    """Report links that do not follow from the previous link, and tables that differ from the last commit.
+
+    `found` has the sum of each table's rows.
+    """
     before: Commit | None = None
     for commit in chain.read_commits(db):
         if commit != Commit.after(before, commit.committed_s, commit.digest):
@@ -37,11 +40,10 @@ def check_chain(db: sqlite3.Connection) -> Iterator[Violation]:
         yield Violation("chain", f"the table `contents` does not match commit {before.number}: changed {BY_OTHERS}")
     recorded = {name: (num_rows, row_hashes) for name, num_rows, row_hashes in contents}
     for table in TABLES:
-        yield from _check_table(db, table, recorded.get(table))
+        yield from _check_table(table, found[table], recorded.get(table))
 
 
-def _check_table(db: sqlite3.Connection, table: str, recorded: tuple[int, str] | None) -> Iterator[Violation]:
-    found = Sum.of(db.execute(f"SELECT * FROM {table}"))
+def _check_table(table: str, found: Sum, recorded: tuple[int, str] | None) -> Iterator[Violation]:
     if recorded is None:
         yield Violation("chain", f"the table `contents` has no row for the table {table}: removed {BY_OTHERS}")
     elif found.num_rows != recorded[0]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.runtime.audit.audit_chain import LOST_COMMITS, is_cut_off, missing_heads
-from flowrl.runtime.audit.violation import Violation
+from flowrl.runtime.audit.audit_rules import Violation
 from flowrl.runtime.telemetry.metrics import METRICS, line_hash, parse
 
 STEPS = "SELECT CAST(step AS INTEGER), line FROM steps WHERE trainer = ?"

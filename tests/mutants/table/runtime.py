@@ -166,6 +166,14 @@ MUTANTS = (
         test="tests/runtime/checkpoints/test_device_leases.py::test_for_a_checkpoint_the_others_on_the_trainers_gpu_take_nothing_new",
     ),
     Mutant(
+        name="plain_spans_of_any_digest",
+        fault="a group whose spans are not what was sampled counts as plain",
+        function="PLAIN_TRAINED",
+        before="AND p.digest = r.digest",
+        after="AND p.digest = p.digest",
+        test="tests/runtime/ledger/test_token_proof.py::test_a_node_that_changes_a_sample_fails_the_audit_which_names_it",
+    ),
+    Mutant(
         name="process_without_gpus_sees_all",
         fault="a process without GPUs sees all of the machine",
         function="HostActor.wire",

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.audit.audit import CHECKS, _tickets_out, audit
+from flowrl.runtime.audit.audit import _tickets_out, audit
+from flowrl.runtime.audit.audit_rules import CHECKS
 from flowrl.runtime.ledger.ledger import Ledger
 from flowrl.runtime.ledger.ledger_file import LEDGER, unreadable
 from flowrl.runtime.ledger.terms import Terms
