@@ -46,8 +46,7 @@ from flowrl.role_options import ReferenceSize, ScoringSize, TimedReward, Trainer
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.training.loss.objective import Objective
-from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, ZeroSettings
+from flowrl.training.settings import Accumulate, Dtype, Layout, LoRA, Schedule, ZeroSettings
 
 __all__ = (
     "AnswerOptions",

@@ -13,9 +13,7 @@ from flowrl.graph.graph import AFFINITY_MARGIN, Graph
 from flowrl.graph.machine import GB
 from flowrl.nodes import AgentProgram, Environment, Evaluation, Generator, Limits, Sampling, Shaping
 from flowrl.role_options import ShapedReward, too_low, unused
-from flowrl.training.advantage.advantages import Estimator
-from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.advantage.turn_credit import Credit
+from flowrl.training.advantages import Credit, Estimate, Estimator
 
 
 @dataclass(frozen=True)

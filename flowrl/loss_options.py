@@ -12,8 +12,7 @@ from typing import Any, Literal
 from flowrl.nodes import AdaptiveKL, Curriculum, DynamicSampling
 from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import ReferenceSize, unused
-from flowrl.training.advantage.advantages import WHITENED_ESTIMATORS
-from flowrl.training.advantage.estimate import Estimate, KlEstimator
+from flowrl.training.advantages import WHITENED_ESTIMATORS, Estimate, KlEstimator
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 

@@ -10,7 +10,7 @@ from flowrl.blocks import evaluate, refer
 from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import GroupAdvantage
 from flowrl.prompt_options import RewardOptions
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 

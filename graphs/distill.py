@@ -16,8 +16,8 @@ from flowrl.models import Policy
 from flowrl.nodes import GivenAnswers, Teacher, TeacherAdvantage
 from flowrl.prompt_options import PromptOptions
 from flowrl.role_options import TeacherSize, too_low, unused
-from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.token_objectives import GeneralizedJSD, ReverseKL
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flowrl.blocks import evaluate, refer
 from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import GroupAdvantage
 from flowrl.prompt_options import RewardOptions
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 
 
 @dataclass(frozen=True)

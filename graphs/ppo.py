@@ -24,10 +24,9 @@ from flowrl.nodes import (
 )
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import CriticSize, CriticTrainerSize, Size, TrainerSize, unused
-from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.loss.value_objective import ValueObjective
-from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Layout, ZeroSettings
+from flowrl.training.advantages import Estimate
+from flowrl.training.loss.token_objectives import ValueObjective
+from flowrl.training.settings import Layout, Schedule, ZeroSettings
 
 
 @dataclass(frozen=True)

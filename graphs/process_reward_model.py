@@ -12,7 +12,7 @@ from flowrl.blocks import DatasetOptions
 from flowrl.models import Policy
 from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch, TooLong
 from flowrl.role_options import too_low, unused
-from flowrl.training.loss.step_objective import StepCorrectness
+from flowrl.training.loss.token_objectives import StepCorrectness
 
 
 @dataclass(frozen=True)

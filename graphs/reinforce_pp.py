@@ -13,7 +13,7 @@ from flowrl.loss_options import AdvantageOptions
 from flowrl.nodes import AdaptiveKL, GroupAdvantage
 from flowrl.prompt_options import RewardOptions
 from flowrl.role_options import unused
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 

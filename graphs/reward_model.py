@@ -13,8 +13,8 @@ from flowrl.blocks import PreferenceOptions
 from flowrl.nodes import HeldOutPreferences, PreferenceDataset, PreferenceSource, TokenBatch
 from flowrl.role_options import too_low
 from flowrl.tasks import Task
-from flowrl.training.loss.reward_objective import BradleyTerry
-from flowrl.training.schedule import Schedule
+from flowrl.training.loss.preference_objectives import BradleyTerry
+from flowrl.training.settings import Schedule
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from flowrl.nodes import (
     TooLong,
 )
 from flowrl.role_options import too_low, unused
-from flowrl.training.loss.sft_objective import SFTObjective
+from flowrl.training.loss.token_objectives import SFTObjective
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from flowrl.channel.links.address import this_machine
 from flowrl.graph.facts import Facts
 from flowrl.messages import Message, Weights
 from flowrl.nodes.batching.batch import TokenBatch
-from flowrl.weights.backends import receiver
-from flowrl.weights.manifest import views
 from flowrl.weights.publish import Publisher
-from flowrl.weights.shm import DATA_OFFSET, Segment
+from flowrl.weights.receive import make_receiver
+from flowrl.weights.shm import DATA_OFFSET, Segment, views
 
 KB, MB = 1 << 10, 1 << 20
 IN_FLIGHT = 64
@@ -143,7 +142,7 @@ class Fetching(SleepingGenerator):
 
     async def follow(self) -> None:
         mine = f"{self.name}/{self.context.replica}"
-        fetching = receiver(self.context.weight_routes, mine, self.context.run_id)
+        fetching = make_receiver(self.context.weight_routes, mine, self.context.run_id)
         self.context.progress(f"on {this_machine().split(':')[0]}")
         async for manifest in self.weights:
             await self.blocking(self._look, fetching, manifest)

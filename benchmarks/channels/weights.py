@@ -66,8 +66,8 @@ def rank_process(case: Case, rank: int, address: str, pipe: Connection | None) -
     from flowrl.training.engine.gang import Gang
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.settings import ZeroSettings
-    from flowrl.weights.narrowing import Narrowing
     from flowrl.weights.publish import Publisher
+    from flowrl.weights.send import Narrowing
 
     torch.set_num_threads(1)
     gang = Gang.meet(rank, case.ranks, address, torch.device("cpu"))

@@ -33,13 +33,13 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.training.layouts import Bench, Shape, keep_memory, load, make_batch
-from flowrl.training.model.token_logprobs.products import PLAIN, matmul
+from flowrl.training.model.products import PLAIN, matmul
 from flowrl.training.settings import Dtype
 
 PARTS = ("layers", "attention", "logits", "gradients", "optimizer")
 KINDS = ("matmul", "copy", "elementwise", "optimizer")
 ONEDNN = "mkldnn::_linear_pointwise"
-"""A product that `flowrl.training.model.token_logprobs.products` gives to oneDNN; its second factor is transposed."""
+"""A product that `flowrl.training.model.products` gives to oneDNN; its second factor is transposed."""
 FACTORS = {ONEDNN: 0, "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1}
 """Matrix products: where their two factors begin among the arguments."""
 COPIES = (
@@ -107,10 +107,9 @@ def labelled() -> Iterator[None]:
     """Within this context the parts of an update carry their names in a profile."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from flowrl.training.engine import gradient_sums
-    from flowrl.training.model.attention.cascade import _CascadeAttention
-    from flowrl.training.model.token_logprobs.cached_logprobs import _CachedLogprobs
-    from flowrl.training.model.token_logprobs.logprobs import _ChunkedLogprobs
+    from flowrl.training.engine import optimizer
+    from flowrl.training.model.logprobs import _CachedLogprobs, _ChunkedLogprobs
+    from flowrl.training.model.tree_attention import _CascadeAttention
 
     places: list[tuple[Any, str, str]] = [
         (_CascadeAttention, "forward", "attention"),
@@ -121,7 +120,7 @@ def labelled() -> Iterator[None]:
         (_CachedLogprobs, "backward", "logits"),
         (DeepSpeedZeroOptimizer, "step", "optimizer"),
         (DeepSpeedZeroOptimizer, "process_gradients", "gradients"),
-        (gradient_sums, "_take", "gradients"),
+        (optimizer, "_take", "gradients"),
         (DeepSpeedZeroOptimizer, "reduce_gradients", "gradients"),
         (DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "gradients"),
     ]

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.training.gain import gain
 from benchmarks.training.ladder import CASES, Ladder
 from benchmarks.training.ladder_cases import CaseFailed, LadderCase, audited, checkpoint, flowrl
-from flowrl.weights.manifest import Checksum
+from flowrl.weights.shm import Checksum
 
 STILL_STEPS = 4
 NEGATED_PART = 3

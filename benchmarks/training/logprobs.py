@@ -20,7 +20,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from flowrl.training.model.token_logprobs import logprobs
+from flowrl.training.model import logprobs
 from flowrl.training.settings import Dtype
 
 WAYS: dict[str, tuple[str, ...]] = {"chunks": (), "cached": ("cpu",)}

@@ -20,7 +20,7 @@ from flowrl.graph.machine import GB, Cluster, gpu_names
 from flowrl.graph.open_files import ENOUGH, most_files
 from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version
 from flowrl.orphans import run_program
-from flowrl.training.engine.compilers import check_nvcc, check_python_headers
+from flowrl.training.engine.requirements import check_nvcc, check_python_headers
 
 LEAST_DRIVER = 580
 """The packages are built for CUDA 13."""

@@ -1,6 +1,6 @@
 """Which nodes receive a trainer's weights, and how. Trainer ranks and generators get the same routes.
 
-`WeightTransport` names the ways that exist. The plan chooses one for every reader; `flowrl.weights.backends` has the
+`WeightTransport` names the ways that exist. The plan chooses one for every reader; `flowrl.weights.receive` has the
 code behind each.
 """
 

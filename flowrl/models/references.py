@@ -25,8 +25,7 @@ from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.token_store import TokenFile
 from flowrl.packing import passes_over
 from flowrl.training.model.row_layout import policy_places
-from flowrl.training.scoring.local_model import ScoringModel
-from flowrl.training.scoring.passes import logprobs_of
+from flowrl.training.scoring_models import ScoringModel, logprobs_of
 from flowrl.training.settings import Dtype
 
 VERSION = 1

@@ -21,8 +21,7 @@ from flowrl.models.tokens.chat import Chat, Messages, load_tokenizer
 from flowrl.training.settings import Attention, Dtype, Layout
 
 if TYPE_CHECKING:
-    from flowrl.training.model.loading import ModelLoad
-    from flowrl.training.scoring.local_model import ScoringModel
+    from flowrl.training.scoring_models import ModelLoad, ScoringModel
 
 ScoredMessages = Messages | tuple[Messages, str]
 """All turns, the last one being the assistant's; or the turns of a prompt, and the response to it."""
@@ -69,15 +68,13 @@ class Scorer:
 
     def label_scores(self, token_ids: Sequence[Int32]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each sequence."""
-        from flowrl.training.scoring.local_model import scored
-        from flowrl.training.scoring.passes import scores_of_pass
+        from flowrl.training.scoring_models import scored, scores_of_pass
 
         return scored(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
 
     def step_scores(self, asked: Sequence[tuple[Int32, Bool]]) -> list[list[float]]:
         """The score of each step (σ of the model's output) of sequences in the form that `step_tokens` returns."""
-        from flowrl.training.scoring.local_model import scored
-        from flowrl.training.scoring.passes import values_of_pass
+        from flowrl.training.scoring_models import scored, values_of_pass
 
         weights = tuple(self.labels.values())
         values = scored(self.model, values_of_pass, asked, weights, token_budget=self.token_budget)
@@ -112,7 +109,7 @@ def load_scorer(
 
     Raises ConfigError if there is none.
     """
-    from flowrl.training.scoring.local_model import LocalModel
+    from flowrl.training.scoring_models import LocalModel
 
     load = scorer_load(path, dtype, attention=attention, trust_remote_code=trust_remote_code, layout=layout)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -130,8 +127,8 @@ def scorer_load(
     layout: Layout = "auto",
 ) -> ModelLoad:
     """How the reward model in `path` is loaded. Raises ConfigError if there is none."""
-    from flowrl.training.model.loading import ModelLoad
     from flowrl.training.model.scalar_head import require_scalar_head
+    from flowrl.training.scoring_models import ModelLoad
 
     require_scalar_head(path)
     return ModelLoad(str(path), "scalar", "reward_model", dtype, attention, trust_remote_code, layout)

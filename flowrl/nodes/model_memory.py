@@ -10,8 +10,7 @@ from flowrl.models import Policy
 from flowrl.models.sizes.known_shapes import known_shape
 from flowrl.nodes.vllm_engine.engine import Engine, largest_kv_cache
 from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
-from flowrl.training.engine.train_memory import TrainerModel, scoring_bytes, scoring_gathered
-from flowrl.training.model.model_shape import BYTES, ModelShape
+from flowrl.training.memory import BYTES, ModelShape, TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 
 GIB = 1 << 30

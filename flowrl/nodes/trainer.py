@@ -42,21 +42,19 @@ from flowrl.models.sizes.model_layout import balance_problems, note, shared_note
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch_stats import BatchStats, loss_masks, trained_mask
-from flowrl.training.engine.deepspeed_names import setting_problems
-from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems
+from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems, setting_problems
 from flowrl.training.layouts import Decision, refused
-from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.token_objectives import ReverseKL
 from flowrl.training.model.trainable import check_trainable
-from flowrl.training.schedule import Schedule
-from flowrl.training.settings import Accumulate, LoRA, SequenceKind, Start, ZeroSettings, attention_problems
+from flowrl.training.settings import Accumulate, LoRA, Schedule, SequenceKind, Start, ZeroSettings, attention_problems
 
 if TYPE_CHECKING:
     from flowrl.training.engine.gang import Gang
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner, Update
-    from flowrl.training.model.output_layer import OutputLayer
+    from flowrl.training.model.policy_model import OutputLayer
     from flowrl.weights.publish import Publisher
 
 ROOM = "make room, or keep fewer with --keep; --resume goes on from the last checkpoint that is whole"
@@ -376,8 +374,8 @@ class Trainer(ResidentNode):
         progress("importing torch and DeepSpeed")
         import torch
 
-        from flowrl.training.engine.async_io import is_built
         from flowrl.training.engine.gang import Gang
+        from flowrl.training.engine.requirements import is_built
         from flowrl.training.engine.zero import ZeroEngine
         from flowrl.training.learner import Learner
         from flowrl.training.model.scalar_head import has_scalar_head
@@ -414,7 +412,7 @@ class Trainer(ResidentNode):
         """The output layer of the model that the objective compares the policy with; None without one."""
         if self.teacher is None:
             return None
-        from flowrl.training.model.output_layer import load_output_layer
+        from flowrl.training.model.policy_model import load_output_layer
 
         return load_output_layer(
             resolve(self.teacher, progress=self.context.progress),
@@ -428,8 +426,8 @@ class Trainer(ResidentNode):
     def _make_publisher(self, engine: ZeroEngine) -> Publisher:
         """The publisher of the weights, in the form that their readers take."""
         from flowrl.training.model.adapter import AdapterSource, vllm_adapter_config
-        from flowrl.weights.narrowing import Narrowing, kept_in_float32
         from flowrl.weights.publish import Publisher
+        from flowrl.weights.send import Narrowing, kept_in_float32
 
         readers = (route.dtype for route in self.context.weight_routes)
         dtype = readers_dtype(readers, auto=stored_dtype(resolve(self.policy)))

@@ -1,8 +1,8 @@
 """The mathematics of training: pure functions first, DeepSpeed (`engine`) and models (`model`) at the edge.
 
-`settings`, `schedule` and the objectives of `loss` are plain data that a graph file can build without torch;
-`advantage` and `batch.batch_stats` need only numpy. Nothing here imports ray or vllm.
+`settings`, `layouts`, `memory` and the objectives of `loss` are plain data that a graph file can build without torch;
+`advantages` and `batch_stats` need only numpy. Nothing here imports ray or vllm.
 
-`learner` uses the subpackages in the order in which a batch passes through them: `batch` (samples to tensors), `engine`
-(ranks of a sharded model), `model` (tensors to logprobs or values), `loss`.
+`learner` trains: a piece of a batch goes through `micro_batches` (samples to tensors), `model` (tensors to logprobs or
+values), `loss` and `engine` (the ranks of a sharded model). `scoring_models` are models that only score.
 """

@@ -1,4 +1,5 @@
-"""Decides from a model's config and the settings whether a pass has rows or a tree of shared prefixes.
+"""What a model's layers allow, from its config.json and the settings: trees of shared prefixes, and ranks that share a
+micro-batch by positions (sequence parallelism) or by matrices (tensor parallelism).
 
 Plain data that needs no torch: `flowrl check` and the batcher need the same answer as the process with the model.
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import gcd
+from typing import Any, Literal, get_args
 
-from flowrl.training.settings import Attention, Layout, SequenceKind, ZeroSettings
+from flowrl.forest import Forest
+from flowrl.training.settings import Attention, Layout, LoRA, SequenceKind, ZeroSettings
 
 Placing = Literal["padded", "packed", "tree", "auto"]
-"""How one pass is laid out, see `flowrl.training.model.placement`. auto: tree if that saves enough tokens."""
+"""How one pass is laid out, see `flowrl.training.model.row_layout`. auto: tree if that saves enough tokens."""
 FULL = {"full_attention", "attention"}
 PLAIN_KEYS = ("layer_types", "sliding_window", "layers_block_type")
 MIXED_BY_DEFAULT = frozenset(
@@ -216,3 +219,147 @@ def tree_obstacle(config: Mapping[str, Any]) -> str:
     if "local" in str(text.get("attention_types", "")) or "local" in str(text.get("attention_layers", "")):
         return f"{name} local attention"
     return ""
+
+
+MASKED = "flex_attention"
+"""The attention implementation whose mask transformers makes itself, and only for the positions of one rank."""
+WINDOWED = frozenset(
+    [
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+    ]
+)
+"""Model types of transformers 5 that pass each layer's window, and its soft cap if it has one, to the attention
+function. Other types rely on the mask that transformers makes, which covers only the positions of one rank."""
+
+
+def sequence_problems(
+    size: int,
+    zero: ZeroSettings,
+    config: Mapping[str, Any],
+    heads: int | None = None,
+    *,
+    kind: SequenceKind = "ulysses",
+) -> Iterator[str]:
+    """Why a model with this config.json cannot be trained by groups of `size` ranks, as complete sentences.
+
+    `heads` is the number of its attention heads, used if the config does not have it.
+    """
+    if kind not in get_args(SequenceKind):
+        yield f"sequence_parallel_kind is {kind!r}; choose one of {', '.join(get_args(SequenceKind))}"
+    if size <= 1:
+        if kind == "ring":
+            yield f"sequence_parallel_kind is {kind!r}, but sequence_parallel_size is 1, so no ranks share positions"
+        return
+    found = f"sequence_parallel_size is {size}"
+    if kind == "ring" and zero.attention not in (None, "sdpa"):
+        yield (
+            f"attention is {zero.attention!r}, but ring attention has its own kernels; leave it out, or set "
+            "sequence_parallel_kind to ulysses"
+        )
+    elif zero.attention == MASKED:
+        yield (
+            f"{found}, but attention {zero.attention!r} needs a mask over all positions, of which a rank has some; "
+            "choose sdpa, flash attention or varlen"
+        )
+    if obstacle := _obstacle(config):
+        yield f"{found}, but {obstacle}; a rank would not see what it needs, so leave it at 1"
+    heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads", heads)
+    if kind == "ulysses" and heads and heads % size:
+        able = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield (
+            f"{found}, but the model has {heads} attention heads, which the ranks have to share equally; "
+            f"choose one of {able}, or set sequence_parallel_kind to ring"
+        )
+
+
+def _obstacle(config: Mapping[str, Any]) -> str:
+    """Why attention cannot be computed from slices, as part of a sentence; "" if it can.
+
+    Slices are possible wherever trees are. They are also possible with windows and soft caps that the model passes to
+    its attention function, because that function gets whole rows on every rank.
+    """
+    text = {**config, **(config.get("text_config") or {}), "text_config": None}
+    if text.get("model_type") in WINDOWED:
+        kinds = ["full_attention" if kind == "sliding_attention" else kind for kind in text.get("layer_types") or ()]
+        text |= {"layer_types": kinds, "sliding_window": None, "attn_logit_softcapping": None}
+    return tree_obstacle(text)
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys in a config.json that give the number of experts."""
+
+
+def tensor_problems(
+    size: int, zero: ZeroSettings, lora: LoRA, config: Mapping[str, Any], *, sequence: int = 1
+) -> Iterator[str]:
+    """Why a model with this config.json cannot be trained by groups of `size` ranks, as complete sentences.
+
+    `sequence` is the trainer's `sequence_parallel_size`.
+    """
+    if size <= 1:
+        return
+    found = f"tensor_parallel_size is {size}"
+    if sequence > 1:
+        yield f"{found}, and sequence_parallel_size is {sequence}; ranks divide matrices or positions, so set one to 1"
+    if zero.stage == 3:
+        yield (
+            f"{found}, but ZeRO stage 3 shards every weight itself; set the stage to 2, 1 or 0 (--zero.stage 2), or "
+            "leave tensor_parallel_size at 1"
+        )
+    if zero.optimizer == "muon":
+        yield f"{found}, but muon orthogonalizes whole matrices, of which a rank has parts; choose adamw or sgd"
+    if lora.rank:
+        yield f"{found}, but adapters are not divided among ranks; leave it at 1, or train without an adapter"
+    yield from _size_problems(found, size, {**config, **(config.get("text_config") or {})})
+
+
+def _size_problems(found: str, size: int, config: Mapping[str, Any]) -> Iterator[str]:
+    if any(config.get(name) for name in EXPERTS):
+        yield f"{found}, but the experts of a mixture are not divided among ranks; leave it at 1"
+        return
+    heads = config.get("num_attention_heads")
+    if not heads:
+        return
+    keys, wide = config.get("num_key_value_heads") or heads, config.get("intermediate_size") or 0
+    divisor = gcd(heads, keys, wide)
+    if divisor % size:
+        able = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
+        yield (
+            f"{found}, but the model has {heads} attention heads, {keys} heads of keys and {wide} features in a "
+            f"feed-forward layer, which the ranks have to share equally; choose one of {able}"
+        )
+
+
+Kernel = Literal["dense", "cascade", "flex"]
+DENSE_PLACES = 96
+"""Most places of a forest for one dense mask on a CPU. It is faster at 114 in float32, and slower at 38 in bfloat16."""
+RULE = (
+    f"on a CPU one mask up to {DENSE_PLACES} tokens, above that a cascade of shared prefixes; on a GPU flex attention"
+)
+
+
+def possible_kernels(device: str) -> tuple[Kernel, ...]:
+    """The kernels that the rule chooses from on a device of this type."""
+    return ("flex",) if device == "cuda" else ("dense", "cascade")
+
+
+def choose_kernel(forest: Forest, device: str) -> Kernel:
+    """The kernel for `forest` on a device of this type."""
+    if device == "cuda":
+        return "flex"
+    return "dense" if len(forest) <= DENSE_PLACES else "cascade"

@@ -49,7 +49,7 @@ from flowrl.training.micro_batches import (
     plan_passes,
     split_in_rows,
 )
-from flowrl.training.model.output_layer import OutputLayer
+from flowrl.training.model.policy_model import OutputLayer
 from flowrl.training.model.row_layout import lay_out, policy_places
 
 BALANCE = "router_aux_loss"

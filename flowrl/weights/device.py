@@ -25,10 +25,8 @@ from flowrl.channel.links.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorRow, TensorTable
-from flowrl.weights.fetched import PACKED_BYTES
-from flowrl.weights.narrowing import AS_IT_IS, Narrowing
-from flowrl.weights.send import BUCKET_BYTES, Source
-from flowrl.weights.whole_tensors import copied
+from flowrl.weights.receive import PACKED_BYTES
+from flowrl.weights.send import AS_IT_IS, BUCKET_BYTES, Narrowing, Source, copied
 
 
 class ZeroSource(WeightSource):  # type: ignore[misc]

@@ -17,14 +17,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.graph.routes import WeightRoute, through_hosts
+from flowrl.graph.routes import WeightRoute, WeightTransport, common_transport, through_hosts
 from flowrl.messages import Weights
-from flowrl.weights.backends import sender
-from flowrl.weights.narrowing import AS_IT_IS, Narrowing
 from flowrl.weights.probe import probe_sequences
-from flowrl.weights.send import Source
+
+if TYPE_CHECKING:
+    pass
+
+from flowrl.weights.send import AS_IT_IS, Narrowing, SegmentSender, Sender, Source
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Publisher:
         self.policy = policy
         self.times = PublishTimes()
         self._source = source
-        self._sender = sender(through_hosts(routes) if adapter else routes, run_id, policy, narrowing=narrowing)
+        self._sender = make_sender(through_hosts(routes) if adapter else routes, run_id, policy, narrowing=narrowing)
         self._adapter = adapter
         self._probe_every = probe_every
         self._num_published = 0
@@ -115,3 +117,16 @@ class Publisher:
         return replace(
             manifest, probe_token_ids=sequences, probe_logprobs=tuple(tuple(float(p) for p in row) for row in logprobs)
         )
+
+
+def make_sender(routes: Sequence[WeightRoute], run_id: str, policy: str, *, narrowing: Narrowing) -> Sender:
+    """The trainer's end of the backend that serves all readers. Raises ConfigError if none does.
+
+    Both ends get the same routes, so they choose the same backend (`flowrl.weights.receive.make_receiver`).
+    """
+    transport = common_transport(routes)
+    if transport is WeightTransport.NCCL:
+        from flowrl.weights.device import NcclSender  # needs vLLM
+
+        return NcclSender(routes, narrowing=narrowing)
+    return SegmentSender(run_id, policy, narrowing=narrowing, serve=transport is WeightTransport.TCP)

@@ -1,25 +1,128 @@
 """The generator's side: gets a published version onto this machine and checks it, before generation is paused.
 
-A receiver converts a manifest to an update that vLLM's worker can load. `fetch` blocks, so it must not run on
-the event loop. The caller closes its result after the update; this releases locks and notifies the trainer.
+A receiver converts a manifest to an update that vLLM's worker can load (`TransferEngine`), or that a torch module takes
+(`ModuleWeights`, for nodes that are not vLLM engines). `fetch` blocks, so it must not run on the event loop. The caller
+closes its result after the update; this releases locks and notifies the trainer.
+
+On GPUs the generator joins the trainer's NCCL group, and the transfer happens inside the update itself, while
+generation is paused: there is no memory to fetch into first. That part is written from the source of vLLM 0.32; it has
+not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flowrl.errors import FlowrlError
-from flowrl.graph.routes import WeightTransport
+from flowrl.graph.routes import WeightRoute, WeightTransport, rank_offset, world_size
 from flowrl.messages import Weights
-from flowrl.weights.fetched import SEGMENT_ENGINE, Fetched
-from flowrl.weights.manifest import verify
-from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, SegmentPool, open_version, remove_pool_of_dead
+from flowrl.weights.shm import (
+    DATA_OFFSET,
+    SHM,
+    Segment,
+    SegmentLost,
+    SegmentPool,
+    open_version,
+    remove_pool_of_dead,
+    verify,
+    views,
+)
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flowrl.weights.tcp import Origin
+
+
+@dataclass(frozen=True)
+class TransferEngine:
+    """An engine of vLLM that loads weights into the model."""
+
+    name: str
+    """The name in vLLM's registry."""
+    one_by_one: bool = True
+    """Whether replicas may update one after another. False if a transfer needs all of them at once."""
+
+
+SEGMENT_ENGINE = TransferEngine("flowrl_shm")
+"""Ours: `flowrl.weights.vllm_process.vllm_worker` registers it."""
+NCCL_ENGINE = TransferEngine("nccl", one_by_one=False)
+PACKED_BYTES = 256 << 20
+"""Size of each of the two buffers in which vLLM packs a broadcast, on the trainer's GPU and on every generator's."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """One version, ready to load."""
+
+    update: Mapping[str, Any]
+    """Update info of the vLLM transfer engine behind this receiver."""
+    close: Callable[[], None]
+    """Call once, when the update is finished or abandoned."""
+
+
+class Receiver(Protocol):
+    """Receives the versions of one policy for one replica."""
+
+    engine: TransferEngine
+    """The engine of vLLM that loads the updates."""
+
+    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+        """Init info for vLLM's transfer engine at the first call; None afterwards, or if the engine needs none."""
+        ...
+
+    def fetch(self, manifest: Weights) -> Fetched:
+        """Get the version of `manifest`. Raises SegmentLost if newer weights have replaced it: continue with the next
+        manifest."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NcclReceiver:
+    """Takes part in the trainer's broadcast. All replicas have to do so at once, or the broadcast never ends."""
+
+    engine = NCCL_ENGINE
+
+    def __init__(self, routes: Sequence[WeightRoute], replica: str) -> None:
+        self._routes = tuple(routes)
+        self._replica = replica
+        self._joined = False
+
+    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+        if self._joined:
+            return None
+        self._joined = True
+        _, place = WeightTransport.parse(manifest.transport)
+        host, port = place.split("/")
+        return {
+            "master_address": host,
+            "master_port": int(port),
+            "rank_offset": rank_offset(self._routes, self._replica),
+            "world_size": world_size(self._routes),
+            "packed": True,
+            "packed_buffer_size_bytes": PACKED_BYTES,
+        }
+
+    def fetch(self, manifest: Weights) -> Fetched:
+        rows = [*manifest.tensors]
+        return Fetched(
+            {
+                "names": [name for name, *_ in rows],
+                "dtype_names": [dtype for _, dtype, *_ in rows],
+                "shapes": [list(shape) for _, _, shape, *_ in rows],
+            },
+            lambda: None,
+        )
+
+    def close(self) -> None:
+        """vLLM leaves the group when it shuts down."""
 
 
 class SegmentReceiver:
@@ -113,3 +216,75 @@ class _locked:
 
     def __exit__(self, *exc: object) -> None:
         os.close(self._fd)
+
+
+def make_receiver(routes: Sequence[WeightRoute], replica: str, run_id: str) -> Receiver:
+    """The generator's end for the route of `replica`; for shared memory if it has no route."""
+    kind = next((route.transport for route in routes if route.consumer == replica), WeightTransport.SHM)
+    return NcclReceiver(routes, replica) if kind is WeightTransport.NCCL else SegmentReceiver(run_id)
+
+
+class ModuleWeights:
+    """Loads versions into `parameters`, whose keys are the published names."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._mappings: dict[str, mmap.mmap] = {}
+        """Segment name -> mapping. Kept, because a publisher reuses its few segments and mapping costs page faults."""
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        """Copy the version that `Receiver.fetch` returned; dtypes are converted. The caller holds the segment's lock.
+
+        Raises FlowrlError, and loads nothing, if names or shapes differ from the module's.
+        """
+        import torch
+
+        with torch.no_grad():
+            for name, tensor in self.read(update).items():
+                _fill(self._parameters[name], tensor)
+
+    def read(self, update: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The version's tensors by name, as views of its segment: they are valid while the caller holds its lock.
+
+        Raises FlowrlError if names or shapes differ from the module's.
+        """
+        found = dict(views(self._mapping(update["segment"]), update["tensors"], start=DATA_OFFSET))
+        self._require_same(found)
+        return found
+
+    def _require_same(self, found: Mapping[str, Tensor]) -> None:
+        mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        if different:
+            raise FlowrlError(
+                f"the published weights do not fit this node's model: {len(different)} tensors differ in name or "
+                f"shape, among them {', '.join(different[:3])}; give the node and its trainer the same model"
+            )
+
+    def _mapping(self, name: str) -> mmap.mmap:
+        if name not in self._mappings:
+            segment = Segment(name)
+            self._mappings[name] = segment.map()
+            segment.close()
+        return self._mappings[name]
+
+
+def load_published(model: Any, update: Mapping[str, Any]) -> None:
+    """Load the version of `update` into a flowrl model, or into this rank's part of one that ZeRO-3 has sharded."""
+    if not hasattr(model, "loader"):
+        model.loader = ModuleWeights(dict(model.network.named_parameters()))
+    model.loader.load(update)
+
+
+def _fill(parameter: Any, whole: Tensor) -> None:
+    """Copy a tensor into a parameter; of a sharded one, this rank's range of the flattened tensor."""
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.copy_(whole)
+        return
+    import torch
+
+    shard = parameter.ds_tensor
+    start = torch.distributed.get_rank() * shard.numel()
+    part = whole.reshape(-1)[start : start + shard.numel()]
+    shard[: part.numel()].copy_(part)

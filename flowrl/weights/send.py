@@ -1,14 +1,20 @@
-"""Senders: move one version's tensors from the trainer's ranks to where generators read them.
+"""Senders move one version's tensors from the trainer's ranks to where generators read them.
 
-`Publisher` calls a sender collectively on all ranks. `stage` makes a version readable and
-returns its manifest on rank 0; `transmit` runs after the manifest has been sent.
+`Publisher` calls a sender collectively on all ranks. `stage` makes a version readable and returns its manifest on rank
+0; `transmit` runs after the manifest has been sent.
+
+Weights are sent in the readers' dtype where that is narrower than the trainer's (`Narrowing`): half the bytes for
+bfloat16. The reader would round in the same way (to the nearest, ties to even) when it copies them into its parameters,
+so it has the same bits either way. Parameters that a model keeps in float32 whatever its dtype stay as they are.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +22,42 @@ import numpy.typing as npt
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorRow, TensorTable
-from flowrl.weights.manifest import Checksum, aligned, tensor_bytes
-from flowrl.weights.narrowing import AS_IT_IS, Narrowing
-from flowrl.weights.shm import Segment, SegmentPool
+from flowrl.weights.shm import Checksum, Segment, SegmentPool, aligned, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from flowrl.weights.tcp import ChunkServer
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """How tensors are converted before they are sent."""
+
+    dtype: str | None = None
+    """"bfloat16", ...; None: every tensor is sent as it is."""
+    kept: tuple[str, ...] = ()
+    """Parts of names whose tensors are sent as they are, as in transformers' `_keep_in_fp32_modules`."""
+
+    def of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor is sent; never a wider one than its own."""
+        import torch
+
+        if self.dtype is None or not dtype.is_floating_point:
+            return dtype
+        target: torch.dtype = getattr(torch, self.dtype)
+        kept = any(re.search(rf"(^|\.){re.escape(part)}($|\.)", name) for part in self.kept)
+        return dtype if kept or target.itemsize >= dtype.itemsize else target
+
+
+AS_IT_IS = Narrowing()
+
+
+def kept_in_float32(network: Any) -> tuple[str, ...]:
+    """Parts of the names of parameters that a transformers model keeps in float32."""
+    lists = (getattr(network, f"_keep_in_fp32_modules{strict}", None) or () for strict in ("", "_strict"))
+    return tuple(sorted({part for parts in lists for part in parts}))
+
 
 BUCKET_BYTES = 64 << 20
 
@@ -152,3 +186,22 @@ def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[str, npt.NDArray[np
     """(name of `dtype`, bytes of the tensor in it); converted where the tensor is, so that fewer bytes are copied."""
     here = tensor.detach().to(dtype).to("cpu").contiguous()
     return str(dtype).removeprefix("torch."), tensor_bytes(here)
+
+
+def copied(
+    source: Source, bucket_bytes: int, synchronize: Callable[[], None], narrowing: Narrowing
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, copy) of every parameter; collective over the trainer's ranks. A copy belongs to the caller.
+
+    For a reader that works on CUDA streams of its own: vLLM packs and broadcasts on side streams, and takes each tensor
+    under the stream that is current then. So the order of streams cannot be relied on, and the device is synchronized
+    on purpose: before the first gathering, because the optimizer wrote on another stream; after each gathering, because
+    the tensors of one bucket are taken under different streams; before a bucket is released, because its memory is used
+    again while copies of it may still run.
+    """
+    synchronize()
+    for names, tensors in source.buckets(bucket_bytes):
+        synchronize()
+        for name, tensor in zip(names, tensors, strict=True):
+            yield name, tensor.to(narrowing.of(name, tensor.dtype), copy=True)
+        synchronize()

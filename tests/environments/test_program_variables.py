@@ -178,7 +178,7 @@ OURS = {
     "commands/tune/measuring_run.py": "flowrl run",
     "commands/gpu_check/bench.py": "modules of flowrl",
     "commands/gpu_check/gpu_check.py": "nvidia-smi, and modules of flowrl",
-    "training/scoring/sharded_model.py": "a rank of a model",
+    "training/scoring_models.py": "a rank of a model",
     "nodes/sources/row_trial.py": "the policy's tokenizer, which may need a token of the hub",
     "channel/links/presence.py": "the heir of a run's files, which gets next to nothing",
     "orphans.py": "what its callers name, with the variables that they give",

@@ -21,8 +21,8 @@ from flowrl.graph.command_line import option_names, options_of_others, parse_opt
 from flowrl.graph.load import load_file
 from flowrl.nodes.rewarding.serve import ServeOptions
 from flowrl.runtime.driver.options import RunOptions
-from flowrl.training import schedule, settings
-from flowrl.training.loss import function_objective, policy_objective, preference_objectives, reward_objective
+from flowrl.training import settings
+from flowrl.training.loss import function_objective, policy_objective, preference_objectives
 from tests.house.their_options.extract import CONFIGS, config_classes, declared_arguments, extracted, fields_of
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,8 @@ HOMES = (
     function_objective,
     policy_objective,
     preference_objectives,
-    reward_objective,
-    schedule,
+    preference_objectives,
+    settings,
     settings,
 )
 COMMANDS = {"serve-reward": ServeOptions, "merge": MergeOptions, "export": ExportOptions}

@@ -77,7 +77,7 @@ def score(model: Any, sequences: Any) -> list[list[float]]:
 
 
 class ModelSource:
-    """A whole model in this process as a `flowrl.weights.send.Source`."""
+    """A whole model in this process as a `flowrl.weights.publish.Source`."""
 
     rank = 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flowrl.training.model.model_writer import ModelWriter
+from flowrl.training.engine.zero import ModelWriter
 from flowrl.training.model.policy_model import Wrapped, companions
 
 

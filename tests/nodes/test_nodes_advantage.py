@@ -9,7 +9,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Group
 from flowrl.nodes import DynamicSampling, GroupAdvantage
 from flowrl.testing import run_node, scored
-from flowrl.training.advantage.estimate import Estimate, kl_per_token
+from flowrl.training.advantages import Estimate, kl_per_token
 from tests.nodes.groups import arriving, members
 
 

@@ -19,8 +19,7 @@ from flowrl.nodes.scoring.critic import Critic
 from flowrl.testing import NodeRecord, NodeRig, sample
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
-from flowrl.training.scoring.local_model import scored
-from flowrl.training.scoring.passes import values_of_pass
+from flowrl.training.scoring_models import scored, values_of_pass
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from tests.channel.test_channel_table import through

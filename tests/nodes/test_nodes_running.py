@@ -11,7 +11,7 @@ from flowrl.messages import Batch, Branch, Group
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, TokenBatch
 from flowrl.nodes.batching.running import Moments, RunningEstimate
 from flowrl.testing import run_node, scored
-from flowrl.training.advantage.estimate import Estimate, Scale
+from flowrl.training.advantages import Estimate, Scale
 from tests.nodes.groups import members
 
 D = 0.1

@@ -18,7 +18,7 @@ from flowrl.nodes.trainer import ResidentNode
 from flowrl.tasks import Task
 from flowrl.training.engine import residence
 from flowrl.training.engine.residence import Residence
-from flowrl.training.scoring.local_model import LocalModel
+from flowrl.training.scoring_models import LocalModel
 
 
 class Model(torch.nn.Module):

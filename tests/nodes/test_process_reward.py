@@ -26,8 +26,7 @@ from flowrl.nodes.sources.too_long import TooLong
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
-from flowrl.training.scoring.local_model import scored
-from flowrl.training.scoring.passes import values_of_pass
+from flowrl.training.scoring_models import scored, values_of_pass
 from tests.models.word_policy import EOS, make_policy
 from tests.models.write_model import write_model
 from tests.nodes.test_nodes_reward_model import answered
@@ -128,7 +127,7 @@ def test_the_loss_is_the_mean_cross_entropy_over_steps() -> None:
     import torch
 
     from flowrl.training.loss.objective import LossInputs, Totals
-    from flowrl.training.loss.step_objective import StepCorrectness
+    from flowrl.training.loss.token_objectives import StepCorrectness
 
     values = torch.tensor([[2.0, -1.0, 7.0], [0.5, 3.0, 9.0]], requires_grad=True)
     labels = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])

@@ -10,7 +10,7 @@ import numpy as np
 from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
-from flowrl.training.loss.value_objective import ValueObjective
+from flowrl.training.loss.token_objectives import ValueObjective
 from tests.oracle.cases import FIRST, IN_PIECES
 from tests.training.training_cases import VOCABULARY
 

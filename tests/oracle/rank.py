@@ -16,7 +16,7 @@ import torch
 from flowrl.messages import Batch, Group, Message, Scored
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import lost, run_node
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine

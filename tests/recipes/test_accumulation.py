@@ -19,7 +19,7 @@ from flowrl.nodes.trainer import explain_whole_batches
 from flowrl.testing.rig_nodes import RigNode
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
-from flowrl.training.loss.sft_objective import SFTObjective
+from flowrl.training.loss.token_objectives import SFTObjective
 from flowrl.training.settings import ZeroSettings
 
 GRAPHS = Path(__file__).parents[2] / "graphs"

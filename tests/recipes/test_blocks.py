@@ -28,7 +28,7 @@ from flowrl.nodes import Demonstrations, Evaluation, Generator, PromptSource, Sa
 from flowrl.role_options import Size
 from flowrl.tasks import Task
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.sft_objective import SFTObjective
+from flowrl.training.loss.token_objectives import SFTObjective
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 CLUSTER = Cluster((Machine(cores=(0, 1)),))

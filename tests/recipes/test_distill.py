@@ -17,14 +17,13 @@ from flowrl.models.tokens.vocabulary import untold, vocabulary, vocabulary_probl
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.testing import lost, run_node, sample, scored
-from flowrl.training.advantage.advantages import distillation_advantages
-from flowrl.training.advantage.estimate import trainable
-from flowrl.training.loss.distillation_objective import ReverseKL
+from flowrl.training.advantages import distillation_advantages, trainable
+from flowrl.training.loss.loss_formulas import policy_loss
 from flowrl.training.loss.objective import LossInputs, Totals
-from flowrl.training.loss.policy_losses import policy_loss
-from flowrl.training.model.output_layer import OutputLayer, load_output_layer
+from flowrl.training.loss.token_objectives import ReverseKL
+from flowrl.training.model.logprobs import Taught, chunked_logprobs
+from flowrl.training.model.policy_model import OutputLayer, load_output_layer
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.model.token_logprobs.logprobs import Taught, chunked_logprobs
 
 
 def taught(member: int, *teacher: float) -> Sample:

@@ -13,10 +13,9 @@ import pytest
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.load import load_file
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.schedule import Schedule
-from flowrl.training.settings import LoRA, ZeroSettings
+from flowrl.training.settings import LoRA, Schedule, ZeroSettings
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
 AGENTS = {"agent_tools", "agent_game", "agent_openai", "self_play"}

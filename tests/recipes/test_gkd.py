@@ -21,18 +21,17 @@ from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.nodes.sources.given_answers import GivenAnswers
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import prompt, run_graph, run_node, sample
-from flowrl.training.advantage.estimate import trainable
+from flowrl.training.advantages import trainable
 from flowrl.training.batch_stats import BatchStats, loss_masks
 from flowrl.training.learner import BatchSums
-from flowrl.training.loss.distillation_objective import GeneralizedJSD, ReverseKL
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
+from flowrl.training.loss.token_objectives import GeneralizedJSD, ReverseKL
 from flowrl.training.micro_batches import make_micro_batch
-from flowrl.training.model.output_layer import load_output_layer
-from flowrl.training.model.policy_model import load_policy_model
+from flowrl.training.model.logprobs import Taught, chunked_logprobs
+from flowrl.training.model.policy_model import load_output_layer, load_policy_model
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.model.token_logprobs.logprobs import Taught, chunked_logprobs
-from flowrl.training.scoring.passes import judgements_of
+from flowrl.training.scoring_models import judgements_of
 from tests.models.tiny_policy import make_policy
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)

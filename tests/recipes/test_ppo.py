@@ -20,10 +20,9 @@ from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
 from flowrl.runtime.telemetry.metrics import roles
 from flowrl.testing import run_node, sample, scored
-from flowrl.training.advantage.advantages import advantages
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate, advantages
 from flowrl.training.loss.objective import LossInputs, Totals
-from flowrl.training.loss.value_objective import ValueObjective
+from flowrl.training.loss.token_objectives import ValueObjective
 from tests.nodes.groups import members
 
 GAE = Estimate("gae", gamma=0.9, lam=0.8, kl_coef=0.1)

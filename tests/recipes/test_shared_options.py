@@ -113,7 +113,7 @@ def test_settings_of_deepspeed_reach_every_trainer(name: str) -> None:
 
 
 def test_settings_of_deepspeed_override_flowrls() -> None:
-    from flowrl.training.engine.ds_config import deepspeed_config
+    from flowrl.training.engine.zero import deepspeed_config
 
     (trainer,) = nodes(graph("grpo", "--zero.deepspeed", "zero_optimization.reduce_bucket_size=7"), Trainer)
     config = deepspeed_config(trainer.zero, 2)

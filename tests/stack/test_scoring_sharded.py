@@ -11,15 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.training.model.loading import ModelLoad
+from flowrl.training import scoring_models
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
-from flowrl.training.scoring import sharded_model
-from flowrl.training.scoring.local_model import LocalModel, scored
-from flowrl.training.scoring.passes import judgements_of, logprobs_of, scores_of_pass, values_of_pass
-from flowrl.training.scoring.sharded_model import ShardedModel, ShardFailed
-from flowrl.weights.module import load_published
+from flowrl.training.scoring_models import (
+    LocalModel,
+    ModelLoad,
+    ShardedModel,
+    ShardFailed,
+    judgements_of,
+    logprobs_of,
+    scored,
+    scores_of_pass,
+    values_of_pass,
+)
 from flowrl.weights.publish import Publisher
-from flowrl.weights.receive import SegmentReceiver
+from flowrl.weights.receive import SegmentReceiver, load_published
 from tests import warm
 from tests.nodes.test_nodes_critic import Source
 from tests.training.training_cases import VOCABULARY, make_model
@@ -81,7 +87,7 @@ def require_shards(model: Any) -> None:
 
 
 def test_a_sharded_critic_takes_published_weights(policy: ModelLoad, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_model, "sys", SimpleNamespace(executable=warm.python()))
+    monkeypatch.setattr(scoring_models, "sys", SimpleNamespace(executable=warm.python()))
     trained = load_scalar_model(policy.path, start="policy", seed=11).eval()
     with torch.no_grad():
         for parameter in trained.parameters():

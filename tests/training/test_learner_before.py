@@ -16,10 +16,10 @@ from flowrl.messages import Batch
 from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.learner import Update
-from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
+from flowrl.training.loss.token_objectives import ReverseKL
 from flowrl.training.settings import LoRA
 from tests.training.test_training_pieces import Engine, engine_of, learner_of
 from tests.training.test_tree_objectives import OBJECTIVES, furnished, loaded, model_dir

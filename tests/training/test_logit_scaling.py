@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
+from flowrl.training.model.logprobs import LogitScaling, chunked_logprobs, found_scaling
 from flowrl.training.model.policy_model import PolicyModel
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.model.token_logprobs.logit_scaling import LogitScaling, found_scaling
-from flowrl.training.model.token_logprobs.logprobs import chunked_logprobs
 
 SIZES = {
     "vocab_size": 61,
@@ -139,7 +138,7 @@ def test_logits_that_are_another_function_are_refused() -> None:
 
 
 def test_a_teacher_that_scales_its_logits_is_compared_by_them(tmp_path: Path) -> None:
-    from flowrl.training.model.output_layer import load_output_layer
+    from flowrl.training.model.policy_model import load_output_layer
 
     model = built("granite")
     model.save_pretrained(tmp_path)

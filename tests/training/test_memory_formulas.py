@@ -16,12 +16,19 @@ from flowrl.graph.footprint import Share
 from flowrl.models import Policy
 from flowrl.models.sizes.known_shapes import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
 from flowrl.nodes.model_memory import trainer_footprint
-from flowrl.training.engine import train_memory
-from flowrl.training.engine.train_memory import BUCKET_BYTES, TrainerModel, head_bytes, layer_bytes, scoring_bytes
-from flowrl.training.model import model_writer
-from flowrl.training.model.model_shape import ModelShape, read_shape
+from flowrl.training import memory
+from flowrl.training.engine import zero
+from flowrl.training.memory import (
+    BUCKET_BYTES,
+    ModelShape,
+    TrainerModel,
+    head_bytes,
+    layer_bytes,
+    read_shape,
+    scoring_bytes,
+)
+from flowrl.training.model import logprobs
 from flowrl.training.model.tensors import whole_weights
-from flowrl.training.model.token_logprobs import cached_logprobs, logprobs
 from flowrl.training.settings import Dtype, LoRA, ZeroSettings
 from tests.stack.ranks.loading_rank import Highest
 from tests.stack.ranks.memory_rank import CASES, settings_of, tensor_size_of
@@ -196,7 +203,7 @@ def test_logprobs_in_cache_take_no_more_than_chunks(
     dtype: Dtype, scoring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "CACHED_ON", ("cpu",))
-    monkeypatch.setattr(cached_logprobs, "CACHE_BYTES", 8 * 4096)
+    monkeypatch.setattr(logprobs, "CACHE_BYTES", 8 * 4096)
     sizes = {"vocab_size": 4096}
     _, most = passed(sizes, dtype, scoring=scoring)
     element = {"bfloat16": 2, "float32": 4}[dtype]
@@ -228,7 +235,7 @@ def test_optimizers_keep_what_is_predicted() -> None:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
         state = sum(v.nbytes for s in optimizer.state.values() for k, v in s.items() if k != "step")
-        assert state == train_memory.MOMENTS_BYTES[name] * 5050
+        assert state == memory.MOMENTS_BYTES[name] * 5050
 
 
 @pytest.mark.parametrize(
@@ -236,8 +243,8 @@ def test_optimizers_keep_what_is_predicted() -> None:
     [
         ("qwen2.5-0.5b", 2, 2 * 494_032_768, 2 * 494_032_768),
         ("qwen2.5-0.5b", 3, 4 * 896 * 151_936, 2 * 494_032_768),
-        ("llama-70b", 2, 2 * 70_553_706_496, model_writer.SHARD_BYTES),
-        ("llama-70b", 3, 4 * 8192 * 128_256, model_writer.SHARD_BYTES),
+        ("llama-70b", 2, 2 * 70_553_706_496, zero.SHARD_BYTES),
+        ("llama-70b", 3, 4 * 8192 * 128_256, zero.SHARD_BYTES),
     ],
 )
 def test_a_rank_needs_host_memory_to_load_and_to_export(name: str, stage: int, loading: int, export: int) -> None:
@@ -258,7 +265,7 @@ def test_writing_a_model_takes_the_memory_of_one_file(tmp_path: Path) -> None:
     held = SimpleNamespace(network=network)
 
     def write(path: Path) -> None:
-        writer = model_writer.ModelWriter(held, {}, path, shard_bytes=shard_bytes)
+        writer = zero.ModelWriter(held, {}, path, shard_bytes=shard_bytes)
         for entry in whole_weights(network):
             writer.add([entry.name], [entry.make(*(parameter.detach() for parameter in entry.parameters))])
         writer.close()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl.training.model import model_writer
-from flowrl.training.model.model_writer import ModelWriter
+from flowrl.training.engine import zero
+from flowrl.training.engine.zero import ModelWriter
 from flowrl.training.model.tensors import whole_weights
 
 SMALL: dict[str, Any] = {
@@ -94,6 +94,6 @@ def test_no_more_is_held_than_a_shard(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_made_of_several_tensors_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_writer, "_at_once", lambda network: True)
+    monkeypatch.setattr(zero, "_at_once", lambda network: True)
     path = written(llama(), tmp_path / "found", shard_bytes=20_000)
     assert [file.name for file in path.glob("*.safetensors*")] == ["model.safetensors"]

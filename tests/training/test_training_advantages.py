@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, advantages, all_equal, group_rewards, whiten
+from flowrl.training.advantages import GROUP_ESTIMATORS, advantages, all_equal, group_rewards, whiten
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.5]
 GROUPS = ["a", "a", "a", "b", "b"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.training.engine import async_io
+from flowrl.training.engine import requirements
 
 
 def test_a_guard_that_was_left_behind_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +23,6 @@ def test_a_guard_that_was_left_behind_is_taken_away(tmp_path: Path, monkeypatch:
         (directory / "async_io.so").touch()
 
     monkeypatch.setattr(AsyncIOBuilder, "load", load)
-    assert not async_io.is_built()
-    async_io.build_async_io()
-    assert seen == [False] and async_io.is_built()
+    assert not requirements.is_built()
+    requirements.build_async_io()
+    assert seen == [False] and requirements.is_built()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from flowrl.runtime.ledger.accounting import LEDGER
+from flowrl.training.engine.zero import ModelWriter
 from flowrl.training.model import policy_model
-from flowrl.training.model.model_writer import ModelWriter
 from flowrl.training.model.policy_model import companions
 
 

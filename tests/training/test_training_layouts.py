@@ -19,10 +19,9 @@ from flowrl.models import Policy
 from flowrl.models.sizes.model_layout import trainer_layout
 from flowrl.nodes import TokenBatch, Trainer
 from flowrl.training.layouts import decide, tree_obstacle
-from flowrl.training.model.attention.tree_attention import TreeAttention, register
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
-from flowrl.training.model.row_layout import RowLayout, lay_out
-from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.model.row_layout import RowLayout, lay_out, require_trees
+from flowrl.training.model.tree_attention import TreeAttention, register_trees
 from flowrl.training.settings import ZeroSettings
 from tests.training.training_cases import VOCABULARY, make_model
 
@@ -153,7 +152,7 @@ def test_a_trial_finds_a_model_whose_layers_keep_the_tree_to_themselves() -> Non
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attn_implementation=register(),
+        attn_implementation=register_trees(),
     )
     model = PolicyModel(StableLmForCausalLM(config))
     with pytest.raises(ConfigError, match=r"stablelm cannot .* do not pass the keyword `tree` .* set layout to rows"):
@@ -176,7 +175,7 @@ def test_attention_that_no_kernel_computes_is_refused_in_rows_and_trees() -> Non
         num_local_experts=2,
         num_experts_per_tok=1,
         layer_types=["full_attention"],
-        attn_implementation=register(),
+        attn_implementation=register_trees(),
     )
     model = PolicyModel(GptOssForCausalLM(config))
     tokens = np.arange(9, dtype=np.int32)
@@ -230,7 +229,11 @@ def test_a_loaded_model_takes_what_was_decided(tmp_path: Path) -> None:
         for layout in ("auto", "tree", "rows")
         if (model := load_policy_model(tmp_path, layout=layout))  # type: ignore[arg-type]
     }
-    assert implementations == {"auto": ("auto", register()), "tree": ("tree", register()), "rows": ("rows", "sdpa")}
+    assert implementations == {
+        "auto": ("auto", register_trees()),
+        "tree": ("tree", register_trees()),
+        "rows": ("rows", "sdpa"),
+    }
 
 
 def test_batches_are_packed_as_rows_unless_a_graph_says_more(tmp_path: Path) -> None:

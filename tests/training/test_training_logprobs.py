@@ -10,10 +10,10 @@ import torch
 
 from flowrl.errors import ConfigError
 from flowrl.training.layouts import Placing
+from flowrl.training.model import logprobs as cached
+from flowrl.training.model.logprobs import chunked_logprobs
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import lay_out, policy_places
-from flowrl.training.model.token_logprobs import cached_logprobs as cached
-from flowrl.training.model.token_logprobs.logprobs import chunked_logprobs
 from tests.training.training_cases import CASES, make_batch, make_model
 
 N, H, V = 7, 5, 11
@@ -201,7 +201,7 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_the_benchmark_compares_two_ways_with_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.training.logprobs import WAYS, difference, make_pass
-    from flowrl.training.model.token_logprobs import logprobs
+    from flowrl.training.model import logprobs
 
     monkeypatch.setattr(logprobs, "CACHED_ON", logprobs.CACHED_ON)
     run = make_pass(9, 8, 31, torch.float32)

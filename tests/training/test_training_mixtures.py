@@ -17,9 +17,8 @@ from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.sizes.model_layout import balance_problems
 from flowrl.nodes import Trainer
-from flowrl.training.engine.mixtures import expert_layers, gather_at_once
-from flowrl.training.model.balance import found_balance
-from flowrl.training.model.policy_model import PolicyModel, load_policy_model
+from flowrl.training.engine.zero import expert_layers, gather_at_once
+from flowrl.training.model.policy_model import PolicyModel, found_balance, load_policy_model
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.trainable import check_trainable
 from tests.training.training_cases import Case, make_balanced, make_batch, make_mixture, make_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.training.loss.policy_losses import aggregate, correction_weights, kl, policy_loss, value_loss
+from flowrl.training.loss.loss_formulas import aggregate, correction_weights, kl, policy_loss, value_loss
 
 MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
 B, T = MASK.shape

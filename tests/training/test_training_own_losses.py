@@ -21,7 +21,7 @@ from flowrl.training.loss.function_objective import COLUMNS, FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
-from flowrl.training.loss.sft_objective import SFTObjective
+from flowrl.training.loss.token_objectives import SFTObjective
 from flowrl.training.micro_batches import PADDING
 from tests.training.objective_rig import logprobs, run, samples
 

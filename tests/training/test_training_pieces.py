@@ -22,13 +22,12 @@ from flowrl.messages import Batch
 from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.learner import Learner, Update
-from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import LossInputs, Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
-from flowrl.training.loss.sft_objective import SFTObjective
-from flowrl.training.model.output_layer import OutputLayer
+from flowrl.training.loss.token_objectives import ReverseKL, SFTObjective
+from flowrl.training.model.policy_model import OutputLayer
 from tests.training.pieces import train_in_pieces
 from tests.training.test_tree_objectives import (
     OBJECTIVES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.training.loss.preference_losses import dpo_losses, kto_losses, reward_model_loss
+from flowrl.training.loss.loss_formulas import dpo_losses, kto_losses, reward_model_loss
 
 CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED = (
     torch.tensor(v, dtype=torch.float64)

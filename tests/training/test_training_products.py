@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from flowrl.cpu_flags import cpu_maker
+from flowrl.training.model import products
+from flowrl.training.model.logprobs import cached_logprobs
 from flowrl.training.model.policy_model import load_policy_model
-from flowrl.training.model.token_logprobs import products
-from flowrl.training.model.token_logprobs.cached_logprobs import cached_logprobs
 from tests.training.training_cases import make_model
 
 pytestmark = pytest.mark.skipif(not torch._C._has_mkldnn, reason="torch was built without oneDNN")

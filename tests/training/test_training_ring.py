@@ -18,17 +18,20 @@ from torch import Tensor
 from flowrl import Cluster, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
-from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, ring_bytes
-from flowrl.training.layouts import Placing
-from flowrl.training.model.attention import ring, ring_blocks
-from flowrl.training.model.attention.head_exchange import make_exchanging
-from flowrl.training.model.attention.ring import Ring, ring_attention
-from flowrl.training.model.attention.ring_blocks import CpuFlashBlock, CudaFlashBlock, PlainBlock
-from flowrl.training.model.attention.sequence_group import SequenceGroup
-from flowrl.training.model.attention.sight import Sight
-from flowrl.training.model.model_shape import ModelShape
+from flowrl.training.layouts import Placing, sequence_problems
+from flowrl.training.memory import ModelShape, TrainerModel, exchanged_bytes, ring_bytes
+from flowrl.training.model import sequence_attention
 from flowrl.training.model.policy_model import DTYPES, load_policy_model
-from flowrl.training.sequence_parallel import sequence_problems
+from flowrl.training.model.sequence_attention import (
+    CpuFlashBlock,
+    CudaFlashBlock,
+    PlainBlock,
+    Ring,
+    SequenceGroup,
+    Sight,
+    make_exchanging,
+    ring_attention,
+)
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 from tests.training.test_training_sequence import graph
 from tests.training.thread_ranks import Threads, laid_out
@@ -64,7 +67,7 @@ def test_a_ring_gives_attention_and_gradients_of_all_positions(
     ends: tuple[int, ...] | None, window: int | None, cap: float | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one head of keys for all ranks, and blocks of which some ranks see nothing."""
-    monkeypatch.setattr(ring_blocks, "SCORES_A_CHUNK", 100)
+    monkeypatch.setattr(sequence_attention, "SCORES_A_CHUNK", 100)
     given = drawn(HEADS, KEY_HEADS, KEY_HEADS)
     place = torch.arange(LENGTH)
     back = place[:, None] - place[None]
@@ -175,7 +178,7 @@ def test_the_most_that_a_ring_has_at_once_is_predicted(
     """One rank alone, which gets what it sends."""
     from torch.profiler import ProfilerActivity, profile
 
-    monkeypatch.setattr(ring, "start_hop", lambda group, sent: sent.clone)
+    monkeypatch.setattr(sequence_attention, "start_hop", lambda group, sent: sent.clone)
     tokens, channels = 1024, 64
     sizes = [(1, number, tokens, channels) for number in (heads, key_heads, key_heads)]
     given = [torch.randn(size, dtype=DTYPES[dtype]).requires_grad_() for size in sizes]

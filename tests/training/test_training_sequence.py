@@ -22,16 +22,11 @@ from flowrl.nodes import Trainer
 from flowrl.runtime.driver.ray_cluster.cluster import LOOPBACK
 from flowrl.training.batch_stats import trained_mask
 from flowrl.training.engine.gang import Gang
-from flowrl.training.engine.train_memory import TrainerModel, exchanged_bytes, layer_bytes
-from flowrl.training.layouts import Placing
-from flowrl.training.model.attention.head_exchange import make_exchanging
-from flowrl.training.model.attention.sequence_group import SequenceGroup
-from flowrl.training.model.model_shape import ModelShape
+from flowrl.training.layouts import WINDOWED, Placing, sequence_problems
+from flowrl.training.memory import ModelShape, TrainerModel, exchanged_bytes, layer_bytes
 from flowrl.training.model.policy_model import DTYPES, PolicyModel, load_policy_model
-from flowrl.training.model.row_layout import RowLayout, lay_out
-from flowrl.training.model.row_slices import RowSlice, num_sliced, slice_rows
-from flowrl.training.model.tree_trial import require_slices
-from flowrl.training.sequence_parallel import WINDOWED, sequence_problems
+from flowrl.training.model.row_layout import RowLayout, RowSlice, lay_out, num_sliced, require_slices, slice_rows
+from flowrl.training.model.sequence_attention import SequenceGroup, make_exchanging
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings
 from tests.house.further_cases import chosen
 from tests.stack.ranks.ranks import run_ranks

@@ -15,9 +15,8 @@ from flowrl.models import Policy
 from flowrl.nodes.trainer import Trainer
 from flowrl.training.batch_stats import BatchStats
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.sft_objective import SFTObjective
-from flowrl.training.schedule import Schedule
-from flowrl.training.settings import ZeroSettings
+from flowrl.training.loss.token_objectives import SFTObjective
+from flowrl.training.settings import Schedule, ZeroSettings
 from tests.training.training_cases import CASES, make_batch
 
 

@@ -18,12 +18,10 @@ from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.requirements import SHARDS, part_path, resume_problems
-from flowrl.training.engine.train_memory import TrainerModel
-from flowrl.training.model.model_shape import ModelShape
-from flowrl.training.model.tensor_parts import ABOUT, divided_dimension, partition_config, planned, whole_shape
-from flowrl.training.model.tensors import Entry
+from flowrl.training.layouts import tensor_problems
+from flowrl.training.memory import ModelShape, TrainerModel
+from flowrl.training.model.tensors import ABOUT, Entry, divided_dimension, partition_config, planned, whole_shape
 from flowrl.training.settings import LoRA, ZeroSettings
-from flowrl.training.tensor_parallel import tensor_problems
 from tests.training.test_memory_formulas import configuration
 
 CPU = torch.device("cpu")

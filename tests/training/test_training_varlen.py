@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import ConfigError
-from flowrl.training.model.attention.varlen import require_varlen
-from flowrl.training.model.policy_model import PolicyModel, choose_attention, load_policy_model
+from flowrl.training.model.policy_model import PolicyModel, choose_attention, load_policy_model, require_varlen
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.settings import Attention, ZeroSettings
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flowrl.forest import make_forest
-from flowrl.training.model.attention import cascade
-from flowrl.training.model.attention.cascade import Cascade
-from flowrl.training.model.attention.tree_attention import TreeAttention
+from flowrl.training.model import tree_attention
+from flowrl.training.model.tree_attention import Cascade, TreeAttention
 from tests.training.test_trees import CPU, Tokens, assert_exact, attended, drawn
 
 FACTORS = {True: torch.bfloat16, False: torch.float32}
@@ -112,7 +111,7 @@ def test_what_a_cascade_holds_grows_with_the_tokens_alone(prefix: int) -> None:
 
 def test_what_a_cascade_holds_of_a_prefix_that_is_repeated_is_bounded() -> None:
     """Of stems as long as may have it among their own keys: a place for each head and key."""
-    prefix, own = 4 * cascade.LONG, cascade.LONG
+    prefix, own = 4 * tree_attention.LONG, tree_attention.LONG
     sequences = [np.concatenate((np.arange(prefix), prefix + own * n + np.arange(own))) for n in range(8)]
     sequences = [sequence.astype(np.int32) for sequence in sequences]
     assert not Cascade(make_forest(sequences), CPU).behind
@@ -176,8 +175,8 @@ SMALL: dict[str, Callable[[], Tokens]] = {
 @pytest.fixture(params=list(SMALL))
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tokens:
     """A tree of some hundred tokens with stems that are long, in chunks that cut their blocks."""
-    monkeypatch.setattr(cascade, "LONG", 20)
-    monkeypatch.setattr(cascade, "SCORES_A_CHUNK", 4000)
+    monkeypatch.setattr(tree_attention, "LONG", 20)
+    monkeypatch.setattr(tree_attention, "SCORES_A_CHUNK", 4000)
     return SMALL[request.param]()
 
 
@@ -192,10 +191,10 @@ def test_a_cascade_is_exact_for_deep_trees_and_any_heads(small: Tokens, key_head
 def test_a_cascade_in_bfloat16_differs_by_rounding(
     small: Tokens, key_heads: int, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cascade, "_is_fast_in_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(tree_attention, "_is_fast_in_bfloat16", lambda: is_fast)
     forest = make_forest(small)
     tensors = drawn(len(forest), torch.bfloat16, key_heads)
-    assert cascade._factor_dtype(tensors[0]) == FACTORS[is_fast]
+    assert tree_attention._factor_dtype(tensors[0]) == FACTORS[is_fast]
     exact = attended(TreeAttention(forest, CPU, "dense"), tuple(tensor.double() for tensor in tensors))
     for ours, theirs in zip(attended(TreeAttention(forest, CPU, "cascade"), tensors), exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))

@@ -19,16 +19,12 @@ from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.layouts import Placing
 from flowrl.training.learner import Learner, Update
-from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
-from flowrl.training.loss.reward_objective import BradleyTerry
-from flowrl.training.loss.sft_objective import SFTObjective
-from flowrl.training.loss.value_objective import ValueObjective
-from flowrl.training.model.output_layer import OutputLayer
-from flowrl.training.model.policy_model import load_policy_model
+from flowrl.training.loss.preference_objectives import BradleyTerry, DPOObjective, KTOObjective
+from flowrl.training.loss.token_objectives import ReverseKL, SFTObjective, ValueObjective
+from flowrl.training.model.policy_model import OutputLayer, load_policy_model
 from flowrl.training.model.value_model import load_scalar_model
 from flowrl.training.settings import Head, LoRA
 from tests.training.training_cases import VOCABULARY, Case, make_batch, make_model

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flowrl.forest import Forest, make_forest
-from flowrl.training.model.attention import cascade
-from flowrl.training.model.attention.cascade import BlockBatch, Cascade
-from flowrl.training.model.attention.rule import DENSE_PLACES, Kernel, choose_kernel
-from flowrl.training.model.attention.tree_attention import TreeAttention
-from flowrl.training.model.placement import saves
+from flowrl.training.layouts import DENSE_PLACES, Kernel, choose_kernel
+from flowrl.training.model import tree_attention
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
-from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places
+from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places, saves
+from flowrl.training.model.tree_attention import BlockBatch, Cascade, TreeAttention
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.settings import Dtype, LoRA
 from tests.training.training_cases import VOCABULARY, make_model
@@ -99,16 +97,16 @@ def test_a_cascade_is_the_same_with_prefixes_repeated_or_met_by_all_behind_them(
     keys: int, long: int, sequences: Tokens, in_all: int, scores: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cascade, "REPEATED_A_QUERY", keys)
-        patch.setattr(cascade, "REPEATED_IN_ALL", in_all)
-        patch.setattr(cascade, "LONG", long)
-        patch.setattr(cascade, "SCORES_A_CHUNK", scores)
+        patch.setattr(tree_attention, "REPEATED_A_QUERY", keys)
+        patch.setattr(tree_attention, "REPEATED_IN_ALL", in_all)
+        patch.setattr(tree_attention, "LONG", long)
+        patch.setattr(tree_attention, "SCORES_A_CHUNK", scores)
         assert_exact(make_forest(sequences), "cascade")
 
 
 @pytest.mark.parametrize("scores", [64, 700, 1 << 18])
 def test_a_cascade_is_the_same_in_chunks_of_any_size(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade, "SCORES_A_CHUNK", scores)
+    monkeypatch.setattr(tree_attention, "SCORES_A_CHUNK", scores)
     assert_exact(make_forest(grouped()[0]), "cascade")
 
 
@@ -131,9 +129,9 @@ def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: i
     forest = make_forest(sequences)
     met = np.zeros((len(forest), len(forest)), int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cascade, "REPEATED_A_QUERY", keys)
-        patch.setattr(cascade, "REPEATED_IN_ALL", in_all)
-        patch.setattr(cascade, "LONG", long)
+        patch.setattr(tree_attention, "REPEATED_A_QUERY", keys)
+        patch.setattr(tree_attention, "REPEATED_IN_ALL", in_all)
+        patch.setattr(tree_attention, "LONG", long)
         blocks = Cascade(forest, CPU)
     for batch in map(BlockBatch.of, (*blocks.own, *blocks.behind)):
         for queries, places, seen in zip(batch.q_BQ, batch.k_BK, batch.seen_BQ, strict=True):

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from flowrl.training.layouts import Placing
-from flowrl.training.model.attention import head_exchange, ring
-from flowrl.training.model.attention.sequence_group import SequenceGroup
+from flowrl.training.model import sequence_attention
 from flowrl.training.model.policy_model import PolicyModel
-from flowrl.training.model.row_layout import RowLayout, lay_out
-from flowrl.training.model.row_slices import compute
+from flowrl.training.model.row_layout import RowLayout, compute, lay_out
+from flowrl.training.model.sequence_attention import SequenceGroup
 from flowrl.training.settings import SequenceKind
 
 LENGTHS = (9, 4, 7)
@@ -39,8 +38,8 @@ class Threads:
         self.kind: SequenceKind = kind
         self._given: list[Tensor] = [torch.zeros(0)] * size
         self._barrier = threading.Barrier(size, timeout=60)
-        monkeypatch.setattr(head_exchange, "_exchanged", self._exchanged)
-        monkeypatch.setattr(ring, "start_hop", self._hop)
+        monkeypatch.setattr(sequence_attention, "_exchanged", self._exchanged)
+        monkeypatch.setattr(sequence_attention, "start_hop", self._hop)
         monkeypatch.setattr(torch.distributed, "all_reduce", self._add_up)
 
     def _all(self, rank: int, given: Tensor) -> list[Tensor]:

@@ -23,7 +23,7 @@ MODULES = {
     "flowrl.cli": "trainer",
     "flowrl.commands.gpu_check.rank_process": "trainer",
     "flowrl.commands.gpu_check.stage_process": "trainer",
-    "flowrl.training.scoring.rank": "trainer",
+    "flowrl.training.scoring_rank": "trainer",
     "flowrl.agents.parser_trial": "generator",
     "tests": "trainer",
 }

@@ -14,11 +14,10 @@ import torch
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorTable
 from flowrl.weights import probe
-from flowrl.weights.manifest import Checksum, ChecksumMismatch, views, word_sum
-from flowrl.weights.narrowing import AS_IT_IS, Narrowing, kept_in_float32
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
-from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost
+from flowrl.weights.send import AS_IT_IS, Narrowing, kept_in_float32
+from flowrl.weights.shm import DATA_OFFSET, SHM, Checksum, ChecksumMismatch, Segment, SegmentLost, views, word_sum
 
 
 class Engine:

@@ -31,13 +31,9 @@ from flowrl.recipes.ppo import PPO
 from flowrl.recipes.ppo import graph as ppo_graph
 from flowrl.role_options import Size
 from flowrl.tensor_table import TensorTable
-from flowrl.weights.backends import BACKENDS, receiver, sender
-from flowrl.weights.device_receive import NcclReceiver
-from flowrl.weights.narrowing import AS_IT_IS, Narrowing
-from flowrl.weights.publish import Publisher
-from flowrl.weights.receive import SegmentReceiver
-from flowrl.weights.send import SegmentSender
-from flowrl.weights.whole_tensors import copied
+from flowrl.weights.publish import Publisher, make_sender
+from flowrl.weights.receive import NcclReceiver, SegmentReceiver, make_receiver
+from flowrl.weights.send import AS_IT_IS, Narrowing, SegmentSender, copied
 from tests.graph.graph_nodes import grpo
 from tests.weights.test_weights_publish import Engine
 
@@ -96,16 +92,12 @@ def test_different_gpu_transports_are_refused() -> None:
         common_transport(routes)
 
 
-def test_there_is_a_backend_for_every_transport() -> None:
-    assert list(BACKENDS) == list(WeightTransport)
-
-
 def test_both_ends_choose_the_same_backend() -> None:
     ends = {SHM: SegmentReceiver, TCP: SegmentReceiver, NCCL: NcclReceiver}
-    assert {kind: type(receiver(routed(kind), "generator/0", "run")) for kind in WeightTransport} == ends
-    assert isinstance(receiver(routed(NCCL), "critic/0", "run"), SegmentReceiver)
+    assert {kind: type(make_receiver(routed(kind), "generator/0", "run")) for kind in WeightTransport} == ends
+    assert isinstance(make_receiver(routed(NCCL), "critic/0", "run"), SegmentReceiver)
     for kind in (SHM, TCP):
-        assert isinstance(sender(routed(kind), "run", "policy", narrowing=AS_IT_IS), SegmentSender)
+        assert isinstance(make_sender(routed(kind), "run", "policy", narrowing=AS_IT_IS), SegmentSender)
 
 
 @pytest.mark.parametrize("transport", WeightTransport)
@@ -153,7 +145,7 @@ class RecordingSender:
 def test_nobody_waits_for_readers_of_an_unchanged_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have its tensors and take part in no transfer, so a broadcast of it would never end."""
     recording = RecordingSender()
-    monkeypatch.setattr("flowrl.weights.publish.sender", lambda *args, **options: recording)
+    monkeypatch.setattr("flowrl.weights.publish.make_sender", lambda *args, **options: recording)
     publisher = Publisher(Engine(), "policy", run_id="unit", routes=routed(NCCL), probe_every=0)
     for version, kind in ((0, "full"), (1, "unchanged"), (2, "unchanged"), (3, "full"), (4, "unchanged")):
         manifest = publisher.publish(version, kind)

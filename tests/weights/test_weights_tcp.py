@@ -15,10 +15,9 @@ import torch
 from flowrl.errors import FlowrlError
 from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.messages import Weights
-from flowrl.weights.manifest import views
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
-from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost
+from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, views
 from flowrl.weights.tcp import CHUNK_BYTES, Origin
 
 

@@ -16,7 +16,7 @@ from flowrl.weights.publish import Publisher
 
 if TYPE_CHECKING:
     from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
-    from flowrl.weights.fetched import Receiver
+    from flowrl.weights.receive import Receiver
 
 METHODS = tuple(dict.fromkeys(FP8.values()))
 """By vLLM's names. On a CPU, only the first one is checked."""
@@ -41,9 +41,9 @@ def fp8(bench: Bench) -> None:
 
 
 async def _compared(bench: Bench, old: Path, new: Path, manifest: Weights) -> None:
-    from flowrl.weights.backends import receiver
+    from flowrl.weights.receive import make_receiver
 
-    taker = receiver((), READER, "gpu-check")
+    taker = make_receiver((), READER, "gpu-check")
     try:
         plain, _ = await _examined(bench, new, taker, manifest, "")
         bench.figure("bfloat16, gap to float32", f"{mean_gap(plain, manifest.probe_logprobs):.1e}")

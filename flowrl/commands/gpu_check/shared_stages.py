@@ -25,7 +25,7 @@ from flowrl.commands.gpu_check.training_stages import (
     plain_gradients,
     relative_difference,
 )
-from flowrl.training.model.attention.sequence_group import sequence_group
+from flowrl.training.model.sequence_attention import sequence_group
 from flowrl.training.settings import SequenceKind
 
 if TYPE_CHECKING:
@@ -151,10 +151,7 @@ def sharded_scoring(bench: Bench) -> None:
 
 
 def _scored_over_ranks(bench: Bench, path: Path, dtype: Any, limit: float) -> None:
-    from flowrl.training.model.loading import ModelLoad
-    from flowrl.training.scoring.local_model import LocalModel, scored
-    from flowrl.training.scoring.passes import logprobs_of
-    from flowrl.training.scoring.sharded_model import ShardedModel
+    from flowrl.training.scoring_models import LocalModel, ModelLoad, ShardedModel, logprobs_of, scored
 
     load = ModelLoad(str(path), dtype=dtype)
     prompts = random_tokens([20, 7], seed=1)

@@ -17,7 +17,7 @@ from flowrl.commands.gpu_check.bench import Bench
 from flowrl.commands.gpu_check.small_model import all_masks, make_small_model, random_tokens
 from flowrl.messages import Int32
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.model.tensor_parts import whole
+from flowrl.training.model.tensors import whole
 from flowrl.training.settings import LoRA, ZeroSettings
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from flowrl.weights.publish import Publisher
 
 if TYPE_CHECKING:
     from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
-    from flowrl.weights.fetched import Receiver
+    from flowrl.weights.receive import Receiver
 
 GIB = 1 << 30
 GAP_LIMIT = 2e-3
@@ -70,9 +70,9 @@ def shared_memory(bench: Bench) -> None:
 
 
 async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, publisher: Publisher) -> None:
-    from flowrl.weights.backends import receiver
+    from flowrl.weights.receive import make_receiver
 
-    taker = receiver((), READER, "gpu-check")
+    taker = make_receiver((), READER, "gpu-check")
     sampler = await started(bench, old, taker)
     try:
         await _take(bench, sampler, taker, publisher.publish(0), "first update")
@@ -220,13 +220,13 @@ def nccl(bench: Bench) -> None:
 
 
 async def _over_nccl(bench: Bench) -> None:
-    from flowrl.weights.backends import receiver
+    from flowrl.weights.receive import make_receiver
 
     old = make_small_model(bench.directory / "old", seed=1)
     source = ModelSource(make_small_model(bench.directory / "new", seed=2), "cuda:0")
     routes = (WeightRoute(READER, WeightTransport.NCCL, 1),)
     publisher = Publisher(source, "policy", run_id="gpu-check", routes=routes, probe_every=1)
-    taker = receiver(routes, READER, "gpu-check")
+    taker = make_receiver(routes, READER, "gpu-check")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = named.split(",")[1] if named else "1"  # affects only vLLM's process, not this
     sampler = await started(bench, old, taker)

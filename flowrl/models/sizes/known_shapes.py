@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowrl.models.find_model import known_directory
 from flowrl.models.policy import CHARACTER_MODELS, Policy
-from flowrl.training.model.model_shape import ModelShape, read_shape
+from flowrl.training.memory import ModelShape, read_shape
 from flowrl.user_path import user_path
 
 CHARACTER_VOCABULARY = 261

@@ -11,11 +11,8 @@ from typing import Any
 from flowrl.models.find_model import known_directory
 from flowrl.models.policy import Policy
 from flowrl.models.sizes.known_shapes import known_shape
-from flowrl.training.layouts import Decision, decide, decide_trainer
-from flowrl.training.model.attention.rule import RULE
-from flowrl.training.sequence_parallel import sequence_problems
+from flowrl.training.layouts import RULE, Decision, decide, decide_trainer, sequence_problems, tensor_problems
 from flowrl.training.settings import Head, Layout, LoRA, SequenceKind, ZeroSettings
-from flowrl.training.tensor_parallel import tensor_problems
 
 
 def trainer_layout(policy: Policy, zero: ZeroSettings, kind: SequenceKind) -> Decision:

@@ -30,8 +30,7 @@ from flowrl.nodes.batching.running import AdaptiveKL, RunningEstimate
 from flowrl.nodes.batching.valued import question, require_advantages, value_metrics, with_values
 from flowrl.nodes.groups.by_source import source_metrics
 from flowrl.nodes.groups.judged import judged_metrics
-from flowrl.training.advantage.advantages import all_equal, whiten
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate, all_equal, whiten
 from flowrl.training.batch_stats import loss_masks, trained_mask
 from flowrl.training.settings import Layout
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.messages import Group
-from flowrl.training.advantage.estimate import Estimate, Scale, whole_reward
-from flowrl.training.advantage.seat_credit import require_one_seat
+from flowrl.training.advantages import Estimate, Scale, require_one_seat, whole_reward
 
 SMALLEST_VARIANCE = 1e-8
 

@@ -10,7 +10,7 @@ import numpy as np
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Group, Trainable, ValueQuestion, Values
 from flowrl.nodes.groups.one_sequence import require_one_sequence
-from flowrl.training.advantage.seat_credit import require_one_seat
+from flowrl.training.advantages import require_one_seat
 
 
 def question(groups: Sequence[Group]) -> ValueQuestion:

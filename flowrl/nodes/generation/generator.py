@@ -51,10 +51,9 @@ from flowrl.nodes.vllm_engine.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
 from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version, stored_problems
-from flowrl.training.engine.compilers import check_python_headers
+from flowrl.training.engine.requirements import check_python_headers
 from flowrl.training.settings import LoRA
-from flowrl.weights.backends import receiver
-from flowrl.weights.fetched import Receiver
+from flowrl.weights.receive import Receiver, make_receiver
 
 Req = TypeVar("Req", bound=Message)
 Rep = TypeVar("Rep", bound=Message)
@@ -217,7 +216,7 @@ class Generator(Node):
         routes, slots = self.context.weight_routes, None
         if self.adapter_rank:
             routes, slots = through_hosts(routes), AdapterSlots.of(self.adapter_rank, self.context.max_staleness)
-        self._receiver = receiver(routes, self.replica_name, self.context.run_id)
+        self._receiver = make_receiver(routes, self.replica_name, self.context.run_id)
         self._sampler = await self.blocking(
             VllmSampler.start,
             model_dir,

@@ -20,8 +20,8 @@ from contextlib import AsyncExitStack
 from flowrl.graph.node import Context
 from flowrl.messages import Weights
 from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
-from flowrl.weights.fetched import Fetched, Receiver
 from flowrl.weights.probe import ProbeCheck
+from flowrl.weights.receive import Fetched, Receiver
 from flowrl.weights.shm import SegmentLost
 
 

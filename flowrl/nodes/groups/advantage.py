@@ -12,8 +12,7 @@ from flowrl.graph.ports import Call, In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
 from flowrl.nodes.curricula.curriculum import GroupOutcome, Noted, report_outcome
 from flowrl.nodes.groups.dynamic import DynamicSampling, GroupFilter
-from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
-from flowrl.training.advantage.estimate import Estimate, unvalued
+from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, unvalued
 
 
 class GroupAdvantage(Node):

@@ -15,8 +15,7 @@ import numpy as np
 from flowrl.errors import FlowrlError
 from flowrl.messages import Scored
 from flowrl.nodes.groups.judged import Judged
-from flowrl.training.advantage.advantages import all_equal
-from flowrl.training.advantage.seat_credit import require_one_seat
+from flowrl.training.advantages import all_equal, require_one_seat
 
 LEAST_LIMIT = 256
 """The smallest default of `DynamicSampling.limit`."""

@@ -26,9 +26,7 @@ from flowrl.nodes.groups.pairwise import COMPARED_S, Comparisons
 from flowrl.tasks import Task
 from flowrl.tasks.reward_calls.away import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward
-from flowrl.training.advantage.advantages import all_equal
-from flowrl.training.advantage.estimate import trainable, whole_reward
-from flowrl.training.advantage.seat_credit import require_one_seat
+from flowrl.training.advantages import all_equal, require_one_seat, trainable, whole_reward
 
 PairReference = Literal["round", "initial"]
 

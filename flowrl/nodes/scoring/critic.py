@@ -28,14 +28,12 @@ from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_scalar
 from flowrl.training.settings import Dtype, Layout
-from flowrl.weights.backends import receiver
-from flowrl.weights.fetched import Receiver
-from flowrl.weights.module import load_published
 from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
+from flowrl.weights.receive import Receiver, load_published, make_receiver
 from flowrl.weights.shm import SegmentLost
 
 if TYPE_CHECKING:
-    from flowrl.training.scoring.passes import Masked
+    from flowrl.training.scoring_models import Masked
 
 
 class Critic(ScoringNode):
@@ -91,13 +89,13 @@ class Critic(ScoringNode):
     # Lifecycle
 
     async def setup(self) -> None:
-        self._receiver = receiver(self.context.weight_routes, self._replica, self.context.run_id)
+        self._receiver = make_receiver(self.context.weight_routes, self._replica, self.context.run_id)
         await self.blocking(self._load)
 
     def _load(self) -> None:
         """Build the network; the first weights message brings its parameter values."""
         source = resolve(self.policy, progress=self.context.progress)
-        from flowrl.training.model.loading import ModelLoad
+        from flowrl.training.scoring_models import ModelLoad
 
         trusted = self.policy.trust_remote_code
         self.open_model(ModelLoad(source, "scalar", dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
@@ -182,6 +180,6 @@ class Critic(ScoringNode):
 
     def _values_of(self, items: Sequence[Masked]) -> list[Float32]:
         """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
-        from flowrl.training.scoring.passes import values_of_pass
+        from flowrl.training.scoring_models import values_of_pass
 
         return self.scores(values_of_pass, items)

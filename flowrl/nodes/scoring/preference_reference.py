@@ -30,7 +30,7 @@ from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
     from flowrl.models.references import ReferenceCache
-    from flowrl.training.scoring.local_model import ScoringModel
+    from flowrl.training.scoring_models import ScoringModel
 
 
 class PreferenceReference(Node):
@@ -120,8 +120,8 @@ class PreferenceReference(Node):
     def _open(self, model_dir: str) -> ScoringModel:
         import torch
 
-        from flowrl.training.model.loading import ModelLoad
         from flowrl.training.model.policy_model import choose_attention
+        from flowrl.training.scoring_models import ModelLoad
 
         torch.set_num_threads(max(1, len(self.context.cores)))
         device = "cuda" if self.context.gpus else "cpu"

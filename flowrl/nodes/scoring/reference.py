@@ -29,7 +29,7 @@ from flowrl.nodes.scoring.shared_pass import SharedPass
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
-from flowrl.weights.backends import receiver
+from flowrl.weights.receive import make_receiver
 
 
 class _Asked(NamedTuple):
@@ -136,18 +136,18 @@ class Reference(ScoringNode):
     async def setup(self) -> None:
         await self.blocking(self._load)
         if self.refresh_every:
-            self._receiver = receiver(self.context.weight_routes, self._replica, self.context.run_id)
+            self._receiver = make_receiver(self.context.weight_routes, self._replica, self.context.run_id)
             self._kept = await self.blocking(self._keep)
 
     def _load(self) -> None:
-        from flowrl.training.model.loading import ModelLoad
+        from flowrl.training.scoring_models import ModelLoad
 
         source = resolve(self.policy, progress=self.context.progress)
         trusted = self.policy.trust_remote_code
         self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
 
     def _keep(self) -> KeptReferences:
-        from flowrl.weights.module import ModuleWeights
+        from flowrl.weights.receive import ModuleWeights
 
         assert self.scoring is not None, "`_load` opens it"
         num = num_kept(self.refresh_every, self.context.max_staleness)
@@ -235,7 +235,7 @@ class Reference(ScoringNode):
     def _logprobs(self, sequences: Sequence[_Asked]) -> list[Float32]:
         """log p of the policy tokens of each sequence, at their positions; 0 elsewhere."""
         from flowrl.training.model.row_layout import policy_places
-        from flowrl.training.scoring.passes import logprobs_of
+        from flowrl.training.scoring_models import logprobs_of
 
         asked = [number for number, one in enumerate(sequences) if policy_places(one.policy_mask).size]
         results = [np.zeros(len(one.token_ids), np.float32) for one in sequences]

@@ -2,7 +2,7 @@
 
 A node that shares a GPU (`g.time_share`) loads its model into host memory, moves it to the GPU when it may use the GPU,
 and moves it back afterwards. So at any time only one of these models is on the device. A node with several GPUs shards
-its model over them, with one process for each GPU (`flowrl.training.scoring.sharded_model`).
+its model over them, with one process for each GPU (`flowrl.training.scoring_models`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from flowrl.nodes.model_memory import scoring_footprint
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
-    from flowrl.training.model.loading import ModelLoad
-    from flowrl.training.scoring.local_model import ScoringModel
+    from flowrl.training.scoring_models import ModelLoad, ScoringModel
 
 R = TypeVar("R")
 
@@ -44,8 +43,8 @@ class ScoringNode(Node):
         return model
 
     def scores(self, one: Callable[..., list[R]], items: Sequence[Any], *args: Any) -> list[R]:
-        """The result of the pass `one` (`flowrl.training.scoring.passes`) for each item; blocking."""
-        from flowrl.training.scoring.local_model import scored
+        """The result of the pass `one` (`flowrl.training.scoring_models`) for each item; blocking."""
+        from flowrl.training.scoring_models import scored
 
         assert self.scoring is not None, "`setup` opens it"
         return scored(self.scoring, one, items, *args, token_budget=self.token_budget)
@@ -78,11 +77,11 @@ class ScoringNode(Node):
 
 def opened(load: ModelLoad, gpus: Sequence[int], device: str, *, threads: int) -> ScoringModel:
     """The model on `device`; with several GPUs, sharded over the GPUs of this process."""
-    from flowrl.training.scoring.local_model import LocalModel
+    from flowrl.training.scoring_models import LocalModel
 
     if len(gpus) < 2:
         return LocalModel(load.model().to(device))
-    from flowrl.training.scoring.sharded_model import ShardedModel
+    from flowrl.training.scoring_models import ShardedModel
 
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     return ShardedModel(load, visible, threads=max(1, threads // len(visible)))

@@ -18,8 +18,7 @@ from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.groups.one_sequence import require_one_sequence
 from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
 from flowrl.nodes.scoring.shared_pass import SharedPass
-from flowrl.training.advantage.advantages import Array, distillation_advantages
-from flowrl.training.advantage.estimate import trainable
+from flowrl.training.advantages import Array, distillation_advantages, trainable
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
@@ -95,7 +94,7 @@ class Teacher(ScoringNode):
         await self.blocking(self._load)
 
     def _load(self) -> None:
-        from flowrl.training.model.loading import ModelLoad
+        from flowrl.training.scoring_models import ModelLoad
 
         source = resolve(self.policy, progress=self.context.progress)
         trusted = self.policy.trust_remote_code
@@ -116,7 +115,7 @@ class Teacher(ScoringNode):
             return await self.blocking(self._judgements, samples)
 
     def _judgements(self, samples: Sequence[Sample]) -> list[Judgement]:
-        from flowrl.training.scoring.passes import judgements_of
+        from flowrl.training.scoring_models import judgements_of
 
         items = [(sample.token_ids, sample.policy_mask) for sample in samples]
         return self.scores(judgements_of, items, self.temperature)

@@ -20,7 +20,7 @@ from flowrl.messages import Prompt
 from flowrl.nodes.curricula.curriculum import Curriculum, GroupOutcome, Noted
 from flowrl.nodes.curricula.pass_rates import ChosenRow, PassRates
 from flowrl.tasks.row_reading.indexed_rows import joined, prompt_ids
-from flowrl.training.advantage.advantages import all_equal
+from flowrl.training.advantages import all_equal
 
 RowPart = Literal["train", "held_out", "all"]
 

@@ -17,7 +17,7 @@ from flowrl.nodes.vllm_engine.quantization import (
     why_fixed,
 )
 from flowrl.nodes.vllm_engine.vllm_options import parse_extra
-from flowrl.training.model.model_shape import ModelShape
+from flowrl.training.memory import ModelShape
 
 EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]

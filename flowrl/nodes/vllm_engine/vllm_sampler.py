@@ -21,7 +21,7 @@ from flowrl.nodes.vllm_engine.vllm_adapters import Adapters, AdapterSlots
 from flowrl.nodes.vllm_engine.vllm_processes import EngineDied, EngineProcesses, engine_died, starting
 from flowrl.nodes.vllm_engine.vllm_start import engine_arguments, kv_cache_room, longest_sequence, prepare_environment
 from flowrl.runtime.activity.hostloop import apart
-from flowrl.weights.fetched import SEGMENT_ENGINE, TransferEngine
+from flowrl.weights.receive import SEGMENT_ENGINE, TransferEngine
 from flowrl.weights.vllm_process.engine_process import begun_by_us
 
 T = TypeVar("T")

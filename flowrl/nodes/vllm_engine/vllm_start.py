@@ -18,9 +18,9 @@ from flowrl.models.directory import context_length, stored_dtype
 from flowrl.nodes.vllm_engine.engine import LARGEST_CACHE, Engine, largest_kv_cache
 from flowrl.nodes.vllm_engine.vllm_adapters import AdapterSlots
 from flowrl.nodes.vllm_engine.vllm_parallel import Parallel, read_config
-from flowrl.training.model.model_shape import read_shape
-from flowrl.weights.fetched import TransferEngine
+from flowrl.training.memory import read_shape
 from flowrl.weights.probe import PROBE_TOKENS
+from flowrl.weights.receive import TransferEngine
 
 SUPPORTED = "0.32"
 EXTENSION = "flowrl.weights.vllm_process.vllm_worker.WorkerExtension"

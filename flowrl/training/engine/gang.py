@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from flowrl.training.model.attention.sequence_group import SequenceGroup, sequence_group
+from flowrl.training.model.sequence_attention import SequenceGroup, sequence_group
 from flowrl.training.settings import SequenceKind
 
 T = TypeVar("T")

@@ -1,13 +1,33 @@
-"""What a trainer's settings require from each other and from this machine; imports torch only if an option needs it."""
+"""What a trainer's settings require from each other and from this machine; imports torch only if an option needs it.
+
+The names of DeepSpeed's settings, read from its source: importing deepspeed takes seconds.
+
+DeepSpeed ignores an unknown name at the top level, and fails with a traceback at an unknown name of ZeRO's. If
+DeepSpeed is not installed, no names are known, and every name is accepted.
+
+DeepSpeed's async_io reads and writes data offloaded to a disk; it is compiled at its first use on a machine.
+
+torch guards such a build by a lock file. If a process is killed while it compiles, the file stays, and every later
+process waits forever. Here only one process at a time builds, under a lock that is released when the process ends. So a
+lock file of torch that is found under this lock has no owner and can be removed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import difflib
+import fcntl
+import functools
+import importlib.util
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.training.engine.compilers import check_nvcc, check_python_headers
 from flowrl.training.settings import LoRA, ZeroSettings
 from flowrl.user_path import user_path
 
@@ -138,3 +158,113 @@ def _check_targets(path: Path, lora: LoRA, trust_remote_code: bool) -> None:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         target_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), lora)
+
+
+def check_python_headers(what: str) -> None:
+    """Raise ConfigError if this Python's C headers are missing. `what` is the part that needs them."""
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        raise ConfigError(
+            f"{what} is compiled at its first use and needs Python.h, which {sysconfig.get_path('include')} does not "
+            f"have; install the headers of this Python, on Debian: apt-get install {name}-dev"
+        )
+
+
+def check_nvcc(what: str) -> None:
+    """Raise ConfigError if torch finds a GPU here but no CUDA compiler. Imports torch."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if torch.cuda.is_available() and not (CUDA_HOME and (Path(CUDA_HOME) / "bin" / "nvcc").is_file()):
+        raise ConfigError(
+            f"{what} is compiled at its first use and needs nvcc on a machine with a GPU; install the CUDA toolkit "
+            f"{torch.version.cuda}, and set CUDA_HOME to its directory"
+        )
+
+
+ZERO = "zero_optimization"
+READ = ("config.py", "constants.py")
+"""Names of the files, in all folders of DeepSpeed, whose string constants include the names of settings."""
+OURS = {
+    "train_batch_size": "--groups-per-step and --group-size",
+    "gradient_clipping": "--zero.clip-grad-norm",
+    "optimizer": "--zero.optimizer",
+    "scheduler": "--schedule.decay",
+    "fp16": "--dtype",
+    "tensor_parallel": "--trainer.tensor-parallel-size",
+}
+"""Setting that a run decides itself -> the run's option for it."""
+
+
+def setting_problems(settings: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the names of `--zero.deepspeed`, as complete sentences."""
+    return [*_problems(settings)]
+
+
+def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    known, of_zero = known_settings()
+    for name, value in settings.items():
+        if name in OURS:
+            yield f"--zero.deepspeed sets {name!r}, which a run decides itself; leave it out, and see {OURS[name]}"
+        elif known and name not in known:
+            yield f"--zero.deepspeed names {name!r}, which is no setting of DeepSpeed; {_hint(name, known)}"
+        elif name == ZERO and not isinstance(value, Mapping):
+            yield f"--zero.deepspeed sets {ZERO} to {value!r}; name one of its settings, as {ZERO}.overlap_comm=true"
+        elif name == ZERO and of_zero:
+            for inner in sorted(value.keys() - of_zero):
+                yield f"--zero.deepspeed names '{ZERO}.{inner}', which is no setting of ZeRO; {_hint(inner, of_zero)}"
+
+
+def _hint(name: str, known: frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else "its documentation lists them"
+
+
+@functools.cache
+def known_settings() -> tuple[frozenset[str], frozenset[str]]:
+    """(names at the top level, names of zero_optimization); the first set also has some names of deeper levels."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset(), frozenset()
+    home = Path(next(iter(spec.submodule_search_locations)))
+    files = [path for name in READ for path in home.rglob(name)]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    texts = {node.value for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    names = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[a-z][a-z0-9_]+", text)}
+    return frozenset(names), frozenset(_zero_fields(trees.get(home / "runtime/zero/config.py")))
+
+
+def _zero_fields(tree: ast.Module | None) -> Iterator[str]:
+    """The fields of DeepSpeedZeroConfig and their aliases."""
+    classes = [node for node in (tree.body if tree else ()) if isinstance(node, ast.ClassDef)]
+    for one in classes:
+        for field in one.body if one.name == "DeepSpeedZeroConfig" else ():
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                yield field.target.id
+                for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
+                    if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
+                        yield str(keyword.value.value)
+
+
+def build_async_io() -> None:
+    """Compile async_io, or load the existing build. Takes minutes once; other processes of the machine wait."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    directory = _directory()
+    with (directory.parent / "flowrl-async_io.lock").open("w", encoding="utf-8") as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        (directory / "lock").unlink(missing_ok=True)
+        AsyncIOBuilder().load(verbose=False)
+
+
+def is_built() -> bool:
+    """Whether async_io is already compiled on this machine."""
+    return any(_directory().glob("*.so"))
+
+
+def _directory() -> Path:
+    """The directory into which torch compiles it."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(AsyncIOBuilder.NAME, verbose=False))

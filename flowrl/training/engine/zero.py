@@ -8,11 +8,26 @@ Invariants
   `adapter_off`, `set_lr` and `record_scores`.
 - Master weights, accumulated gradients and their reduction are fp32 for every dtype of the model.
 - A step whose gradient is not finite is not applied, and its result reports that.
+
+Mixtures of experts under ZeRO-3, whose ranks have to gather the same parameters in the same order.
+
+If the experts of a layer are a list of modules, a rank runs only the experts that its tokens are routed to, so ranks
+would wait for each other in different collectives. DeepSpeed gathers all parameters of a leaf module at once, before
+its forward, and reduces a zero gradient for those that were not used. Experts that are stored in one tensor, as in
+transformers' own classes, are gathered whole anyway.
+
+A Hugging Face directory is written shard by shard (`ModelWriter`): only the weights of one file are in host memory at a
+time.
+
+Every shard goes through transformers' own `save_pretrained`, which knows the names and formats of the files; then the
+shard is moved to its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,41 +35,104 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
-from flowrl.training.engine import on_disk, shards
-from flowrl.training.engine.async_io import build_async_io
-from flowrl.training.engine.division import divided
-from flowrl.training.engine.ds_config import deepspeed_config, engine_layout, sharded_loading
-from flowrl.training.engine.ema import Ema, whole_master_weight
 from flowrl.training.engine.gang import Gang
-from flowrl.training.engine.gradient_sums import sum_at_once
-from flowrl.training.engine.mixtures import gather_at_once
-from flowrl.training.engine.optimizers import make_optimizer, rates
-from flowrl.training.engine.requirements import TAG, in_shards, is_sharded, part_path, resume_problems
-from flowrl.training.layouts import Placing, decide_trainer, refused
+from flowrl.training.engine.optimizer import divided, make_optimizer, rates, sum_at_once
+from flowrl.training.engine.requirements import TAG, build_async_io, in_shards, is_sharded, part_path, resume_problems
+from flowrl.training.engine.training_state import (
+    Ema,
+    load_offloaded,
+    load_shards,
+    save_offloaded,
+    save_shards,
+    whole_master_weight,
+)
+from flowrl.training.layouts import Decision, Placing, decide_trainer, refused, sequence_problems, tensor_problems
 from flowrl.training.model.adapter import adapter_off, write_adapter
-from flowrl.training.model.attention.head_exchange import make_exchanging
-from flowrl.training.model.balance import found_balance
-from flowrl.training.model.model_writer import ModelWriter
 from flowrl.training.model.policy_model import (
     PolicyModel,
+    Wrapped,
+    bare,
     choose_attention,
     companions,
+    found_balance,
     load_policy_model,
     read_config,
+    splits_packed_rows,
 )
-from flowrl.training.model.row_layout import RowLayout, lay_out
-from flowrl.training.model.row_slices import compute, num_sliced
-from flowrl.training.model.tensor_parts import partition_config, whole, whole_norm
-from flowrl.training.model.tensors import Entry, adapter_weights, bucketed, whole_weights
-from flowrl.training.model.token_logprobs.products import multiply_fast
-from flowrl.training.model.tree_trial import require_slices, require_trees
+from flowrl.training.model.products import multiply_fast
+from flowrl.training.model.row_layout import RowLayout, compute, lay_out, num_sliced, require_slices, require_trees
+from flowrl.training.model.sequence_attention import make_exchanging
+from flowrl.training.model.tensors import (
+    Entry,
+    adapted_layers,
+    adapter_weights,
+    bucketed,
+    partition_config,
+    whole,
+    whole_norm,
+    whole_weights,
+)
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
-from flowrl.training.sequence_parallel import sequence_problems
 from flowrl.training.settings import Head, LoRA, Start, ZeroSettings
-from flowrl.training.tensor_parallel import tensor_problems
+
+BUCKET_ELEMENTS = 50_000_000
+
+
+def engine_layout(decision: Decision, attention: str, *, packing: bool | None) -> Placing:
+    """How the passes of an engine are laid out."""
+    if decision.layout != "rows":
+        return decision.layout
+    packed = splits_packed_rows(attention) if packing is None else packing
+    return "packed" if packed else "padded"
+
+
+def sharded_loading(config: dict[str, Any]) -> object:
+    """Return an object; while it exists, transformers shards every weight as it loads it."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(config)
+
+
+def deepspeed_config(settings: ZeroSettings, num_ranks: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for our settings; `settings.deepspeed` overrides it."""
+    zero: dict[str, Any] = {
+        "stage": settings.effective_stage(num_ranks),
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+    }
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if settings.nvme_path:
+        place |= {"device": "nvme", "nvme_path": settings.nvme_path}
+    if settings.offload in ("optimizer", "all"):
+        zero["offload_optimizer"] = place
+    if settings.offload == "all":
+        zero["offload_param"] = place
+    if settings.optimizer == "muon":
+        zero["reduce_scatter"] = False  # Muon orthogonalizes whole gradients
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.clipping,
+        "zero_optimization": zero,
+        "bf16": {"enabled": settings.dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    return _laid_over(config, settings.deepspeed)
+
+
+def _laid_over(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in top.items():
+        below = merged.get(name)
+        merged[name] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 @dataclass(frozen=True)
@@ -333,11 +411,11 @@ class ZeroEngine:
     def save(self, path: str | Path) -> None:
         """Write master weights and optimizer state, a few files per rank. A frozen base is not included."""
         if self.settings.nvme_path:
-            on_disk.save(self._engine.optimizer, Path(path) / TAG, self.rank)
+            save_offloaded(self._engine.optimizer, Path(path) / TAG, self.rank)
         elif self._in_shards:
             averages = self._ema.averages if self._ema is not None else ()
             kept = self.settings.keep_optimizer
-            shards.save(self._engine, self._part_path(path), self.rank, averages, optimizer=kept)
+            save_shards(self._engine, self._part_path(path), self.rank, averages, optimizer=kept)
             self.gang.gather(None)
             return
         else:
@@ -360,13 +438,118 @@ class ZeroEngine:
             raise ConfigError(problem)
         if self._in_shards and is_sharded(self._part_path(path)):
             averages = self._ema.averages if self._ema is not None else ()
-            shards.load(self._engine, self._part_path(path), averages, optimizer=self.settings.optimizer == "adamw")
+            load_shards(self._engine, self._part_path(path), averages, optimizer=self.settings.optimizer == "adamw")
             return
         if self.settings.nvme_path:
-            on_disk.load(self._engine.optimizer, Path(path) / TAG, self.rank)
+            load_offloaded(self._engine.optimizer, Path(path) / TAG, self.rank)
         else:
             self._engine.load_checkpoint(
                 str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.lora.rank
             )
         if self._ema is not None:
             self._ema.load(Path(path), self.rank)
+
+
+def expert_layers(network: nn.Module) -> list[nn.Module]:
+    """The layers of `network` that choose among a list of experts."""
+    lists = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.ModuleList) and "expert" in name.rpartition(".")[2]
+    ]
+    return [network.get_submodule(name.rpartition(".")[0]) for name in lists]
+
+
+def gather_at_once(network: nn.Module) -> None:
+    """Make ZeRO-3 treat the `expert_layers` as leaves. Call this before DeepSpeed puts its hooks on the model."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    if kinds := {type(layer) for layer in expert_layers(network)}:
+        set_z3_leaf_modules(network, list(kinds))
+
+
+SHARD_BYTES = 2 << 30
+"""Most bytes of a file; a larger tensor has a file of its own."""
+WEIGHTS = "model.safetensors"
+SHARD = ".shard"
+"""Folder in which a shard is written, and prefix of its file's name until the number of shards is known."""
+
+
+class ModelWriter:
+    """Takes the weights of `model` in any order, each once, and writes them to the directory `path`.
+
+    `beside` are further files (`companions`); those that transformers has not written are added. A model of at most
+    `shard_bytes` becomes one file, as `save_pretrained` would write it.
+    """
+
+    def __init__(
+        self, model: Wrapped, beside: Mapping[str, bytes], path: str | Path, *, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self._model, self._beside, self._target = model, beside, Path(path)
+        self._written = bare(model.network) if adapted_layers(model.network) else model.network
+        self._most = None if _at_once(self._written) else shard_bytes
+        self._state: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._shards: list[dict[str, int]] = []
+        """One mapping for each shard: name of a tensor -> bytes."""
+
+    def add(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Copy these tensors, which may change afterwards."""
+        for name, tensor in zip(names, tensors, strict=True):
+            if self._most is not None and self._state and self._bytes + tensor.nbytes > self._most:
+                self._flush()
+            self._state[name] = tensor.to("cpu", copy=True)
+            self._bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write the last shard, an index if there are several shards, and the files of `beside`."""
+        if isinstance(self._model, ScalarModel) and self._model.tokenizer is not None:
+            self._target.mkdir(parents=True, exist_ok=True)
+            self._model.tokenizer.save_pretrained(self._target)
+        self._flush()
+        num = len(self._shards)
+        files = [WEIGHTS] if num == 1 else [f"model-{n:05d}-of-{num:05d}.safetensors" for n in range(1, num + 1)]
+        for number, file in enumerate(files):
+            (self._target / f"{SHARD}-{number}").replace(self._target / file)
+        if num > 1:
+            index = {
+                "metadata": {"total_size": sum(sum(shard.values()) for shard in self._shards)},
+                "weight_map": {name: file for shard, file in zip(self._shards, files, strict=True) for name in shard},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self._target / f"{WEIGHTS}.index.json").write_text(text, encoding="utf-8")
+        for name, content in self._beside.items():
+            if not (self._target / name).exists():
+                (self._target / name).write_bytes(content)
+
+    def _flush(self) -> None:
+        folder = self._target / SHARD
+        shutil.rmtree(folder, ignore_errors=True)
+        state, self._state, self._bytes = self._state, {}, 0
+        self._written.save_pretrained(folder, state_dict=state, max_shard_size=1 << 60)
+        del state
+        shard = folder / WEIGHTS
+        self._shards.append(_sizes(shard))
+        shard.replace(self._target / f"{SHARD}-{len(self._shards) - 1}")
+        if len(self._shards) == 1:
+            shutil.copytree(folder, self._target, dirs_exist_ok=True)  # the config, and the model's own code
+        shutil.rmtree(folder)
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Name -> bytes of a safetensors file."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    places = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
+    return {name: end - start for name, (start, end) in places.items()}
+
+
+def _at_once(network: Any) -> bool:
+    """Whether a tensor in the files is made from several tensors of the model, which are then needed together."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    found = getattr(network, "_weight_conversions", None)
+    if found is None:
+        found = get_model_conversion_mapping(network, add_legacy=False)
+    return any(isinstance(one, WeightConverter) and len(one.target_patterns) > 1 for one in found or ())

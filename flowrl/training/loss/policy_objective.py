@@ -1,4 +1,4 @@
-"""The objective of the policy gradient family, as plain data; the formulas are in `flowrl.training.loss.policy_losses`.
+"""The objective of the policy gradient family, as plain data; the formulas are in `flowrl.training.loss.loss_formulas`.
 
 Axes: B samples, T policy tokens of the longest one.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective):
-    """The policy gradient family; see `flowrl.training.loss.policy_losses.policy_loss` for the formulas."""
+    """The policy gradient family; see `flowrl.training.loss.loss_formulas.policy_loss` for the formulas."""
 
     kind: str = "ppo"
     """ppo | gspo | cispo | reinforce"""
@@ -101,7 +101,7 @@ class PolicyObjective(Objective):
         }
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.loss import policy_losses
+        from flowrl.training.loss import loss_formulas
 
         behavior_BT = inputs.columns["behavior_logprobs"]
         shares: dict[str, Any] = {
@@ -111,7 +111,7 @@ class PolicyObjective(Objective):
             "length": self.length,
             "sample_tokens_B": inputs.sample_tokens_B,
         }
-        loss, stats = policy_losses.policy_loss(
+        loss, stats = loss_formulas.policy_loss(
             inputs.logprobs_BT,
             inputs.old_logprobs_BT if self.old == "proximal" else behavior_BT,
             inputs.columns["advantages"],
@@ -128,19 +128,19 @@ class PolicyObjective(Objective):
         )
         stats["policy_loss"] = loss.detach()
         num_tokens = inputs.totals.num_tokens
-        stats["entropy"] = policy_losses.aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
+        stats["entropy"] = loss_formulas.aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * policy_losses.aggregate(inputs.entropies_BT, inputs.mask_BT, **shares)
+            loss = loss - self.entropy_coef * loss_formulas.aggregate(inputs.entropies_BT, inputs.mask_BT, **shares)
         if "ref_logprobs" in inputs.columns:
-            kl_BT = policy_losses.kl(
+            kl_BT = loss_formulas.kl(
                 inputs.logprobs_BT,
                 inputs.columns["ref_logprobs"],
                 estimator=self.kl_estimator,  # type: ignore[arg-type]
                 behavior_logprobs_BT=behavior_BT,
             )
-            stats["kl"] = policy_losses.aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
+            stats["kl"] = loss_formulas.aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
             if self.kl_coef:
-                loss = loss + self.kl_coef * policy_losses.aggregate(kl_BT, inputs.mask_BT, **shares)
+                loss = loss + self.kl_coef * loss_formulas.aggregate(kl_BT, inputs.mask_BT, **shares)
         return loss, stats
 
 

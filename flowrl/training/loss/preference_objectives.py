@@ -1,6 +1,7 @@
-"""DPO variants and KTO as plain data for the trainer; the formulas are in `flowrl.training.loss.preference_losses`.
+"""The objectives of DPO's variants, of KTO and of a reward model, as plain data; the formulas are in
+`flowrl.training.loss.loss_formulas`.
 
-Both compare the policy with reference logprobs stored in the samples, and both need the logprob of
+DPO and KTO compare the policy with reference logprobs stored in the samples, and they need the logprob of
 a whole completion, so a pair stays in one micro-batch and a sample is never split.
 
 Axes: B samples, T policy tokens of the longest one, P pairs of the micro-batch.
@@ -11,12 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Trainable
 from flowrl.training.loss.objective import Column, LossInputs, MeanOver, Objective, Totals
+from flowrl.training.settings import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 KINDS = ("dpo", "ipo", "cdpo")
 
@@ -75,7 +80,7 @@ class DPOObjective(Objective):
         return _reference_column(sample)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.loss.preference_losses import dpo_losses
+        from flowrl.training.loss.loss_formulas import dpo_losses
 
         change_B, logprob_B, length_B = _sequences(inputs)
         chosen, rejected = inputs.pairs_P2.unbind(dim=1)
@@ -139,7 +144,7 @@ class KTOObjective(Objective):
         return _reference_column(sample)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.loss.preference_losses import kto_losses
+        from flowrl.training.loss.loss_formulas import kto_losses
 
         change_B, _, _ = _sequences(inputs)
         trained_B = inputs.mask_BT.any(dim=1)
@@ -204,6 +209,59 @@ def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _entropy(inputs: LossInputs) -> dict[str, Tensor]:
-    from flowrl.training.loss.policy_losses import aggregate
+    from flowrl.training.loss.loss_formulas import aggregate
 
     return {"entropy": aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)}
+
+
+@dataclass(frozen=True)
+class BradleyTerry(Objective):
+    """−log σ(chosen − rejected − margin) on neighbouring samples of one `pair`, scored at their last token."""
+
+    margin: bool = False
+    """Use each pair's margin (2307.09288) from the column `margin` of its row."""
+    centring: float = 0.0
+    """Weight of the mean of (chosen + rejected)², which keeps scores around 0."""
+
+    head: ClassVar[Head] = "scalar"
+    at_end = True
+    offline = True
+    mean_over: ClassVar[MeanOver] = "pairs"
+    stats = ("preference_accuracy", "score_margin", "chosen_score", "rejected_score", "score_mean", "score_square")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.centring < float("inf"):
+            raise ConfigError(f"centring is {self.centring}; it has to be 0 or more")
+
+    def enough(self, totals: Totals) -> bool:
+        return totals.num_pairs > 0
+
+    def columns(self, sample: Trainable) -> Column:
+        if not self.margin:
+            return {}
+        margin = sample.columns.get("margin", None if sample.label else 0.0)  # label 0: not in a pair, needs none
+        if not isinstance(margin, int | float):
+            raise FlowrlError(
+                f"sample {sample.sample_id!r} has the margin {margin!r}; with margin=True every row of the pairs "
+                "needs a column margin that holds a number"
+            )
+        return {"margin": np.full(len(sample.token_ids), margin, np.float32)}
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.training.loss.loss_formulas import reward_model_loss
+
+        chosen, rejected = inputs.pairs_P2.unbind(dim=1)
+        scores_B, num_pairs = inputs.values_BT[:, 0], inputs.totals.num_pairs  # `at_end`: one value for each sequence
+        margin_P = inputs.columns["margin"][chosen, 0] if self.margin else None
+        loss, stats = reward_model_loss(
+            scores_B[chosen], scores_B[rejected], margin_B=margin_P, centring=self.centring, num_pairs=num_pairs
+        )
+        both_P2 = scores_B.detach()[inputs.pairs_P2]
+        return loss, {
+            "preference_accuracy": stats["accuracy"],
+            "score_margin": stats["margin"],
+            "chosen_score": both_P2[:, 0].sum() / num_pairs,
+            "rejected_score": both_P2[:, 1].sum() / num_pairs,
+            "score_mean": both_P2.sum() / (2 * num_pairs),
+            "score_square": both_P2.square().sum() / (2 * num_pairs),
+        }

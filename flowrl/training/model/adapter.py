@@ -139,7 +139,7 @@ class AdaptedEngine(Protocol):
 
 
 class AdapterSource:
-    """A training engine whose published tensors are its adapter's; see `flowrl.weights.send.Source`."""
+    """A training engine whose published tensors are its adapter's; see `flowrl.weights.publish.Source`."""
 
     def __init__(self, engine: AdaptedEngine) -> None:
         self._engine = engine

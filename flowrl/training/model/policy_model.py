@@ -1,28 +1,69 @@
-"""A Hugging Face causal language model for the trainer: logprobs of given tokens, no logits."""
+"""A Hugging Face causal language model for the trainer: logprobs of given tokens, no logits.
+
+A mixture of experts adds its load-balancing loss, as transformers defines it for the model's family:
+E · Σ_e f_e P_e over all layers and tokens of a pass, padding excluded (arXiv 2101.03961, equations 4 to 6): f_e is the
+share of the tokens that are routed to expert e, through which no gradient flows, P_e the mean probability of e.
+
+Attention 'varlen' is that within the sequences of a packed row, by torch's own variable-length kernel
+(`torch.nn.attention.varlen`).
+
+It is torch's built-in flash attention, so no further package is needed. It runs on GPUs of compute capability 8.0 or
+newer, in 16 bits.
+
+An `OutputLayer` is a teacher's, for a trainer that compares whole next-token distributions with the teacher's.
+
+Axes: R rows, L positions, N places, H hidden size, K a teacher's, V vocabulary, D channels of a head.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flowrl.cache import RECIPE
 from flowrl.errors import ConfigError
+from flowrl.messages import Trainable
 from flowrl.training.layouts import Decision, decide
 from flowrl.training.model.adapter import add_adapter, quantization
-from flowrl.training.model.attention import varlen
-from flowrl.training.model.attention.tree_attention import register
-from flowrl.training.model.balance import Balance
-from flowrl.training.model.row_layout import RowLayout
-from flowrl.training.model.token_logprobs.logit_scaling import found_scaling
-from flowrl.training.model.token_logprobs.logprobs import LogprobHead
-from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.model.logprobs import UNSCALED, LogitScaling, LogprobHead, Taught, found_scaling
+from flowrl.training.model.row_layout import RowLayout, require_trees
+from flowrl.training.model.tree_attention import register_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The loss of one model."""
+
+    of_family: Callable[..., Tensor]
+    num_experts: int
+    num_chosen: int
+    """Number of experts that compute a token."""
+
+    def __call__(self, router_logits: tuple[Tensor, ...], real_RL: Tensor) -> Tensor:
+        return self.of_family(router_logits, self.num_experts, self.num_chosen, real_RL)
+
+
+def found_balance(causal_lm: Any) -> Balance:
+    """The loss of this model. Raises ConfigError if its family has none."""
+    family = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
+    experts, chosen = (getattr(causal_lm, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    if family is None or not experts or not chosen:
+        raise ConfigError(
+            f"router_aux_loss_coef needs a load-balancing loss, and transformers has none for "
+            f"{type(causal_lm).__name__}; set it to 0"
+        )
+    return Balance(family, experts, chosen)
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -89,7 +130,7 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
         for problem in attention_problems(attention, dtype):
             raise ConfigError(problem)
         if attention == "varlen":
-            varlen.require_varlen(device)
+            require_varlen(device)
         return attention
     from transformers.utils import is_flash_attn_2_available
 
@@ -100,9 +141,9 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
 def implementation(attention: Attention, decision: Decision, config: Any) -> str:
     """The attention implementation to load a model with. It takes rows, and also trees if `decision` has trees."""
     if attention == "varlen":
-        varlen.require_plain_scores(config)
-        return varlen.register()
-    return register() if decision.trees else suited_attention(attention, config)
+        require_plain_scores(config)
+        return register_varlen()
+    return register_trees() if decision.trees else suited_attention(attention, config)
 
 
 def suited_attention(attention: str, config: Any) -> str:
@@ -232,3 +273,144 @@ def bare(network: Any) -> Any:
         del config.quantization_config
     with torch.device("meta"):
         return type(network)(config)
+
+
+VARLEN = "flowrl_varlen"
+"""Name of the implementation in transformers' interface."""
+CAPABILITY = (8, 0)
+
+
+def require_varlen(device: torch.device) -> None:
+    """Raise ConfigError unless the kernel runs on `device`."""
+    if device.type != "cuda":
+        raise ConfigError(f"attention 'varlen' runs on GPUs only, and this process computes on {device}; choose sdpa")
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        raise ConfigError(
+            f"attention 'varlen' needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this one has "
+            f"{found[0]}.{found[1]}; choose sdpa"
+        )
+
+
+def require_plain_scores(config: Any) -> None:
+    """Raise ConfigError if a model with this config has attention scores that the kernel cannot compute."""
+    text = config.get_text_config()
+    obstacles = {
+        "attn_logit_softcapping": "a soft cap on its attention scores",
+        "attention_chunk_size": "attention in chunks",
+    }
+    found = [what for name, what in obstacles.items() if getattr(text, name, None)]
+    if text.model_type == "gpt_oss":
+        found.append("attention sinks")
+    if found:
+        raise ConfigError(
+            f"attention 'varlen' does not know {found[0]}, which {text.model_type} has; leave --zero.attention out"
+        )
+
+
+def varlen_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The implementation `VARLEN`, with the signature of transformers' interface.
+
+    From [1, heads, L, D] to [1, L, heads, D]; keys and values may have fewer heads.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert cu_seq_lens_q is not None and max_length_q is not None, "rows are packed wherever this attention is chosen"
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    found: Any = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return found[None], None
+
+
+def register_varlen() -> str:
+    """Register the implementation with transformers and return its name. Only once, because it may be wrapped later."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if VARLEN not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(VARLEN, varlen_attention_forward)
+    AttentionMaskInterface.register(VARLEN, flash_attention_mask)  # makes no mask: rows are full
+    return VARLEN
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The layer that maps the teacher's last hidden states to logits."""
+
+    weight_VK: Tensor
+    bias_V: Tensor | None
+    scaling: LogitScaling = UNSCALED
+    beta: float = 1.0
+    """Parameter of the divergence; see `Taught`."""
+
+    def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
+        """`rows` with the teacher's distribution; unchanged if there are no samples, only padding."""
+        hidden = [sample.teacher_hidden for sample in samples if sample.teacher_hidden is not None]
+        if not hidden:
+            return rows
+        hidden_NK = torch.from_numpy(np.concatenate(hidden)).to(self.weight_VK)
+        return replace(rows, taught=Taught(hidden_NK, self.weight_VK, self.bias_V, self.scaling, self.beta))
+
+
+def load_output_layer(
+    path: str | Path,
+    *,
+    vocab_size: int,
+    dtype: Dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    beta: float = 1.0,
+) -> OutputLayer:
+    """Read only the output layer of the model in `path`. Raises ConfigError unless it has `vocab_size` tokens."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):  # builds the layer without memory for its weights
+        config = read_config(path, trust_remote_code=trust_remote_code)
+        causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    layer = causal_lm.get_output_embeddings()
+    if layer.weight.shape[0] != vocab_size:
+        raise ConfigError(
+            f"the output layer of the teacher {path} has {layer.weight.shape[0]} tokens, the student's has "
+            f"{vocab_size}; comparing whole distributions needs the same number; compare sampled tokens instead "
+            "(exact=False)"
+        )
+    names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
+    parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    found = [_read(Path(path), names[id(parameter)]).to(device, DTYPES[dtype]) for parameter in parameters]
+    return OutputLayer(found[0], found[1] if len(found) > 1 else None, found_scaling(causal_lm), beta)
+
+
+def _read(model_dir: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 - no mapping
+                tensor: Tensor = tensors.get_tensor(name)
+                return tensor
+    raise ConfigError(
+        f"{model_dir} has no tensor {name!r} in its *.safetensors; write the directory with save_pretrained"
+    )

@@ -1,31 +1,140 @@
 """From samples to model input, and from the model's output to one row of policy tokens per sample.
 
-Axes: B samples, R rows of the input, L input tokens, N policy tokens of all samples, T policy tokens of the longest
-sample.
+Axes: B samples, R rows of the input, L input tokens of a row, l of one rank, N policy tokens of all samples, M of one
+rank, T policy tokens of the longest sample.
 
-`flowrl.training.model.placement` decides where a sequence's tokens are. Here each policy token gets the place that
+`place_sequences` decides where a sequence's tokens are. Then each policy token gets the place that
 predicts it: the place of the token before it. In a tree, a place may predict several tokens of different samples.
 
 A sequence's last token is not part of the input, because it predicts nothing, unless a score is read there
 (`lay_out_ends`).
+
+Three layouts give the same results. `padded`: one right-padded row per sequence, which needs no attention mask, because
+causal attention never looks to the right. `packed`: one row without padding, whose position ids restart at each
+sequence; it is only for attention that splits sequences there (flash attention's variable-length kernels). With dense
+kernels packing costs more than it saves, and a mask or a cache would let neighbours attend to each other. `tree`: one
+row that has every prefix that sequences share only once (`flowrl.forest`), with its own attention. `auto` chooses
+`tree` if that saves enough places, else `padded`.
+
+One rank's slice of a micro-batch (`slice_rows`): the same positions of every row, equally many for each rank of a
+group.
+
+Targets are assigned before rows are divided: each policy token, with its target, belongs to the rank that has the place
+that predicts it, even if the token itself is in the next slice. Rows are padded at their end, which no other place
+sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from flowrl.errors import ConfigError
+from flowrl.forest import Places, make_forest, num_unique
 from flowrl.messages import Bool, Int32
-from flowrl.training.layouts import Placing
-from flowrl.training.model.attention.head_exchange import Exchange
-from flowrl.training.model.attention.tree_attention import TreeAttention, any_mask
-from flowrl.training.model.placement import PackedBounds, Placement, place
-from flowrl.training.model.token_logprobs.logprobs import Taught
+from flowrl.training.layouts import Placing, possible_kernels
+from flowrl.training.model.logprobs import Taught
+from flowrl.training.model.sequence_attention import Exchange, SequenceGroup, Sight, whole
+from flowrl.training.model.tree_attention import TreeAttention, UnknownToTreesError, any_mask
+from flowrl.training.settings import Dtype
+
+TREE_SHARE = 0.9
+"""Most places of a tree, as a share of those of padded rows, with which "auto" chooses the tree."""
+
+
+@dataclass(frozen=True)
+class PackedBounds:
+    """Where the sequences of a packed row begin and end; computed once, so that not every layer has to find it out."""
+
+    ends_S: Tensor
+    """int32: a 0, then the place behind each sequence."""
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int64], device: torch.device) -> PackedBounds:
+        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        return cls(torch.from_numpy(ends).to(device), int(lengths.max()))
+
+    def padded(self, added: int) -> PackedBounds:
+        """With one more sequence of `added` places at the end."""
+        if not added:
+            return self
+        return PackedBounds(torch.cat((self.ends_S, self.ends_S[-1:] + added)), max(self.longest, added))
+
+    @property
+    def passed(self) -> dict[str, object]:
+        """Keywords of transformers' models, which pass them on to variable-length attention."""
+        return {
+            "cu_seq_lens_q": self.ends_S,
+            "cu_seq_lens_k": self.ends_S,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The model's input, and where each sequence is in it."""
+
+    input_ids_BL: Tensor
+    position_ids_BL: Tensor | None
+    """None: 0, 1, 2 ... in every row."""
+    places: Sequence[Places]
+    """For every sequence, the flat index of each of its tokens."""
+    tree: TreeAttention | None = None
+    bounds: PackedBounds | None = None
+    """Bounds of the sequences in a packed row; None for other layouts."""
+
+
+def place(sequences: Sequence[Int32], layout: Placing, device: torch.device | None = None) -> Placement:
+    """The input of a pass over `sequences`."""
+    where = device or torch.device("cpu")
+    if layout == "tree" or (layout == "auto" and saves(sequences)):
+        return _tree(sequences, where)
+    lengths = np.array([len(tokens) for tokens in sequences])
+    widest = int(lengths.max())
+    packed = layout == "packed"
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) if packed else np.arange(len(sequences)) * widest
+    return Placement(
+        _ids(np.concatenate(sequences)[None] if packed else _padded(sequences, widest), where),
+        _ids(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,
+        [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)],
+        bounds=PackedBounds.of(lengths, where) if packed else None,
+    )
+
+
+def saves(sequences: Sequence[Int32]) -> bool:
+    """Whether a tree saves so many places that its attention, slower for each place than a row's, is worth it."""
+    return num_unique(sequences) <= TREE_SHARE * len(sequences) * max(map(len, sequences))
+
+
+def _tree(sequences: Sequence[Int32], device: torch.device) -> Placement:
+    forest = make_forest(sequences)
+    return Placement(
+        _ids(forest.token_ids[None], device),
+        _ids(forest.positions[None], device),
+        forest.places,
+        TreeAttention(forest, device),
+    )
+
+
+def _ids(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
+def _padded(inputs: Sequence[Int32], width: int) -> Int32:
+    rows = np.zeros((len(inputs), width), np.int32)
+    for row, tokens in zip(rows, inputs, strict=True):
+        row[: len(tokens)] = tokens
+    return rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +159,7 @@ class RowLayout:
     bounds: PackedBounds | None = None
     """If the input is a packed row: where its sequences end."""
     exchange: Exchange | None = None
-    """If the input is a slice of the positions (`flowrl.training.model.row_slices`): how ranks compute attention."""
+    """If the input is a slice of the positions (`flowrl.training.model.row_layout`): how ranks compute attention."""
 
     @property
     def model_input(self) -> dict[str, object]:
@@ -137,3 +246,153 @@ def _layout(
         tree=placed.tree,
         bounds=placed.bounds,
     )
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """What one rank computes of a micro-batch that all ranks of its group have."""
+
+    rows: RowLayout
+    mine_M: Tensor
+    """Indices of this rank's policy tokens among all. A rank without any computes one place, which is not read."""
+    number: int
+    group: SequenceGroup
+
+    def whole(self, values: Tensor) -> Tensor:
+        """A value for every policy token of the micro-batch, from those that this rank has computed; collective."""
+        return whole(values[: len(self.mine_M)], self.mine_M, self.number, self.group)
+
+
+def num_sliced(rows: RowLayout, group: SequenceGroup) -> int:
+    """Tokens that the ranks of `group` compute together, padding included."""
+    height, length = rows.input_ids_RL.shape
+    return height * group.size * group.width(length)
+
+
+def compute(
+    model: Callable[..., Tensor | tuple[Tensor, ...]], rows: RowLayout, group: SequenceGroup | None, *settings: Any
+) -> tuple[Tensor, ...]:
+    """What `model` gives for `rows`, [N] each; each rank of a group computes a slice. Collective."""
+    part = None if group is None else slice_rows(rows, group)
+    found = model(rows if part is None else part.rows, *settings)
+    each = (found,) if isinstance(found, Tensor) else found
+    return each if part is None else tuple(part.whole(values) for values in each)
+
+
+def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
+    """This rank's slice of `rows`."""
+    length, device = rows.input_ids_RL.shape[1], rows.places_N.device
+    own = group.width(length)
+    added = own * group.size - length
+    columns_l = group.columns_l(length, group.rank).to(device)
+    positions = rows.position_ids_RL
+    if positions is None:
+        positions = torch.arange(length, device=device)[None]
+    own_L = torch.full((own * group.size,), -1, device=device).index_copy_(
+        0, columns_l, torch.arange(own, device=device)
+    )
+    row_N, own_N = rows.places_N // length, own_L[rows.places_N % length]
+    mine_M = torch.nonzero(own_N >= 0).flatten()
+    places_M = (row_N * own + own_N)[mine_M]
+    # ZeRO reduces a gradient of the output layer from every rank: one without policy tokens computes its place 0.
+    none = len(mine_M) == 0
+    bounds = None if rows.bounds is None else rows.bounds.padded(added)
+    return RowSlice(
+        replace(
+            rows,
+            input_ids_RL=pad(rows.input_ids_RL, (0, added))[:, columns_l],
+            position_ids_RL=pad(positions, (0, added))[:, columns_l],
+            real_RL=pad(rows.real_RL, (0, added))[:, columns_l],
+            places_N=mine_M.new_zeros(1) if none else places_M,
+            targets_N=mine_M.new_zeros(1) if none else rows.targets_N[mine_M],
+            taught=None if none or rows.taught is None else rows.taught.at(mine_M),
+            tree=None if rows.tree is None else rows.tree.padded(added),
+            bounds=bounds,
+            exchange=Exchange(group, Sight(length + added, device, None if bounds is None else bounds.ends_S)),
+        ),
+        mine_M,
+        len(rows.places_N),
+        group,
+    )
+
+
+TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest mean difference that rounding explains, as a share of the mean size of the results.
+
+In bfloat16, rounding causes 0.007 for SmolLM2's logprobs and 0.04 for the values of a new head on `tiny`.
+"""
+START, LENGTHS = 6, (9, 5, 7)
+"""Lengths of the common start of the sequences, and of what follows it."""
+
+
+def require_trees(
+    score: Callable[[RowLayout], Tensor], *, name: str, vocab_size: int, dtype: Dtype, device: torch.device
+) -> None:
+    """Raise ConfigError if `score` gives other results for a tree of three sequences than for rows; collective.
+
+    Each kernel that the device may choose is tried.
+    """
+    tree, behind = _rows("tree", vocab_size, device), _behind()
+    assert tree.tree is not None
+    attentions = (TreeAttention(tree.tree.forest, device, kernel) for kernel in possible_kernels(device.type))
+    try:
+        with torch.no_grad():
+            rows = score(_rows("padded", vocab_size, device))
+            trees = [score(replace(tree, tree=attention)) for attention in attentions]
+    except UnknownToTreesError as error:
+        raise ConfigError(
+            f"{name} cannot compute shared prefixes once: {error}; set layout to rows (--zero.layout rows)"
+        ) from error
+    differences = [_difference(one[some], rows[some]) for one in trees for some in (slice(None), behind)]
+    difference = float(torch.tensor(differences).max())  # Python's max would ignore a nan
+    if not difference <= TOLERANCE[dtype]:
+        raise ConfigError(
+            f"{name} gives other results if prefixes that sequences share are computed once: they differ by "
+            f"{difference:.2g} of their size; its attention sees more than mask and positions say, so set "
+            "layout to rows (--zero.layout rows)"
+        )
+
+
+def require_slices(
+    whole: Callable[[RowLayout], Tensor],
+    sliced: Callable[[RowLayout], Tensor],
+    *,
+    layout: Placing,
+    name: str,
+    vocab_size: int,
+    dtype: Dtype,
+    device: torch.device,
+) -> None:
+    """Raise ConfigError unless ranks that share positions get the results of a rank with all positions; collective."""
+    with torch.no_grad():
+        rows = _rows(layout, vocab_size, device)
+        difference = _difference(sliced(rows), whole(rows))
+    if not difference <= TOLERANCE[dtype]:
+        raise ConfigError(
+            f"{name} gives other results if its positions are divided among ranks: they differ by {difference:.2g} of "
+            "their size; some layer other than attention looks at neighbouring positions, so set "
+            "sequence_parallel_size to 1 (--trainer.sequence-parallel-size 1)"
+        )
+
+
+def _rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
+    """Three sequences with a common start."""
+    draw = np.random.default_rng(0)
+    start = draw.integers(0, vocab_size, START)
+    sequences = [np.concatenate([start, draw.integers(0, vocab_size, n)]).astype(np.int32) for n in LENGTHS]
+    return lay_out(sequences, [np.ones(len(tokens), np.bool_) for tokens in sequences], layout=layout, device=device)
+
+
+def _behind() -> list[int]:
+    """Indices of the results that would change if a token saw the other sequences.
+
+    There is one result for each token except a sequence's first. The first token after the common start does not count,
+    because it is predicted from the start.
+    """
+    ends = accumulate(START + length - 1 for length in LENGTHS)
+    return [n for end, length in zip(ends, LENGTHS, strict=True) for n in range(end - length + 1, end)]
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Mean difference as a share of the mean size."""
+    return float((one - other).abs().mean() / other.abs().mean().clamp(min=1e-6))

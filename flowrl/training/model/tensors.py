@@ -2,19 +2,139 @@
 
 Every entry names the parameters from which it is made, so that an engine can gather these first. Merging makes a copy,
 so the base keeps its loaded values, and nothing has to be subtracted afterwards.
+
+`partition_config` divides a model's matrices among the ranks of a group (tensor parallelism), with DeepSpeed's AutoTP.
+
+transformers says for each architecture which layers are divided by their outputs (colwise) and which by their inputs
+(rowwise): `base_model_tp_plan` of its configuration. AutoTP replaces these layers, with the same parameters under the
+same names. Embeddings, norms and the output layer stay whole on every rank, and so do the hidden states between blocks.
+
+Models whose plan has other styles, for fused projections and experts, are refused.
+
+AutoTP notes on each divided parameter, for its own checkpoints, which dimension is divided. This module reads that.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from flowrl.training.model.tensor_parts import whole_shape
+from flowrl.errors import ConfigError
+
+STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "skip"}
+"""transformers' name of a style -> DeepSpeed's. skip: a norm of each head, whole; its gradient is summed over ranks."""
+WHOLE = "embedding_rowwise"
+"""The style of an embedding that is also the output layer. It stays whole like others, for the logprobs."""
+ABOUT = "ds_autotp_universal_checkpoint_meta"
+"""Where AutoTP notes how a parameter is divided."""
+
+
+def partition_config(network: Any, size: int) -> dict[str, Any]:
+    """DeepSpeed's `partition_config` for a transformers model. Raises ConfigError if it cannot be divided by `size`."""
+    plan, styles, name = _plan(network), planned(network), type(network).__name__
+    if strange := sorted({style for style in styles.values() if style not in STYLES}):
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but transformers divides {name} in a way that flowrl does not know "
+            f"({', '.join(strange)}); set tensor_parallel_size to 1"
+        )
+    if not styles:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but transformers has no plan of how {name} is divided (a "
+            "base_model_tp_plan in its configuration); set tensor_parallel_size to 1"
+        )
+    _require_whole_heads(network, styles, size)
+    specs = [
+        {
+            "patterns": [pattern.pattern + r"\.weight$"],
+            "partition_type": STYLES[style],
+            "grad_allreduce": STYLES[style] == "skip",
+        }
+        for pattern, style in plan
+        if style in styles.values()
+    ]
+    return {"use_default_specs": False, "layer_specs": specs}
+
+
+def planned(network: Any) -> dict[str, str]:
+    """Layers of the model that are divided, and norms that see a part of the heads -> transformers' style."""
+    plan = _plan(network)
+    return {name: style for name, _ in network.named_modules() for pattern, style in plan if pattern.fullmatch(name)}
+
+
+def _plan(network: Any) -> list[tuple[re.Pattern[str], str]]:
+    """Patterns of layers' names, and the style of each."""
+    plan: Mapping[str, str] = getattr(network.config.get_text_config(), "base_model_tp_plan", None) or {}
+    number = re.escape("*")
+    return [
+        (re.compile(r"(.*\.)?" + re.escape(key).replace(number, "[0-9]+")), style)
+        for key, style in plan.items()
+        if style != WHOLE
+    ]
+
+
+def _require_whole_heads(network: Any, styles: Mapping[str, str], size: int) -> None:
+    """Raise ConfigError if a rank would have a part of a head. The number of heads may differ between layers."""
+    for name in (name for name, style in styles.items() if style == "colwise"):
+        owner, layer = network.get_submodule(name.rpartition(".")[0]), network.get_submodule(name)
+        width = getattr(owner, "head_dim", 1)
+        if layer.weight.shape[0] % (size * width):
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, but {name} has {layer.weight.shape[0]} outputs in heads of {width}, "
+                "of which every rank takes an equal number; set tensor_parallel_size to another size, or to 1"
+            )
+
+
+def divided_dimension(parameter: nn.Parameter) -> int | None:
+    """The dimension of which this rank has a part; None: it has the parameter whole."""
+    dimension: int | None = getattr(parameter, ABOUT, {}).get("partition_dim")
+    return dimension
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """The parameter's shape in the model."""
+    about = getattr(parameter, ABOUT, None)
+    return parameter.shape if about is None else torch.Size(about["original_shape"])
+
+
+def whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A value for each element of a parameter, from the parts that the ranks of a group have; collective.
+
+    For a parameter that is not divided, returns `value` itself.
+    """
+    dimension = divided_dimension(parameter)
+    if dimension is None:
+        return value
+    group = tensor_group()
+    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, dim=dimension)
+
+
+def whole_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of the whole model's gradient, on every rank; collective."""
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    squares = _square(p for p in found if divided_dimension(p) is not None)
+    torch.distributed.all_reduce(squares, group=tensor_group())
+    return (squares + _square(p for p in found if divided_dimension(p) is None)).sqrt()
+
+
+def _square(parameters: Iterator[nn.Parameter]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+
+
+def tensor_group() -> Any:
+    """The process group of the ranks that together have one copy of the model. Made with the engine."""
+    from deepspeed.utils import groups
+
+    return groups.get_tensor_model_parallel_group()
+
 
 PEFT_PREFIX = "base_model.model."
 ADAPTER = "default"

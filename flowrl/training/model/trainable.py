@@ -33,7 +33,7 @@ def check_divided(path: str | Path, size: int, *, trust_remote_code: bool = Fals
     """Raise ConfigError unless the matrices of the model in `path` can be divided among `size` ranks."""
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.tensor_parts import partition_config
+    from flowrl.training.model.tensors import partition_config
 
     partition_config(_built(path, AutoModelForCausalLM.from_config, trust_remote_code), size)
 
@@ -43,7 +43,7 @@ def check_policy(path: str | Path, *, trust_remote_code: bool = False) -> None:
     """Raise ConfigError unless flowrl can compute the logprobs of the model in `path`."""
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.token_logprobs.logit_scaling import found_scaling
+    from flowrl.training.model.logprobs import found_scaling
 
     found_scaling(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
 
@@ -53,7 +53,7 @@ def check_balanced(path: str | Path, *, trust_remote_code: bool = False) -> None
     """Raise ConfigError unless the model in `path` has a load-balancing loss."""
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.balance import found_balance
+    from flowrl.training.model.policy_model import found_balance
 
     found_balance(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
 

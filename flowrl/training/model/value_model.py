@@ -28,9 +28,8 @@ from flowrl.training.model.policy_model import (
     read_config,
     sizes,
 )
-from flowrl.training.model.row_layout import RowLayout
+from flowrl.training.model.row_layout import RowLayout, require_trees
 from flowrl.training.model.scalar_head import head_labels, renamed_head, require_one_label, require_scalar_head
-from flowrl.training.model.tree_trial import require_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, Start
 
 PAD_TOKEN = "<|flowrl_pad|>"

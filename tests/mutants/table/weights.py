@@ -25,8 +25,8 @@ MUTANTS = (
         name="gathered_too_early",
         fault="weights are gathered while the optimizer's stream is at work",
         function="copied",
-        before='"""(name, copy) of every parameter; collective over the trainer\'s ranks. A copy belongs to the caller."""\n    synchronize()',
-        after='"""(name, copy) of every parameter; collective over the trainer\'s ranks. A copy belongs to the caller."""\n    pass',
+        before='"""\n    synchronize()\n    for',
+        after='"""\n    pass\n    for',
         test="tests/weights/test_weights_routes.py::test_tensors_are_copied_between_synchronizations",
     ),
     Mutant(

@@ -15,8 +15,7 @@ from flowrl.nodes.batching.running import RunningEstimate
 from flowrl.nodes.batching.valued import question
 from flowrl.nodes.groups.dynamic import GroupFilter
 from flowrl.testing import run_node
-from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.advantage.seat_credit import of_seat, require_one_seat, seats_of
+from flowrl.training.advantages import Estimate, of_seat, require_one_seat, seats_of
 from tests.nodes.episodes.branching_episodes import episode
 
 SHAPE = [[1, 2], [3]]

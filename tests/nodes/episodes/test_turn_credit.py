@@ -14,9 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.nodes.rewarding.shaping import Shaping
 from flowrl.testing import scored
-from flowrl.training.advantage.advantages import GROUP_ESTIMATORS, Estimator
-from flowrl.training.advantage.estimate import Estimate
-from flowrl.training.advantage.turn_credit import turn_advantages
+from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, turn_advantages
 from tests.nodes.episodes.branching_episodes import episode
 from tests.nodes.groups import members
 

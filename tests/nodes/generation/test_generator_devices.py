@@ -156,7 +156,7 @@ def test_nothing_is_taken_before_the_first_weights(compiled: list[str]) -> None:
 def test_vllm_gets_parallel_sizes_and_sleeps_in_turns_alone(tmp_path: Path, sleeps: bool) -> None:
     """The arguments of its AsyncEngineArgs."""
     from flowrl.nodes.vllm_engine.vllm_start import engine_arguments
-    from flowrl.weights.fetched import NCCL_ENGINE
+    from flowrl.weights.receive import NCCL_ENGINE
 
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
     wanted: Any = {"seed": 0, "transfer": NCCL_ENGINE, "slots": None}

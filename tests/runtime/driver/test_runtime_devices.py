@@ -20,7 +20,7 @@ from flowrl.nodes.vllm_engine.engine import largest_kv_cache
 from flowrl.runtime.driver.ray_cluster import allocator
 from flowrl.runtime.driver.ray_cluster.claims import Claim, claims, visible_devices
 from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
-from flowrl.training.model.token_logprobs import products
+from flowrl.training.model import products
 from tests.graph.graph_nodes import Grpo, grpo
 from tests.rigs.run_process import ROOT, Run
 

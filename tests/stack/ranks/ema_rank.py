@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.training.engine.ema import whole_master_weight
 from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.training_state import whole_master_weight
 from flowrl.training.engine.zero import ZeroEngine
 from tests.stack.ranks.options_cases import ADAM, BATCHES, DECAY, Option
 from tests.stack.ranks.options_rank import start, update

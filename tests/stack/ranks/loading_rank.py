@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.training.engine.ds_config import deepspeed_config, sharded_loading
 from flowrl.training.engine.gang import Gang
+from flowrl.training.engine.zero import deepspeed_config, sharded_loading
 from flowrl.training.model.policy_model import load_policy_model
 from flowrl.training.settings import ZeroSettings
 from tests.stack.ranks.ranks import as_rank

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.training.engine.ema import master_weights
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.residence import Residence
+from flowrl.training.engine.training_state import master_weights
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.settings import LoRA, ZeroSettings

@@ -17,7 +17,7 @@ from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
-from flowrl.training.loss.reward_objective import BradleyTerry
+from flowrl.training.loss.preference_objectives import BradleyTerry
 from flowrl.training.settings import ZeroSettings
 from tests.models.word_policy import EOS, WORDS
 from tests.stack.ranks.ranks import as_rank

@@ -18,14 +18,11 @@ from flowrl.messages import Batch, Mismatched, Trainable
 from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.learner import Learner
-from flowrl.training.loss.distillation_objective import ReverseKL
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
-from flowrl.training.loss.reward_objective import BradleyTerry
-from flowrl.training.loss.sft_objective import SFTObjective
-from flowrl.training.loss.value_objective import ValueObjective
-from flowrl.training.model.output_layer import OutputLayer
+from flowrl.training.loss.preference_objectives import BradleyTerry, DPOObjective, KTOObjective
+from flowrl.training.loss.token_objectives import ReverseKL, SFTObjective, ValueObjective
+from flowrl.training.model.policy_model import OutputLayer
 from flowrl.training.settings import LoRA, SequenceKind, ZeroSettings
 from tests.oracle.rank import SHARDED
 from tests.stack.ranks.ranks import as_rank

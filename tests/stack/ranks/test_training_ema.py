@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowrl.errors import FlowrlError
-from flowrl.training.engine.ema import master_weights
+from flowrl.training.engine.training_state import master_weights
 from tests.stack.ranks.ema_rank import OPTION
 from tests.stack.ranks.options_cases import DECAY
 from tests.stack.ranks.ranks import run_ranks

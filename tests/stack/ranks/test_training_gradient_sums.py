@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.training.engine import gradient_sums, zero
+from flowrl.training.engine import optimizer, zero
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.settings import LoRA, ZeroSettings
@@ -128,4 +128,4 @@ def test_which_optimizers_it_is_for(model_dir: Path) -> None:
         "muon": False,
         "offloaded": False,
     }
-    assert gradient_sums.NORM_CHUNK * 8 == 2 << 20
+    assert optimizer.NORM_CHUNK * 8 == 2 << 20

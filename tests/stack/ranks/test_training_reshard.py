@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.training.engine import shards
+from flowrl.training.engine import training_state
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.requirements import SHARDS, TAG, resume_problems
 from flowrl.training.settings import ZeroSettings
@@ -75,17 +75,17 @@ class Parameter:
 
 def flat_of(whole: dict[str, torch.Tensor], names: tuple[str, ...], rank: int, ranks: int) -> torch.Tensor:
     """This rank's part of every parameter, padded, one after the other."""
-    shards = []
+    flats = []
     for name in names:
         size = -(-SIZES[name] // ranks)
         padded = torch.full((size * ranks,), -1.0)
         padded[: SIZES[name]] = whole[name]
-        shards.append(padded[rank * size : (rank + 1) * size])
-    return torch.cat(shards).clone()
+        flats.append(padded[rank * size : (rank + 1) * size])
+    return torch.cat(flats).clone()
 
 
 def engine_of(rank: int, ranks: int, whole: dict[str, dict[str, torch.Tensor]], groups: Any) -> Any:
-    """A rank of ZeRO-3, as far as `shards` sees it, with a state of `whole`: kind -> parameter -> values."""
+    """A rank of ZeRO-3, as far as `training_state` sees it, with a state of `whole`: kind -> parameter -> values."""
     parameters = {name: Parameter(name, size) for name, size in SIZES.items()}
     positions = {}
     for number, names in enumerate(groups):
@@ -123,18 +123,18 @@ def test_parts_are_found_whatever_the_ranks_and_groups(
     for rank in range(before):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         averages = [flat_of(average, names, rank, before) for names in was]
-        shards.save(
+        training_state.save_shards(
             engine_of(rank, before, {**whole, "step": {"all": 7.0}}, was), tmp_path, rank, averages, optimizer=True
         )
     empty: dict[str, Any] = {k: {n: torch.zeros(s) for n, s in SIZES.items()} for k in kinds}
     for rank in range(after):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         engine = engine_of(rank, after, {**empty, "step": {"all": 1.0}}, now)
-        averages = [torch.zeros_like(flat) for flat in shards.flat_masters(engine)]
-        shards.load(engine, tmp_path, averages, optimizer=True)
-        for number, flat in enumerate(shards.flat_masters(engine)):
+        averages = [torch.zeros_like(flat) for flat in training_state.flat_masters(engine)]
+        training_state.load_shards(engine, tmp_path, averages, optimizer=True)
+        for number, flat in enumerate(training_state.flat_masters(engine)):
             state = engine.optimizer.optimizer.state[flat]
-            assert float(state["step"]) == 7.0 or not shards.parts(engine)
+            assert float(state["step"]) == 7.0 or not training_state.list_shard_parts(engine)
             found = {"master": flat, "exp_avg": state["exp_avg"], "average": averages[number]}
             for kind, values in {**whole, "average": average}.items():
                 expected = flat_of(values, now[number], rank, after)
@@ -147,9 +147,9 @@ def test_a_checkpoint_without_a_rank_is_refused(tmp_path: Path, monkeypatch: pyt
     whole: dict[str, Any] = {k: {n: torch.ones(s) for n, s in SIZES.items()} for k in ("master", "exp_avg")}
     whole["step"] = {"all": 1.0}
     groups = (tuple(SIZES),)
-    shards.save(engine_of(0, 2, whole, groups), tmp_path, 0, [], optimizer=True)
+    training_state.save_shards(engine_of(0, 2, whole, groups), tmp_path, 0, [], optimizer=True)
     with pytest.raises(ConfigError, match="has 5 of 10 elements of 'embed'"):
-        shards.load(engine_of(0, 1, whole, groups), tmp_path, [], optimizer=True)
+        training_state.load_shards(engine_of(0, 1, whole, groups), tmp_path, [], optimizer=True)
 
 
 @pytest.mark.slow

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 
 from flowrl.messages import Batch
+from flowrl.training import layouts
 from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
-from flowrl.training.model.attention import rule
-from flowrl.training.model.attention.sequence_group import sequence_group
-from flowrl.training.model.tensor_parts import whole
-from flowrl.training.model.token_logprobs import products
+from flowrl.training.model import products
+from flowrl.training.model.sequence_attention import sequence_group
+from flowrl.training.model.tensors import whole
 from flowrl.training.settings import SequenceKind, ZeroSettings
 from tests.rigs.run_process import listening
 from tests.stack.ranks.ranks import as_rank
 from tests.training.pieces import train_in_pieces
 from tests.training.training_cases import BATCHES, CASES, FIRST, LR, TEMPERATURE, Case, make_batch
 
-DENSE_PLACES = rule.DENSE_PLACES
+DENSE_PLACES = layouts.DENSE_PLACES
 PRODUCTS = products.LEAST, products.prefers_onednn
 RESUMED = ("ppo_tis", "stage_2", "sequence_rows", "tensor_stage_0", "tensor_stage_1")
 EVERYTHING_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -78,7 +78,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
         **case.settings,
     )
     gang = replace(sharing(gang, case.sequence, case.kind), tensor_size=case.tensor)
-    rule.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
+    layouts.DENSE_PLACES = DENSE_PLACES if case.dense_places is None else case.dense_places
     products.LEAST, products.prefers_onednn = (0, lambda: True) if case.onednn else PRODUCTS
     engine = Recording(
         directory / case.model, settings, gang, trust_remote_code=case.experts, balanced=case.balance > 0

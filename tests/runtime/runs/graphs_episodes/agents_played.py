@@ -11,7 +11,7 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Evaluation, GroupAdvantage, Limits, TaskSource, TokenBatch
 from flowrl.tasks import Row, Task
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 from tests.agents import agent_programs
 from tests.runtime.runs.graphs_episodes.played import Meddler, Speaker, Training
 

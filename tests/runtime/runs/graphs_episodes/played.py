@@ -19,7 +19,7 @@ from flowrl.models import Policy
 from flowrl.models.tokens.characters import CHAT_TEMPLATE, character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
 from flowrl.nodes.episodes.attempt import Templates
-from flowrl.training.advantage.estimate import Estimate
+from flowrl.training.advantages import Estimate
 
 TOKENS = 400
 

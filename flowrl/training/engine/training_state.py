@@ -1,17 +1,27 @@
-"""The training state in a checkpoint, in a form that any number of ranks at ZeRO stage 1, 2 or 3 can load.
+"""The training state of a rank beyond its model: master weights, their moving average, and the optimizer's state in a
+checkpoint, in a form that any number of ranks at ZeRO stage 1, 2 or 3 can load.
 
 Every rank writes the flat fp32 tensors that ZeRO gave it, bit by bit, and where in them each parameter's elements are
 (`ShardPart`). A rank that loads looks up its own parts in the files of all ranks, which are memory-mapped, and copies
 the ranges that overlap. So a checkpoint needs no conversion, and nothing is gathered.
 
 This form is not used at stage 0, which has no flat tensors, for Muon, whose state ZeRO orders by whole matrices, or for
-tensors that are swapped to a disk. The first two use DeepSpeed's own checkpoints, the last uses `on_disk`.
+tensors that are swapped to a disk. The first two use DeepSpeed's own checkpoints, the last uses `save_offloaded`.
+
+For weights and optimizer state on a disk (`nvme_path`), DeepSpeed's own checkpoints copy only the swap files: after
+loading, the model computes with its initial weights until the next step. Here every sub-group is fetched as before a
+step, saved or overwritten, and put back as after a step. Only one sub-group at a time is in memory.
+
+The exponential moving average of the master weights is sharded in the same way. After every applied optimizer step:
+average ← decay · average + (1 − decay) · master, in fp32, on each rank for its own part. Only `exchanged` reads it:
+within that context the average is in the place where DeepSpeed keeps the master weights, so the same code gathers it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +29,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError
-from flowrl.training.engine.ema import MASTERS
+from flowrl.errors import ConfigError, FlowrlError
 from flowrl.training.engine.requirements import SHARDS
+
+
+class Ema:
+    """The average of one rank's master weights; it starts from their current values.
+
+    `decay` is what remains of the old average after an optimizer step.
+    """
+
+    def __init__(self, engine: Any, decay: float) -> None:
+        self._engine = engine
+        self._decay = decay
+        self._average = [tensor.clone() for tensor in master_weights(engine)]
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """The flat tensors of the average, one for each flat tensor of the master weights."""
+        return self._average
+
+    def update(self) -> None:
+        """Add the weights that an optimizer step just made to the average."""
+        for average, master in zip(self._average, master_weights(self._engine), strict=True):
+            average.lerp_(master, 1.0 - self._decay)
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Within this context average and master weights are exchanged."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Swap the contents, in place: DeepSpeed keeps its own references to the master tensors."""
+        for average, master in zip(self._average, master_weights(self._engine), strict=True):
+            kept = master.clone()
+            master.copy_(average)
+            average.copy_(kept)
+
+    def save(self, path: Path, rank: int) -> None:
+        """Write this rank's part into the directory `path` of a checkpoint."""
+        torch.save(self._average, path / f"ema_rank_{rank}.pt")
+
+    def load(self, path: Path, rank: int) -> None:
+        """Load what `save` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
+        file = path / f"ema_rank_{rank}.pt"
+        found = torch.load(file) if file.exists() else master_weights(self._engine)
+        for average, tensor in zip(self._average, found, strict=True):
+            average.copy_(tensor)
+
+
+MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Where DeepSpeed's optimizers keep this rank's fp32 weights: stage 3, stages 1 and 2, stage 1 with bfloat16."""
+
+
+def master_weights(engine: Any) -> list[Tensor]:
+    """This rank's fp32 weights, as DeepSpeed's optimizer holds them, detached from the autograd graph."""
+    optimizer = engine.optimizer
+    for name in MASTERS:
+        if hasattr(optimizer, name):
+            return [tensor.detach() for tensor in getattr(optimizer, name)]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FlowrlError(
+            f"ema_decay: DeepSpeed's {type(optimizer).__name__} keeps its fp32 weights where flowrl does not find "
+            "them; leave ema_decay out, or the deepspeed settings that choose this optimizer"
+        )
+    return [p.detach() for p in engine.module.parameters() if p.requires_grad]
+
+
+def whole_master_weight(parameter: torch.nn.Parameter) -> Tensor:
+    """The master weight of one parameter, gathered; collective. A frozen parameter is its own master weight."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if not parameter.requires_grad:
+        return parameter.detach()
+    found = safe_get_full_fp32_param(parameter)
+    return parameter.detach() if found is None else found
+
 
 MASTER, AVERAGE = "master", "average"
 
@@ -39,7 +126,7 @@ class ShardPart:
     length: int
 
 
-def save(engine: Any, path: Path, rank: int, averages: Sequence[Tensor], *, optimizer: bool) -> None:
+def save_shards(engine: Any, path: Path, rank: int, averages: Sequence[Tensor], *, optimizer: bool) -> None:
     """Write this rank's file into the directory `path`. Without `optimizer`, the optimizer's state is left out.
 
     `averages` are further flat tensors (a moving average), one for each group, or none.
@@ -53,12 +140,12 @@ def save(engine: Any, path: Path, rank: int, averages: Sequence[Tensor], *, opti
         groups.append({name: _alone(value) for name, value in kept.items()})
         others = {name: value for name, value in state.items() if not _is_like(value, flat)}
         scalars.append({name: value.cpu() if isinstance(value, Tensor) else value for name, value in others.items()})
-    content = {"parts": [astuple(one) for one in parts(engine)], "groups": groups, "scalars": scalars}
+    content = {"parts": [astuple(one) for one in list_shard_parts(engine)], "groups": groups, "scalars": scalars}
     torch.save(content, path / SHARDS.format(rank=rank))
 
 
-def load(engine: Any, path: Path, averages: Sequence[Tensor], *, optimizer: bool) -> None:
-    """Load what any number of ranks wrote with `save`; collective. With `optimizer`, also load the optimizer's state.
+def load_shards(engine: Any, path: Path, averages: Sequence[Tensor], *, optimizer: bool) -> None:
+    """Load what any number of ranks wrote with `save_shards`; collective. `optimizer`: also load the optimizer's state.
 
     State that the checkpoint lacks is left as it is; averages that it lacks start as the weights. Raises ConfigError if
     the checkpoint lacks elements of a parameter.
@@ -66,7 +153,7 @@ def load(engine: Any, path: Path, averages: Sequence[Tensor], *, optimizer: bool
     saved = _Saved(path)
     begun = _ready(engine)
     flats = flat_masters(engine)
-    for part in parts(engine):
+    for part in list_shard_parts(engine):
         flat = flats[part.group]
         targets = {MASTER: flat.detach()}
         if averages:
@@ -86,7 +173,7 @@ def flat_masters(engine: Any) -> list[Any]:
     return list(next(getattr(engine.optimizer, name) for name in MASTERS if hasattr(engine.optimizer, name)))
 
 
-def parts(engine: Any) -> list[ShardPart]:
+def list_shard_parts(engine: Any) -> list[ShardPart]:
     """Which elements of which parameters this rank's flat tensors have, and where; padding is left out."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     found = _stage_3 if _shards_parameters(engine.optimizer) else _below_stage_3
@@ -196,3 +283,41 @@ def _alone(tensor: Tensor) -> Tensor:
 def _is_like(value: object, flat: Tensor) -> bool:
     """Whether `value` is a tensor with one number for each element of `flat`."""
     return isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0
+
+
+WEIGHT = "weight"
+
+
+def save_offloaded(optimizer: Any, path: Path, rank: int) -> None:
+    """Save this rank's shards, one file per sub-group of a DeepSpeed ZeRO-3 optimizer."""
+    directory = path / f"on_disk_rank_{rank}"
+    directory.mkdir(parents=True, exist_ok=True)
+    for index, weight, state in _sub_groups(optimizer, changed=False):
+        torch.save({WEIGHT: weight.detach(), **state}, directory / f"sub_group_{index}.pt")
+
+
+def load_offloaded(optimizer: Any, path: Path, rank: int) -> None:
+    """Load what `save_offloaded` wrote into an optimizer of the same model, ranks and settings; collective."""
+    for index, weight, state in _sub_groups(optimizer, changed=True):
+        saved = torch.load(path / f"on_disk_rank_{rank}" / f"sub_group_{index}.pt")
+        weight.detach().copy_(saved.pop(WEIGHT))
+        for name, value in saved.items():
+            if isinstance(state.get(name), Tensor):
+                state[name].copy_(value)
+            else:
+                state[name] = value
+
+
+def _sub_groups(optimizer: Any, *, changed: bool) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+    """Yield (number, fp32 weights, optimizer state) of each sub-group; with `changed`, both are written back."""
+    timers: set[str] = set()
+    if changed:
+        optimizer._partition_all_parameters()
+    for index, weight in enumerate(optimizer.fp32_partitioned_groups_flat):
+        optimizer._prepare_sub_group(index, timers)
+        yield index, weight, optimizer.optimizer.state[weight]
+        if changed:
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer._release_sub_group(index, timers)
+    if changed:
+        optimizer._post_step(timers)

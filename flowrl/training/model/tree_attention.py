@@ -1,12 +1,18 @@
-"""Attention over a forest, computed in blocks of queries and keys.
+"""Attention over a forest, in transformers' attention interface.
 
-One block has a stem's places as queries, with the stem and the short stems before it as keys. Another has all places
-that follow a long stem as queries, with that stem as keys. The places that continue a stem are one range, so the keys
-of a long stem are multiplied once with all queries of that range. Such partial results are merged by the logarithms of
-the sums of their weights (log-sum-exps), as in flash attention. A short prefix is repeated among the keys of each stem
-behind it, which costs less than merging. The backward pass computes the scores again. Blocks of similar size are padded
-to one batch. A batch is split so that its scores stay in the cache, but the scores of 16 queries of one block are
-computed at once, however many keys they see.
+A model that is loaded with the implementation `TREE` computes rows as with "sdpa". A forward pass with the keyword
+`tree` computes attention by that tree's kernel instead: every layer passes the keyword on. Gradient checkpointing
+repeats a layer with the same keywords, so a backward pass needs no state.
+
+`choose_kernel` takes the kernel by the number of places and the device.
+
+The cascade computes in blocks of queries and keys. One block has a stem's places as queries, with the stem and the
+short stems before it as keys. Another has all places that follow a long stem as queries, with that stem as keys. The
+places that continue a stem are one range, so the keys of a long stem are multiplied once with all queries of that
+range. Such partial results are merged by the logarithms of the sums of their weights (log-sum-exps), as in flash
+attention. A short prefix is repeated among the keys of each stem behind it, which costs less than merging. The backward
+pass computes the scores again. Blocks of similar size are padded to one batch. A batch is split so that its scores stay
+in the cache, but the scores of 16 queries of one block are computed at once, however many keys they see.
 
 Memory: on average, at most `REPEATED_IN_ALL` keys are repeated for each place of the stems that use them. So memory
 grows with the number of tokens, however many tokens precede them.
@@ -15,8 +21,11 @@ Scores, softmax and the sums over blocks are in fp32, whatever the dtype of the 
 For a model in bfloat16, on a CPU that is fast in bfloat16, both factors of every product that does not give scores or
 their gradients are rounded to bfloat16. So is each block's result, before it is summed.
 
-Axes: L places; B blocks of one batch, Q queries and K keys of a block; h heads of keys, g heads of queries for each
-head of keys, D channels; N = h·B, X = Q·g. A table has hL rows: one for each head of keys and place.
+torch's flex attention skips blocks of keys that no query of a block sees; it is compiled on a GPU.
+
+Axes: L places of a forest, D channels of a head. In the cascade: B blocks of one batch, Q queries and K keys of a
+block; h heads of keys, g heads of queries for each head of keys; N = h·B, X = Q·g. A table has hL rows: one for each
+head of keys and place. In flex attention: N blocks of places.
 """
 
 from __future__ import annotations
@@ -25,15 +34,19 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from flowrl.cpu_flags import is_slow_in_bfloat16
-from flowrl.forest import Forest, Stem
+from flowrl.errors import ConfigError
+from flowrl.forest import Forest, Stem, extended
+from flowrl.training.layouts import Kernel, choose_kernel
 
 SCORES_A_CHUNK = 1 << 18
 """Number of scores that are computed at a time, 1 MiB in fp32."""
@@ -398,3 +411,169 @@ def _by_place(table: Tensor, heads: int, k_heads: int, dtype: torch.dtype) -> Te
     table = table.view(k_heads, -1, heads // k_heads, table.shape[1] * k_heads // heads)
     found = torch.empty(table.shape[1], k_heads, *table.shape[2:], dtype=dtype, device=table.device)
     return found.copy_(table.transpose(0, 1)).flatten(1, 2)[None]
+
+
+BLOCK = 128
+"""Places of a block, of queries and of keys: torch's default."""
+
+
+def block_mask(ends_L: Tensor) -> Any:
+    """torch's BlockMask for `flex`: place q sees key k if k <= q < ends_L[k]. Made once for a forest.
+
+    `ends_L` is `Forest.ends`: for each place, the first place behind those that continue it. The result equals that
+    of torch's `create_block_mask`, which makes tensors of L x L; here memory grows with L and with (L / BLOCK)².
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends_L[key])
+
+    partial_NN, full_NN = _seen_blocks(ends_L)
+    listed = (*_listed(partial_NN), *_listed(full_NN))
+    size = len(ends_L)
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
+
+
+def _seen_blocks(ends_L: Tensor) -> tuple[Tensor, Tensor]:
+    """(partial, full), both [N, N]: whether some or all of the row's block of queries see the column's block of keys.
+
+    The queries that see a key are one range, which starts at the key. So the range of a key in an earlier block meets a
+    block of queries if the range ends behind the block's start, and covers the block if the range ends at the block's
+    stop or later. For a block of keys, the last end decides the first question, and the first end the second. Behind
+    the last place is padding, which nothing sees and which sees nothing: a block with padding is never full, because no
+    end reaches its stop.
+    """
+    ends_NP = pad(ends_L, (0, -len(ends_L) % BLOCK)).view(-1, BLOCK)
+    start_N1 = torch.arange(len(ends_NP), device=ends_L.device)[:, None] * BLOCK
+    met_NN = (ends_NP.amax(1) > start_N1).tril()
+    full_NN = (ends_NP.amin(1) >= start_N1 + BLOCK).tril(-1)  # in its own block, a place does not see those behind it
+    return met_NN & ~full_NN, full_NN
+
+
+def _listed(blocks_NN: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row, the number of its True columns, [1, 1, N], and all columns, True ones first, [1, 1, N, N]."""
+    columns_NN = blocks_NN.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks_NN.sum(-1).int()[None, None], columns_NN.int()[None, None]
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+    """Attention [1, L, heads, D] of queries [1, heads, L, D]; keys and values may have fewer heads."""
+    found = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    attended: Tensor = found.transpose(1, 2).contiguous()
+    return attended
+
+
+@cache
+def _kernel(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Lengths differ from forest to forest; with dynamic shapes they share one compiled kernel.
+    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+
+
+TREE = "flowrl_tree"
+"""Name of the implementation in transformers' interface."""
+UNKNOWN = ("block_indices", "indices", "position_bias", "s_aux", "softcap")
+"""Keywords of layers whose attention is more than a mask, positions and a scale. The kernels would ignore them."""
+
+
+class TreeAttention:
+    """Which places of one forest see which, in the form that its kernel takes."""
+
+    def __init__(self, forest: Forest, device: torch.device, kernel: Kernel | None = None) -> None:
+        """`kernel` is the one that the rule chooses, if none is given."""
+        self.forest = forest
+        self.device = device
+        self.kernel: Kernel = kernel or choose_kernel(forest, device.type)
+        self._padded: dict[int, TreeAttention] = {}
+
+    @cached_property
+    def ends_L(self) -> Tensor:
+        return torch.from_numpy(self.forest.ends).to(self.device)
+
+    @cached_property
+    def mask_11LL(self) -> Tensor:
+        """True where the row's place sees the column's."""
+        place_L = torch.arange(len(self.forest), device=self.device)
+        seen_LL = (place_L[None] <= place_L[:, None]) & (place_L[:, None] < self.ends_L[None])
+        return seen_LL[None, None]
+
+    @property
+    def passed_mask(self) -> Tensor:
+        """What a model gets as `attention_mask`."""
+        return self.mask_11LL if self.kernel == "dense" else any_mask(self.device)
+
+    @cached_property
+    def cascade(self) -> Cascade:
+        return Cascade(self.forest, self.device)
+
+    @cached_property
+    def block_mask(self) -> Any:
+        return block_mask(self.ends_L)
+
+    def padded(self, added: int) -> TreeAttention:
+        """With `added` places at the end that see nothing but themselves, and that no other place sees."""
+        if added and added not in self._padded:
+            self._padded[added] = TreeAttention(extended(self.forest, added), self.device, self.kernel)
+        return self._padded[added] if added else self
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention [1, L, heads, D] of queries [1, heads, L, D] over keys and values with as many heads or fewer."""
+        if self.kernel == "cascade":
+            return cascade_attention(q, k, v, self.cascade, scale)
+        if self.kernel == "flex":
+            return flex(q, k, v, self.block_mask, scale)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found, _ = sdpa_attention_forward(module, q, k, v, self.mask_11LL, scaling=scale)
+        return found  # type: ignore[no-any-return]
+
+
+def any_mask(device: torch.device) -> Tensor:
+    """A mask that attention does not read: transformers makes no mask itself if it is given one with four axes."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+class UnknownToTreesError(ConfigError):
+    """The model's attention is not only what mask, positions and `tree` say; the text is part of a sentence."""
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree: TreeAttention | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The implementation `TREE`, with the signature of transformers' interface.
+
+    Raises UnknownToTreesError if a layer does not pass `tree` on, or needs what neither a tree nor "sdpa" computes.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if unknown := sorted(name for name in UNKNOWN if kwargs.get(name) is not None):
+        raise UnknownToTreesError(f"its attention has {', '.join(unknown)}, which no kernel of trees computes")
+    if tree is None:
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:  # that of `any_mask`
+            raise UnknownToTreesError("its layers do not pass the keyword `tree` on to their attention")
+        rows: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return rows
+    return tree(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+def register_trees() -> str:
+    """Register the implementation with transformers and return its name. Only once, because it may be wrapped later."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if TREE not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(TREE, tree_attention_forward)
+    AttentionMaskInterface.register(TREE, sdpa_mask)
+    return TREE

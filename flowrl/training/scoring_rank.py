@@ -1,4 +1,4 @@
-"""One rank of a model that is sharded for scoring: `python -m flowrl.training.scoring.rank DESCRIPTOR PARENT`.
+"""One rank of a model that is sharded for scoring: `python -m flowrl.training.scoring_rank DESCRIPTOR PARENT`.
 
 It answers its parent's questions until the parent closes the pipe. If the parent ends, this process ends too, even in
 the middle of a collective.
@@ -20,10 +20,10 @@ from flowrl.errors import ConfigError
 from flowrl.orphans import has_ended
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.residence import Residence
-from flowrl.training.engine.train_memory import SCORING_LIVE
-from flowrl.training.model.tree_trial import require_trees
+from flowrl.training.memory import SCORING_LIVE
+from flowrl.training.model.row_layout import require_trees
 from flowrl.training.model.value_model import ScalarModel
-from flowrl.training.scoring.sharded_model import RankStart
+from flowrl.training.scoring_models import RankStart
 from flowrl.training.settings import Dtype
 
 PREFETCHED_ELEMENTS = 50_000_000
@@ -143,6 +143,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Pickled questions refer to this module's classes by the module's name, not as parts of the main program.
-    from flowrl.training.scoring.rank import main as run
+    from flowrl.training.scoring_rank import main as run
 
     run()

@@ -1,1 +1,0 @@
-"""Advantages and returns, from rewards to one number for each token."""

@@ -1,0 +1,512 @@
+"""Advantages: from one reward per sample to one number per policy token.
+
+Axes: B samples, T policy tokens (of the longest sample), K members of one group that were scored, U turns of the
+longest episode.
+
+`Estimate` is what a graph selects. Its steps run in this order: normalisation of rewards, KL before the baseline, the
+group's baseline (`group_rewards`), KL token by token, return-to-go (`returns_to_go`, or `gae` if there are a critic's
+values). The batcher calls `whiten`; `advantages` runs all these steps in one call. Papers: GAE 1506.02438, GRPO
+2402.03300, REINFORCE++ 2501.03262, Dr.GRPO 2503.20783, RLOO 2402.14740.
+
+Credit by turn: each turn of an episode is compared with the same turn of the other members of its group.
+
+G_t = Σ_{u≥t} γ^{u−t} r_u is what an episode still gets from turn t on, 0 for a turn that it does not have. The baseline
+of turn t is the mean of G_t over all scored members, including those that have ended. A mean over only the episodes
+that continue would depend on which ones continue, and so on what the policy did. The spread is that of whole returns,
+G_0, one number for the group. Normalising rewards turn by turn and then adding them up would be biased in the same way.
+
+Credit by seat: each seat of an episode is compared with the same seat in the other episodes of the group; for episodes
+with seats, the steps run once for each seat. A seat's tokens get the advantage that follows from the seat's own reward.
+The baseline of a seat is taken over all scored members in which the policy has played that seat, including those that
+ended before the seat's first turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from flowrl.episode import Episode
+from flowrl.errors import ConfigError
+from flowrl.messages import Bool, Float32, Scored, Trainable
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Estimator = Literal["reinforce", "reinforce_baseline", "dr_grpo", "rloo", "group_norm", "gae"]
+
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+GROUP_ESTIMATORS = ("reinforce_baseline", "dr_grpo", "rloo", "group_norm")
+"""Estimators that compare a sample with the other members of its group; they need at least two members."""
+WHITENED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
+DISCOUNTED_ESTIMATORS = ("gae", "reinforce")
+
+EQUAL_REWARDS = 1e-6
+"""Rewards of a group that differ by no more than this, relative to the largest |reward|, are equal: R′ is exactly 0."""
+LEAST_SPREAD = 1e-12
+"""Rewards of a group that differ by no more than this are equal, however small they are."""
+
+
+def group_rewards(rewards_K: npt.ArrayLike, estimator: Estimator) -> Array:
+    """R′ of the scored members of one group. Raises ValueError if the group is too small to compare."""
+    rewards = np.asarray(rewards_K, np.float64)
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
+    if estimator not in GROUP_ESTIMATORS:
+        return rewards.copy()
+    n = rewards.size
+    if n < 2:
+        raise ValueError(f"estimator {estimator!r} compares the members of a group and needs two, got {n}")
+    if all_equal(rewards):
+        return np.zeros_like(rewards)
+    if estimator == "rloo":
+        baseline: Array = (rewards.sum() - rewards) / (n - 1)
+        return rewards - baseline
+    centred: Array = rewards - rewards.mean()
+    return centred / (float(rewards.std(ddof=1)) + 1e-9) if estimator == "group_norm" else centred
+
+
+def all_equal(rewards_K: npt.ArrayLike) -> bool:
+    """Whether rewards of a group differ at most by rounding. Every use of "equal" in a group is this one, so that a
+    group which is kept or counted as different trains something."""
+    rewards = np.asarray(rewards_K, np.float64)
+    return bool(rewards.max() - rewards.min() <= max(EQUAL_REWARDS * float(np.abs(rewards).max()), LEAST_SPREAD))
+
+
+def token_rewards(
+    shaped_B: npt.ArrayLike, mask_BT: Mask, kl_BT: Array | None, kl_coef: float, turns_BT: Array | None = None
+) -> Array:
+    """r_t = −kl_coef · kl_t on every policy token, plus R′ on the last one.
+
+    `turns_BT` holds rewards of single turns, each at its turn's last policy token.
+    """
+    shaped = np.asarray(shaped_B, np.float64)
+    rewards_BT = np.zeros(mask_BT.shape) if turns_BT is None else np.where(mask_BT, turns_BT, 0.0)
+    if kl_BT is not None and kl_coef:
+        rewards_BT -= np.where(mask_BT, kl_coef * kl_BT, 0.0)
+    for b in np.flatnonzero(mask_BT.any(axis=1)):
+        rewards_BT[b, np.flatnonzero(mask_BT[b])[-1]] += shaped[b]
+    return rewards_BT
+
+
+def returns_to_go(rewards_BT: Array, mask_BT: Mask, *, gamma: float = 1.0) -> Array:
+    """A_t = Σ_{k≥t} γ^{k−t} r_k over the policy's own tokens; other tokens are not time steps."""
+    result = np.zeros_like(rewards_BT)
+    for b, mask_T in enumerate(mask_BT):
+        running = 0.0
+        for t in np.flatnonzero(mask_T)[::-1]:
+            running = rewards_BT[b, t] + gamma * running
+            result[b, t] = running
+    return result
+
+
+def gae(rewards_BT: Array, values_BT: Array, mask_BT: Mask, *, gamma: float, lam: float) -> tuple[Array, Array]:
+    """(advantages, returns) by δ_t = r_t + γV_{t+1} − V_t; V after a sequence's end is 0.
+
+    `values_BT` holds, at each policy token, the value of the state before it.
+    """
+    advantages_BT = np.zeros_like(rewards_BT)
+    for b, mask_T in enumerate(mask_BT):
+        running = next_value = 0.0
+        for t in np.flatnonzero(mask_T)[::-1]:
+            delta = rewards_BT[b, t] + gamma * next_value - values_BT[b, t]
+            running = delta + gamma * lam * running
+            advantages_BT[b, t] = running
+            next_value = values_BT[b, t]
+    return advantages_BT, np.where(mask_BT, advantages_BT + values_BT, 0.0)
+
+
+def whiten(advantages_BT: Array, mask_BT: Mask, *, mean_only: bool = False) -> Array:
+    """(A − m)/√max(v, 1e-8) over the masked tokens of the whole batch, population variance; 0 elsewhere."""
+    trained = advantages_BT[mask_BT]
+    if not trained.size:
+        return np.zeros_like(advantages_BT)
+    scale = 1.0 if mean_only else np.sqrt(max(float(trained.var()), 1e-8))
+    return np.where(mask_BT, (advantages_BT - trained.mean()) / scale, 0.0)
+
+
+def distillation_advantages(teacher_logprobs_T: Float32, behavior_logprobs_T: Float32, policy_mask_T: Bool) -> Array:
+    """A_t = log π_teacher − log π_b at each policy token, 0 elsewhere.
+
+    Each token is treated separately, without a return-to-go: the expected policy gradient is that of the
+    reverse KL of each next token, KL(π‖π_teacher), at the prefixes that the student visits (2306.13649).
+    """
+    gap_T = teacher_logprobs_T.astype(np.float64) - behavior_logprobs_T
+    return np.where(policy_mask_T, gap_T, 0.0)
+
+
+def advantages(
+    rewards_B: Any,
+    group_ids_B: Sequence[Hashable],
+    mask_BT: Any,
+    *,
+    estimator: Estimator,
+    values_BT: Any = None,
+    kl_BT: Any = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+    mean_only: bool = False,
+    kl_before_baseline: bool = False,
+    turns_BT: Any = None,
+) -> tuple[Any, Any]:
+    """(advantages_BT, returns_BT) of whole groups; numpy in, float64 numpy out, or torch in, torch out.
+
+    `mask_BT` marks policy tokens. `whiten` applies to `gae`, `reinforce` and `reinforce_baseline`
+    only; returns are never whitened. `kl_before_baseline` subtracts kl_coef·Σkl from the reward
+    before the group's baseline instead of token by token. `turns_BT` holds the rewards of single turns
+    at their last policy tokens; estimators that compare a group's members sum them.
+    """
+    if gamma != 1.0 and estimator not in DISCOUNTED_ESTIMATORS:
+        raise ValueError(f"gamma = {gamma} needs estimator gae or reinforce, not {estimator!r}; set gamma=1")
+    rewards, mask = _array(rewards_B), np.asarray(mask_BT).astype(bool)
+    kl = None if kl_BT is None else _array(kl_BT)
+    if kl is not None and kl_before_baseline:
+        rewards, kl = rewards - kl_coef * np.where(mask, kl, 0.0).sum(axis=1), None
+    turns = None if turns_BT is None else _array(turns_BT)
+    if turns is not None and estimator in GROUP_ESTIMATORS:
+        rewards, turns = rewards + np.where(mask, turns, 0.0).sum(axis=1), None
+    rewards_BT = token_rewards(_by_group(rewards, group_ids_B, estimator), mask, kl, kl_coef, turns)
+    if estimator == "gae":
+        if values_BT is None:
+            raise ValueError("estimator 'gae' needs values_BT, the critic's value before every policy token")
+        advantages_BT, returns_BT = gae(rewards_BT, _array(values_BT), mask, gamma=gamma, lam=lam)
+    else:
+        advantages_BT = returns_BT = returns_to_go(rewards_BT, mask, gamma=gamma)
+    if whiten and estimator in WHITENED_ESTIMATORS:
+        advantages_BT = _whiten(advantages_BT, mask, mean_only=mean_only)
+    return _like(mask_BT, rewards_B, advantages_BT), _like(mask_BT, rewards_B, returns_BT)
+
+
+_whiten = whiten
+
+
+def _by_group(rewards_B: Array, group_ids_B: Sequence[Hashable], estimator: Estimator) -> Array:
+    members: dict[Hashable, list[int]] = {}
+    for b, group_id in enumerate(_hashable(group_ids_B)):
+        members.setdefault(group_id, []).append(b)
+    shaped_B = np.empty_like(rewards_B)
+    for indices in members.values():
+        shaped_B[indices] = group_rewards(rewards_B[indices], estimator)
+    return shaped_B
+
+
+def _hashable(ids: Any) -> Sequence[Hashable]:
+    return ids.tolist() if hasattr(ids, "tolist") else ids  # type: ignore[no-any-return]
+
+
+def _array(values: Any) -> Array:
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values, np.float64)
+
+
+def _like(mask: Any, rewards: Any, values_BT: Array) -> Any:
+    """`values_BT` as a tensor if the mask is a tensor, with the rewards' dtype if that is a float type."""
+    if not hasattr(mask, "detach"):
+        return values_BT
+    import torch
+
+    dtype = rewards.dtype if isinstance(rewards, torch.Tensor) and rewards.is_floating_point() else torch.float64
+    return torch.as_tensor(values_BT, dtype=dtype, device=mask.device)
+
+
+Credit = Literal["episode", "turn"]
+"""episode: every policy token gets the advantage of the whole episode. turn: it gets that of its turn."""
+
+
+def turn_advantages(rewards_K: Sequence[Sequence[float]], estimator: Estimator, *, gamma: float = 1.0) -> list[Array]:
+    """The advantage of every turn of each member; `rewards_K` are the rewards of its turns.
+
+    `group_norm` divides by the spread of whole returns (std with n−1); `rloo` leaves a member out of its own baseline;
+    `dr_grpo` and `reinforce_baseline` do neither. A turn whose returns are equal in all members has an advantage of
+    exactly 0; so has every turn under `group_norm` if the whole returns are equal. Raises ValueError if there are fewer
+    than two members.
+    """
+    num_members, num_turns = len(rewards_K), max(map(len, rewards_K), default=0)
+    if num_members < 2:
+        raise ValueError(f"credit by turn compares the members of a group and needs two, got {num_members}")
+    rewards_KU = np.array([[*rewards, *[0.0] * (num_turns - len(rewards))] for rewards in rewards_K], np.float64)
+    returns_KU = returns_to_go(rewards_KU, np.ones(rewards_KU.shape, np.bool_), gamma=gamma)
+    baseline_U = returns_KU.mean(axis=0)
+    advantages_KU = returns_KU - baseline_U
+    advantages_KU[:, [all_equal(returns_K) for returns_K in returns_KU.T]] = 0.0
+    if estimator == "rloo":
+        advantages_KU *= num_members / (num_members - 1)
+    if estimator == "group_norm":
+        whole_K = returns_KU[:, 0]
+        spread = whole_K.std(ddof=1)
+        advantages_KU = np.zeros_like(returns_KU) if all_equal(whole_K) else advantages_KU / (spread + 1e-9)
+    return [advantages_U[: len(rewards)] for advantages_U, rewards in zip(advantages_KU, rewards_K, strict=True)]
+
+
+def rewards_of_turns(sample: Scored) -> list[float]:
+    """The reward of each turn. Raises ConfigError if the sample is no episode."""
+    if not isinstance(sample, Episode) or not sample.rewards_by_turn:
+        raise ConfigError(
+            f"credit is 'turn', but sample {sample.sample_id} has no rewards by turn; connect the advantage node to an "
+            "Environment, or set credit='episode'"
+        )
+    return [reward for _, reward in sample.rewards_by_turn]
+
+
+def at_tokens(sample: Episode, advantages_U: Array) -> Array:
+    """The advantage of each turn at all its policy tokens, 0 elsewhere, through all sequences of the episode."""
+    tokens = np.flatnonzero(sample.whole_mask)
+    turns = np.searchsorted([place for place, _ in sample.rewards_by_turn], tokens)
+    if turns.size and turns[-1] == advantages_U.size:
+        raise ConfigError(
+            f"sample {sample.sample_id} has policy tokens after its last turn; `rewards_by_turn` of an episode has to "
+            "name the last policy token of every turn"
+        )
+    found = np.zeros(sample.num_tokens)
+    found[tokens] = advantages_U[turns]
+    return found
+
+
+def seats_of(samples: Sequence[Scored]) -> list[int]:
+    """The seats that the policy has played in some of these samples; [] if none of them has seats."""
+    return sorted({seat for sample in samples for seat, _ in sample.seat_rewards})
+
+
+def require_one_seat(samples: Sequence[Scored], user: str) -> None:
+    """Raise ConfigError if the policy has played several seats of an episode, which `user` ("a critic") cannot use."""
+    for sample in samples:
+        if len(sample.seat_rewards) > 1:
+            raise ConfigError(
+                f"the policy has played {len(sample.seat_rewards)} seats of sample {sample.sample_id!r}, which have a "
+                f"reward each, but {user} takes samples with one; leave it out, or connect the port opponent of the "
+                "Environment, so that the policy plays one seat"
+            )
+
+
+def of_seat(sample: Scored, seat: int) -> Scored:
+    """The sample reduced to this seat: its reward, its turns, and a policy mask of its tokens.
+
+    The sequences and all indices stay as they are. For a seat without a turn, its reward becomes that of a single turn.
+    """
+    masks = [one.policy_mask & (number == seat) for one, number in zip(sample.sequences, sample.seats, strict=True)]
+    branches = [replace(branch, policy_mask=mask) for branch, mask in zip(sample.branches, masks[1:], strict=True)]
+    reward = dict(sample.seat_rewards)[seat]
+    mine = replace(sample, policy_mask=masks[0], branches=tuple(branches), reward=reward, seats=(), seat_rewards=())
+    if not isinstance(mine, Episode):
+        return mine
+    return replace(mine, rewards_by_turn=_turns_of(sample, mine.rewards_by_turn, seat) or ((0, reward),))
+
+
+def _turns_of(sample: Scored, turns: Sequence[tuple[int, float]], seat: int) -> tuple[tuple[int, float], ...]:
+    ends = np.cumsum([one.token_ids.size for one in sample.sequences])
+    sequences = np.searchsorted(ends, [place for place, _ in turns], "right").tolist()
+    return tuple(turn for turn, number in zip(turns, sequences, strict=True) if sample.seats[number] == seat)
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+LOG_RATIO_LIMIT = 20.0
+KL_LIMIT = 10.0
+"""The same as in `flowrl.training.loss.loss_formulas`, which is not imported here because it needs torch."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and std for the normalisation of rewards: (R − mean) / std."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How advantages are computed. `gae` needs samples with `values`, a KL samples with `ref_logprobs`."""
+
+    estimator: Estimator = "group_norm"
+    gamma: float = 1.0
+    """Discount from token to token; with `credit="turn"` from turn to turn."""
+    lam: float = 1.0
+    """λ of `gae`."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference inside the reward."""
+    kl_estimator: KlEstimator = "k1"
+    kl_before_baseline: bool = False
+    """Subtract kl_coef·Σkl from a response's reward before the group's baseline, not token by token (2402.14740)."""
+    shuffle_rewards: bool = False
+    """For a control run that must not learn: the rewards of a group are shuffled among its members."""
+    credit: Credit = "episode"
+    """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_credit`."""
+
+    def problems(self) -> list[str]:
+        """Problems of these settings, as complete sentences."""
+        found = []
+        if self.estimator not in ESTIMATORS:
+            found.append(f"estimator is {self.estimator!r}; it has to be one of {', '.join(ESTIMATORS)}")
+        if self.credit not in get_args(Credit):
+            found.append(f"credit is {self.credit!r}; it has to be one of {', '.join(get_args(Credit))}")
+        if self.credit == "turn":
+            found += self._turn_problems()
+        elif self.gamma != 1.0 and self.estimator not in DISCOUNTED_ESTIMATORS:
+            found.append(f"gamma is {self.gamma}; estimator {self.estimator!r} needs 1")
+        if self.lam != 1.0 and self.estimator != "gae":
+            found.append(f"lam is {self.lam}; it belongs to estimator 'gae', leave it at 1")
+        found += [
+            f"{name} is {value}; it has to be in [0, 1]"
+            for name, value in (("gamma", self.gamma), ("lam", self.lam))
+            if not 0 <= value <= 1
+        ]
+        if not 0 <= self.kl_coef < np.inf:
+            found.append(f"kl_coef is {self.kl_coef}; it has to be 0 or more")
+        if self.kl_estimator not in get_args(KlEstimator):
+            found.append(f"kl_estimator is {self.kl_estimator!r}; it has to be one of k1, k2, k3")
+        if self.kl_before_baseline and self.estimator not in GROUP_ESTIMATORS:
+            found.append(f"kl_before_baseline needs an estimator with a baseline, and {self.estimator!r} has none")
+        return found
+
+    def _turn_problems(self) -> list[str]:
+        """Settings that cannot be combined with `credit="turn"`, as complete sentences."""
+        found = []
+        if self.estimator not in GROUP_ESTIMATORS:
+            compares = ", ".join(GROUP_ESTIMATORS)
+            found.append(f"credit is 'turn', which compares a group; estimator has to be one of {compares}")
+        if self.kl_coef:
+            found.append("credit is 'turn', but kl_coef is above 0; set kl_coef=0 and use the objective's kl_coef")
+        if self.shuffle_rewards:
+            found.append("credit is 'turn', but shuffle_rewards shuffles rewards of episodes; set credit='episode'")
+        return found
+
+    def trainable(
+        self, samples: Sequence[Scored], *, kl_coef: float | None = None, scale: Scale | None = None
+    ) -> tuple[Trainable, ...]:
+        """The scored members of one group with their advantages, and under `gae` with their returns.
+
+        `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
+        sample lacks data that the estimate needs.
+        """
+        if len(seats := seats_of(samples)) > 1:
+            return self._by_seat(samples, seats, kl_coef, scale)
+        if self.credit == "turn":
+            return self._by_turn(samples)
+        scale = scale or Scale()
+        mask_KT = stack([sample.whole_mask for sample in samples]).astype(bool)
+        coef = self.kl_coef if kl_coef is None else kl_coef
+        kl_KT = self.kl(samples) if coef else None
+        rewards_KT = self._token_rewards(samples, mask_KT, kl_KT, coef, scale)
+        if self.estimator == "gae":
+            values_KT = stack([self._needed(sample, "values") for sample in samples])
+            advantages_KT, returns_KT = gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
+            rows = zip(samples, advantages_KT, returns_KT, strict=True)
+            return tuple(trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
+        advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
+        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+
+    def _by_seat(
+        self, samples: Sequence[Scored], seats: Sequence[int], kl_coef: float | None, scale: Scale | None
+    ) -> tuple[Trainable, ...]:
+        """Each seat is compared with the same seat of the other members; a token gets the advantage of its seat."""
+        advantages_K = [np.zeros(sample.num_tokens) for sample in samples]
+        for seat in seats:
+            mine = [k for k, sample in enumerate(samples) if seat in dict(sample.seat_rewards)]
+            views = [of_seat(samples[k], seat) for k in mine]
+            for k, made in zip(mine, self.trainable(views, kl_coef=kl_coef, scale=scale), strict=True):
+                advantages_K[k] += made.advantages
+        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
+
+    def _by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+        rewards_K = [rewards_of_turns(sample) for sample in samples]
+        advantages_K = turn_advantages(rewards_K, self.estimator, gamma=self.gamma)
+        pairs = zip(samples, advantages_K, strict=True)
+        return tuple(trainable(s, at_tokens(s, advantages_U)) for s, advantages_U in pairs if isinstance(s, Episode))
+
+    def _token_rewards(
+        self, samples: Sequence[Scored], mask_KT: Mask, kl_KT: Array | None, coef: float, scale: Scale
+    ) -> Array:
+        compared = self.estimator in GROUP_ESTIMATORS
+        rewards_K = (np.array(self._rewards(samples, turns=compared)) - scale.mean) / scale.std
+        turns_KT = None if compared else turn_rewards(samples, mask_KT.shape) / scale.std
+        if kl_KT is not None and self.kl_before_baseline:
+            rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
+            kl_KT = None
+        return token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
+
+    def _rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
+        """The samples' rewards: with `turns` including the rewards of turns, to compare a group; else without them."""
+        rewards = [whole_reward(sample) if turns else sample.reward for sample in samples]
+        if self.shuffle_rewards:
+            random.Random(samples[0].group_id).shuffle(rewards)
+        return rewards
+
+    def kl(self, samples: Sequence[Scored]) -> Array:
+        """kl_t to the reference at every policy token, estimated from the behavior policy's logprobs."""
+        behavior_KT = stack([whole_logprobs(sample) for sample in samples])
+        reference_KT = stack([self._needed(sample, "ref_logprobs") for sample in samples])
+        return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
+
+    def _needed(self, sample: Scored, name: str) -> Float32:
+        found: Float32 | None = getattr(sample, name)
+        if found is not None:
+            return found
+        if name == "values":
+            raise ConfigError(
+                f"estimator 'gae' needs a critic's values, and sample {sample.sample_id} has none; connect the "
+                "batcher's port values to a Critic with g.call, or choose another estimator"
+            )
+        raise ConfigError(
+            f"kl_coef is {self.kl_coef}, but sample {sample.sample_id} has no reference logprobs; put a "
+            "Reference node between generator and reward, or set kl_coef=0"
+        )
+
+
+def unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+    """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
+    return tuple(trainable(sample, np.zeros(0)) for sample in samples)
+
+
+def whole_logprobs(sample: Scored) -> Float32:
+    """`behavior_logprobs` of all sequences, one after the other."""
+    return np.concatenate([one.behavior_logprobs for one in sample.sequences])
+
+
+def whole_reward(sample: Scored) -> float:
+    """The sum of the response's reward and those of its turns."""
+    return sample.reward + sum(reward for _, reward in sample.turn_rewards)
+
+
+def kl_per_token(log_ratio: Array, estimator: KlEstimator) -> Array:
+    """k1 = d, k2 = d²/2, k3 = e^−d − 1 + d of d = log π − log π_ref, each clamped to ±10 (Schulman 2020)."""
+    d = np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    estimates = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d) + d}
+    return np.clip(estimates[estimator], -KL_LIMIT, KL_LIMIT)
+
+
+def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
+    """[K, T]: each turn's reward at the turn's last policy token, 0 elsewhere. Several at one token are summed."""
+    rewards_KT = np.zeros(shape)
+    for row, sample in zip(rewards_KT, samples, strict=True):
+        for place, reward in sample.turn_rewards:
+            row[place] += reward
+    return rewards_KT
+
+
+def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
+    """Rows of unequal length as one array, with zeros after the shorter ones."""
+    result = np.zeros((len(arrays), max(len(array) for array in arrays)))
+    for row, array in zip(result, arrays, strict=True):
+        row[: len(array)] = array
+    return result
+
+
+def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
+    """`sample` with its advantages and returns, cut to its own length, which is that of all its sequences together."""
+    made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
+    length = sample.num_tokens
+    returns = None if returns_T is None else returns_T[:length].astype(np.float32)
+    advantages = advantages_T[:length].astype(np.float32)
+    return Trainable(**made, advantages=advantages, returns=returns, loss_mask=_loss_mask(sample))
+
+
+def _loss_mask(sample: Scored) -> Bool | None:
+    """The mask that the sample already has, if any; all False for an episode that stays out of the loss."""
+    if isinstance(sample, Episode) and sample.masked:
+        return np.zeros(sample.num_tokens, np.bool_)
+    return sample.loss_mask if isinstance(sample, Trainable) else None

@@ -1,1 +1,0 @@
-"""Logprobs and entropies of tokens, from hidden states and the output layer."""

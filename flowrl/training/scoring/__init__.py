@@ -1,1 +1,0 @@
-"""Models that only score: in this process, or sharded over the GPUs of several."""
