@@ -27,7 +27,7 @@ from flowrl.channel.lanes.ends import ReceiveLane, SendLane
 from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
 from flowrl.channel.lanes.lane_spec import LaneSpec, session_number
 from flowrl.channel.links.link import Link
-from flowrl.channel.links.once import Incoming, Outgoing
+from flowrl.channel.links.numbered_frames import Incoming, Outgoing
 from flowrl.channel.links.peer import ControlPeer, Peer
 from flowrl.errors import ConfigError, LaneFailed, WireError
 

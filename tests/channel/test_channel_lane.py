@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.channel.encoding.wire import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
 from flowrl.channel.endpoint import Endpoint
+from flowrl.channel.lanes.arrived_messages import Seen
 from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
 from flowrl.channel.lanes.lane import LaneSpec, ReceiverLane, SenderLane, session_number
 from flowrl.channel.lanes.latest import LatestReceiver, LatestSender
-from flowrl.channel.lanes.seen import Seen
 from flowrl.channel.links.link import Listener, Target
 from flowrl.errors import LaneFailed
 from flowrl.messages import Tombstone

@@ -146,10 +146,6 @@ def test_the_recipes_are_the_graphs() -> None:
     assert {part(path) for path in modules()} == MAY_IMPORT.keys() - {"__main__"}
 
 
-MOST_MODULES = 21
-"""Modules of one folder: more of them need rooms."""
-
-
 @functools.cache
 def imports() -> dict[str, set[str]]:
     """Module of flowrl -> those that it imports, anywhere in it, for types alone too."""
@@ -208,11 +204,6 @@ def test_the_table_of_rooms_is_complete_and_has_no_circle(of: str) -> None:
 def test_a_folder_says_what_it_holds() -> None:
     packages = [path for path in (ROOT / "flowrl").rglob("__init__.py") if "recipes" not in path.parts]
     assert [str(path) for path in packages if not ast.get_docstring(tree(path))] == []
-
-
-def test_a_folder_has_few_modules() -> None:
-    of_folder = Counter(path.parent for path in modules() if path.name != "__init__.py" and "recipes" not in path.parts)
-    assert {str(path): number for path, number in of_folder.items() if number > MOST_MODULES} == {}
 
 
 @pytest.mark.parametrize(

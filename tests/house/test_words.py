@@ -11,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CODE = [path for folder in ("flowrl", "graphs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-MOST_LINES = 900
 
 GIVEN_UP = {
     "in_turn": "in_invocation",
@@ -226,8 +225,3 @@ def test_no_two_files_have_one_name() -> None:
             places[path.name].append(short(path))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
     assert not FILES_GIVEN_UP & places.keys()
-
-
-def test_no_file_is_longer_than_can_be_read() -> None:
-    lengths = {short(path): len(path.read_text(encoding="utf-8").splitlines()) for path in CODE}
-    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.lanes.arrived_messages import Seen
 from flowrl.channel.lanes.ends import ReceiveLane
 from flowrl.channel.lanes.lane import ReceiverLane
-from flowrl.channel.lanes.seen import Seen
 from flowrl.errors import LaneFailed
 
 

@@ -28,9 +28,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.encoding.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.channel.lanes.arrived_messages import Seen
 from flowrl.channel.lanes.lane_spec import LaneSpec, LaneStatistics, schema_problem, session_number
 from flowrl.channel.lanes.retained import RetainedBytes
-from flowrl.channel.lanes.seen import Seen
 
 __all__ = ["LaneSpec", "LaneStatistics", "ReceiverLane", "SenderLane", "schema_problem", "session_number"]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from flowrl.channel.encoding.wire import Frame
 from flowrl.channel.links.link import Link
-from flowrl.channel.links.once import NUMBERED, Incoming, Outgoing
+from flowrl.channel.links.numbered_frames import NUMBERED, Incoming, Outgoing
 from flowrl.errors import WireError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.channel.encoding.wire import CONFIRM, NOTIFY, Frame
-from flowrl.channel.links.once import Incoming, Outgoing
+from flowrl.channel.links.numbered_frames import Incoming, Outgoing
 
 
 def note(index: int) -> Frame:
