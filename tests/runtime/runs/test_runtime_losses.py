@@ -132,7 +132,7 @@ def test_the_last_one_in_service_ends_the_run(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_process_whose_engine_died_before_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_die(monkeypatch, {SECOND: Death(at_s=1.6)})
+    let_die(monkeypatch, {SECOND: Death(at_s=1.3)})
     ran = play(tmp_path / "run", **SMALL, dies_s=0.3)
     ((redone,),) = ran.rows("SELECT SUM(tokens) FROM requests WHERE abandoned = 'generator_died'")
     require_whole(ran, redone=redone)
