@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.nodes import ProcessReward, Reward, RewardModel
-from flowrl.nodes.rewarding.process_reward import OfSteps
+from flowrl.nodes.scoring.reward_model import OfSteps
 from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import RewardModelSize, TimedReward, too_low, unused
 from flowrl.tasks import Task

@@ -37,7 +37,7 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, Limits
-from flowrl.nodes.sources.environment_source import prompt_fields
+from flowrl.nodes.sources.row_source import prompt_fields
 from flowrl.testing import NodeRig
 
 CASES = ("idle", "load", "real")

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.nodes.episodes.failing_by_length import FailingByLength
+from flowrl.nodes.episodes.episode_reports import FailingByLength
 from flowrl.runtime.telemetry.alarms import Alarms, AlarmThresholds
 
 GROUPS_A_LINE = 8

@@ -21,7 +21,7 @@ from flowrl import Graph, In, Node, Out
 from flowrl.channel.links.address import this_machine
 from flowrl.graph.facts import Facts
 from flowrl.messages import Message, Weights
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import make_receiver
 from flowrl.weights.shm import DATA_OFFSET, Segment, views

@@ -29,10 +29,10 @@ import numpy as np
 from flowrl.messages import Weights
 from flowrl.models import Policy, resolve
 from flowrl.models.directory import stored_dtype
-from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.sampling import Sampling
-from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+from flowrl.nodes.engine_options import Engine
+from flowrl.nodes.generation.responses import UpdateGate, WeightUpdates
+from flowrl.nodes.generation.vllm_sampler import VllmSampler
+from flowrl.nodes.sampling import Sampling
 from flowrl.weights.receive import SegmentReceiver
 
 RUN_ID = "benchmark"

@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 
 from flowrl.nodes import Curriculum
-from flowrl.nodes.curricula.curriculum import GroupOutcome
-from flowrl.nodes.curricula.pass_rates import PassRates
+from flowrl.nodes.curriculum import GroupOutcome, PassRates
 
 SETTINGS = Curriculum(chosen=0.5, replayed=0.3, replay_after=8)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from flowrl import Batch, Graph, Group, In, Node, Out, Prompt, Sample, Trainable, Weights
 from flowrl.graph.facts import Facts
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.settings import Accumulate
 

@@ -80,7 +80,7 @@ def make_model(family: str, dtype: Dtype, folder: Path) -> None:
 
 def sampled(folder: Path, dtype: Dtype) -> list[tuple[list[int], list[float]]]:
     """(tokens of prompt and response, logprobs of the response) of each prompt, by vLLM."""
-    from flowrl.nodes.vllm_engine.vllm_start import prepare_environment
+    from flowrl.nodes.generation.vllm_processes import prepare_environment
 
     prepare_environment(cores=(), on_gpu=False)
     from vllm import LLM, SamplingParams

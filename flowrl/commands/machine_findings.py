@@ -18,7 +18,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks
 from flowrl.graph.machine import GB, Cluster, gpu_names
 from flowrl.graph.open_files import ENOUGH, most_files
-from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version
+from flowrl.nodes.generation.vllm_processes import check_vllm_version
 from flowrl.orphans import run_program
 from flowrl.training.engine.requirements import check_nvcc, check_python_headers
 

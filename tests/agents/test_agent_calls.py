@@ -19,8 +19,7 @@ from flowrl.episode import Reply, Turn
 from flowrl.errors import LaneFailed, OutOfService
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Generator, Sampling
-from flowrl.nodes.agent_programs.agent_calls import AgentCalls, AgentCallTable
-from flowrl.nodes.agent_programs.call_log import CallLog
+from flowrl.nodes.episodes.agent_calls import AgentCalls, AgentCallTable, CallLog
 from flowrl.nodes.episodes.attempt import AskedTurn
 from flowrl.testing.rollouts import prompt
 from tests.agents.endpoint_rig import tool_tokenizer

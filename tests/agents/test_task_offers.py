@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.agents.endpoint import RunEnded, SessionTask, Unavailable
-from flowrl.nodes.agent_programs.task_offers import TaskOffers
+from flowrl.nodes.episodes.agent_calls import TaskOffers
 from flowrl.testing import VirtualClock
 
 

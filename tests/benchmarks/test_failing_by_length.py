@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.agents.failing_by_length import DEPENDENT, INDEPENDENT, VARIANTS, rings
-from flowrl.nodes.episodes.failing_by_length import (
+from flowrl.nodes.episodes.episode_reports import (
     LEAST_FAILED,
     LEAST_GROUPS,
     MOST_OPEN,

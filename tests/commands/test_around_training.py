@@ -22,9 +22,9 @@ from flowrl.graph.load import load_file
 from flowrl.models import Chat, Policy, TokenizerOptions
 from flowrl.models.directory import context_length
 from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
-from flowrl.nodes.groups import pairwise
-from flowrl.nodes.groups.pairwise import Comparisons
-from flowrl.nodes.writers.response_writer import Written
+from flowrl.nodes.scoring import reward_functions
+from flowrl.nodes.scoring.reward_functions import Comparisons
+from flowrl.nodes.writers import Written
 from flowrl.policy_options import PolicyOptions
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, Result
@@ -144,7 +144,7 @@ def test_no_row_on_disk_is_read_to_find_those_that_are_left(
 
     monkeypatch.setattr(Comparisons, "_trial", no_trial)
     monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.found(index))
-    monkeypatch.setattr(pairwise, "check_reward", lambda parts, rows: ())
+    monkeypatch.setattr(reward_functions, "check_reward", lambda parts, rows: ())
     Comparisons("rules.py:longer", on_disk).preflight()
     assert read == [0], "one row to try the reward on"
 

@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Findi
         "pip uninstall flowrl",
     ),
     "no vLLM": (
-        lambda patch: patch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", requires_nothing_known),
+        lambda patch: patch.setattr("flowrl.nodes.generation.vllm_processes.version", requires_nothing_known),
         lambda: next(f for f in machine_findings.machine_findings() if f.name == "vllm"),
         "pip install vllm==",
     ),

@@ -525,7 +525,7 @@ def test_a_cluster_that_does_not_answer(
 
 
 def test_vllm_of_another_version(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", lambda package: "0.9.2")
+    monkeypatch.setattr("flowrl.nodes.generation.vllm_processes.version", lambda package: "0.9.2")
     assert "vllm 0.9.2 is installed; flowrl's generator is built on vLLM 0.32.x" in told("run", GRPO, *SMALL)
 
 
@@ -533,7 +533,7 @@ def test_no_vllm(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("flowrl.nodes.vllm_engine.vllm_start.version", version)
+    monkeypatch.setattr("flowrl.nodes.generation.vllm_processes.version", version)
     assert "vLLM is not installed, and the generator needs it; pip install" in told("run", GRPO, *SMALL)
 
 

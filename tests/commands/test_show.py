@@ -18,7 +18,7 @@ from flowrl.agents import TokenSequence
 from flowrl.agents.token_pieces import TokenPieces
 from flowrl.cli import main
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.nodes.episodes.episode_record import fed_roles, spans_of
+from flowrl.nodes.episodes.episode_reports import fed_roles, spans_of
 from flowrl.runtime.show.episode_text import attempt_text
 from flowrl.runtime.show.show import show
 from flowrl.runtime.telemetry import kept_episodes

@@ -18,7 +18,7 @@ from flowrl.environments.find import find_environment
 from flowrl.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Environment, Limits
-from flowrl.nodes.sources.environment_source import prompt_fields
+from flowrl.nodes.sources.row_source import prompt_fields
 from flowrl.testing import NodeRecord, NodeRig
 from tests.nodes.episodes.test_nodes_agent_program import TOKENIZER, Script, failure, prompt
 

@@ -24,7 +24,7 @@ from flowrl.commands.gpu_check.fp8_stage import METHODS
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examined, gpu_check
 from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
-from flowrl.nodes.vllm_engine.quantization import CHANNEL, FP8, LEAST_CAPABILITY
+from flowrl.nodes.engine_options import CHANNEL, FP8, LEAST_CAPABILITY
 from flowrl.orphans import has_ended
 from flowrl.runtime.checkpoints.directory_lock import locked
 from tests import warm

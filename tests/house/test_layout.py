@@ -436,7 +436,7 @@ PIPES = re.compile(
 PIPES_WITHOUT_A_WAIT = {
     "runtime/driver/ray_cluster/guard.py": "it is written to",
     "environments/episode_processes/zygote.py": "it has no pipe of asyncio's",
-    "nodes/sources/row_trial.py": "it starts nothing",
+    "nodes/sources/row_checks.py": "it starts nothing",
 }
 
 

@@ -18,7 +18,7 @@ from flowrl.models import Policy, check_model
 from flowrl.models.labels import label_weights, weighted
 from flowrl.models.scorer import Scorer, check_reward_model, load_scorer
 from flowrl.nodes import ProcessReward, RewardModel
-from flowrl.nodes.rewarding.serve import AskModel, ServeOptions, serve
+from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, serve
 from flowrl.tasks import Task
 from flowrl.testing import run_node, sample
 from flowrl.training.model.scalar_head import head_labels

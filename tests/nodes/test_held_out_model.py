@@ -13,7 +13,7 @@ import pytest
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.models import Policy
 from flowrl.nodes import Evaluation, RewardModel
-from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
+from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.testing import NodeRecord, NodeRig

@@ -13,8 +13,8 @@ import pytest
 
 from flowrl.messages import Batch, Group
 from flowrl.nodes import TokenBatch
-from flowrl.nodes.batching import begun_batch
-from flowrl.nodes.batching.begun_batch import Pace
+from flowrl.nodes.groups import batch as batch_module
+from flowrl.nodes.groups.batch import Pace
 from flowrl.testing import NodeRig, lost
 from tests.nodes.test_nodes_batch import batches, group
 
@@ -22,7 +22,7 @@ from tests.nodes.test_nodes_batch import batches, group
 @pytest.fixture(autouse=True)
 def at_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups come as fast as they can; a real run's batch would be whole sooner than a piece is due."""
-    monkeypatch.setattr(begun_batch, "PACE_S", 0.0)
+    monkeypatch.setattr(batch_module, "PACE_S", 0.0)
 
 
 def names(found: Sequence[Batch]) -> list[tuple[list[str], int, bool]]:
@@ -151,7 +151,7 @@ def test_a_piece_has_an_eighth_of_the_batch_at_least() -> None:
 
 
 def test_a_batch_that_forms_quickly_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begun_batch, "PACE_S", 1e9)
+    monkeypatch.setattr(batch_module, "PACE_S", 1e9)
     node = TokenBatch(2)
 
     async def life() -> list[Batch]:
@@ -166,7 +166,7 @@ def test_a_batch_that_forms_quickly_comes_whole(monkeypatch: pytest.MonkeyPatch)
 def test_a_piece_is_due_some_time_after_the_last_one_or_after_the_batchs_first_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(begun_batch, "PACE_S", 0.5)
+    monkeypatch.setattr(batch_module, "PACE_S", 0.5)
     pace = Pace()
     assert not pace.is_due(7.0), "no group has come"
     pace.begin(10.0)

@@ -15,8 +15,7 @@ from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB
 from flowrl.models import Policy
 from flowrl.nodes import Curriculum, PromptSource
-from flowrl.nodes.curricula.curriculum import GroupOutcome
-from flowrl.nodes.curricula.pass_rates import PassRates
+from flowrl.nodes.curriculum import GroupOutcome, PassRates
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import GraphRun, run_graph, run_node
 from tests.rigs.in_process import over_sockets

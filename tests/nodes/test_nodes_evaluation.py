@@ -19,8 +19,8 @@ from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.models.policy import CHARACTER_CONTEXT
 from flowrl.nodes import Evaluation, Generator
-from flowrl.nodes.evaluating.evaluation_figures import draws, pass_at_k
-from flowrl.nodes.sources.too_long import PromptLimit, TooLong
+from flowrl.nodes.evaluation import draws, pass_at_k
+from flowrl.nodes.sources.row_checks import PromptLimit, TooLong
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet

@@ -12,18 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.nodes import Curriculum
-from flowrl.nodes.curricula import weighted_draw
-from flowrl.nodes.curricula.curriculum import GroupOutcome
-from flowrl.nodes.curricula.pass_rates import AT, HEARD, RATE, PassRates
-from flowrl.nodes.curricula.rising_queue import RisingQueue
-from flowrl.nodes.curricula.weighted_draw import WeightedDraw
+from flowrl.nodes import Curriculum, curriculum
+from flowrl.nodes.curriculum import AT, HEARD, RATE, GroupOutcome, PassRates, RisingQueue, WeightedDraw
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=20))
 def test_a_number_is_drawn_exactly_as_often_as_its_weight_says(eighths: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(weighted_draw, "UNIT", 8)
+        patched.setattr(curriculum, "UNIT", 8)
         draw = WeightedDraw(len(eighths))
         for number, weight in enumerate(eighths):
             draw.set(number, weight / 8)

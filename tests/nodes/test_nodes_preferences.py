@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt, Trainable
 from flowrl.models import Policy, cache_dir
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource
-from flowrl.nodes.sources.preference_source import mismatches
+from flowrl.nodes.sources.preferences import mismatches
 from flowrl.tasks import Row, Task
 from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.testing import NodeRecord, run_node

@@ -20,8 +20,7 @@ from flowrl.graph.machine import GB
 from flowrl.messages import Sample, Weights
 from flowrl.models import Policy
 from flowrl.nodes import Reference
-from flowrl.nodes.scoring.reference import newest_version
-from flowrl.nodes.scoring.refreshed import KeptReferences, num_kept
+from flowrl.nodes.scoring.reference import KeptReferences, newest_version, num_kept
 from flowrl.testing import NodeRecord, NodeRig, run_graph, sample
 from flowrl.weights.publish import Publisher
 from tests.models.tiny_policy import ModelSource, make_policy, perturb

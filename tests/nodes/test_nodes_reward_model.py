@@ -18,11 +18,10 @@ from flowrl.messages import Int32, Sample
 from flowrl.models import Chat, Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
-from flowrl.nodes.groups.failing_rewards import FAILURES_IN_A_ROW
-from flowrl.nodes.rewarding.model_scores import ModelScore, ScoreQuestion
-from flowrl.nodes.rewarding.reward_model import renders_alike
-from flowrl.nodes.rewarding.serve import AskModel
-from flowrl.nodes.sources.preference_source import Preferences, Renderer
+from flowrl.nodes.scoring.reward_functions import FAILURES_IN_A_ROW
+from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion, renders_alike
+from flowrl.nodes.scoring.reward_service import AskModel
+from flowrl.nodes.sources.preferences import Preferences, Renderer
 from flowrl.recipes import reward_model as reward_model_graph
 from flowrl.tasks import Row, Task, load_preferences, load_rows, reward_parts
 from flowrl.tasks.reward_calls.halves import may_be_one

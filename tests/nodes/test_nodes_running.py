@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.messages import Batch, Branch, Group
 from flowrl.nodes import AdaptiveKL, GroupAdvantage, TokenBatch
-from flowrl.nodes.batching.running import Moments, RunningEstimate
+from flowrl.nodes.groups.batch import Moments, RunningEstimate
 from flowrl.testing import run_node, scored
 from flowrl.training.advantages import Estimate, Scale
 from tests.nodes.groups import members

@@ -9,7 +9,7 @@ from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.messages import Scored
 from flowrl.nodes import BestOfN, DynamicSampling, PairMaker
-from flowrl.nodes.groups.judged import GIVE_UP_AFTER, judged_metrics
+from flowrl.nodes.groups.group_filter import GIVE_UP_AFTER, judged_metrics
 from flowrl.testing import NodeRecord, run_node, scored
 from tests.nodes.groups import arriving, members
 

@@ -19,7 +19,7 @@ from flowrl.nodes import (
     Preferences,
     PreferenceSource,
 )
-from flowrl.nodes.sources.too_long import TooLong, answer_start, shortened
+from flowrl.nodes.sources.row_checks import TooLong, answer_start, shortened
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 
@@ -85,7 +85,7 @@ def test_a_long_pair_is_an_error_before_the_run_if_asked_for(tmp_path: Path) -> 
 
 
 def _renderer(data: Preferences) -> object:
-    from flowrl.nodes.sources.preference_source import Renderer
+    from flowrl.nodes.sources.preferences import Renderer
 
     return Renderer(data, data.chat(), data.rows().train)
 

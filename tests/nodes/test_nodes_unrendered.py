@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import flowrl.nodes.sources.row_trial as row_trial
+import flowrl.nodes.sources.row_checks as row_trial
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Node
 from flowrl.models import Policy, tokenizer_of
@@ -31,7 +31,7 @@ from flowrl.nodes import (
     PromptSource,
     StepDataset,
 )
-from flowrl.nodes.sources.row_trial import prompt_texts, require_rendered, try_rows
+from flowrl.nodes.sources.row_checks import prompt_texts, require_rendered, try_rows
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node
 

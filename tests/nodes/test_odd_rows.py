@@ -20,8 +20,8 @@ from flowrl.messages import Bool, Int32
 from flowrl.models import Policy
 from flowrl.models.tokens.chat import Chat, Unrendered
 from flowrl.nodes import Demonstrations, Preferences, StepDataset
-from flowrl.nodes.sources.preference_source import Renderer
-from flowrl.nodes.sources.row_trial import RowTexts, prompt_texts
+from flowrl.nodes.sources.preferences import Renderer
+from flowrl.nodes.sources.row_checks import RowTexts, prompt_texts
 from flowrl.tasks import Row, Rows, Task, load_demonstrations, load_preferences, load_rows
 from tests.agents.chat_templates import SPECIAL_TOKEN, merging, templates, with_template
 from tests.models.test_models_chat import merging as merging_newlines

@@ -18,11 +18,10 @@ from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.scorer import load_scorer
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
-from flowrl.nodes.rewarding.model_scores import ScoreQuestion
-from flowrl.nodes.rewarding.process_reward import reward_of
-from flowrl.nodes.rewarding.serve import ServeOptions, _client
+from flowrl.nodes.scoring.reward_model import ScoreQuestion, reward_of
+from flowrl.nodes.scoring.reward_service import ServeOptions, _client
+from flowrl.nodes.sources.row_checks import TooLong
 from flowrl.nodes.sources.step_dataset import labelled_steps
-from flowrl.nodes.sources.too_long import TooLong
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model

@@ -11,8 +11,7 @@ from typing import Any
 from flowrl import Batch, In, Out, Trainable, Weights
 from flowrl.graph.facts import Facts
 from flowrl.messages import Bool
-from flowrl.nodes.batching.batch import TokenBatch
-from flowrl.nodes.batching.begun_batch import Pace
+from flowrl.nodes.groups.batch import Pace, TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch_stats import loss_masks
 from tests.random_graphs.dice import lot

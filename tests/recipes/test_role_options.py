@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
 from flowrl.nodes import Critic, Engine, Generator, Reference, RewardModel, Teacher, Trainer
-from flowrl.nodes.vllm_engine.vllm_options import known_options, parse_extra
+from flowrl.nodes.engine_options import known_options, parse_extra
 from flowrl.role_options import ScoringSize, Size
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
@@ -172,7 +172,7 @@ def test_further_options_have_the_types_of_vllms_source() -> None:
 
 
 def test_without_vllm_any_further_option_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.nodes.vllm_engine.vllm_options.known_options", lambda: None)
+    monkeypatch.setattr("flowrl.nodes.engine_options.known_options", lambda: None)
     assert parse_extra("whatever=[1, 2]") == ("whatever", [1, 2])
     with pytest.raises(ConfigError, match="write NAME=VALUE"):
         parse_extra("=3")

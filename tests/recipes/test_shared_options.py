@@ -240,7 +240,7 @@ def test_the_functions_beside_a_reward_model_are_asked_in_the_same_way(monkeypat
     given = ("--reward-timeout-s", "33", "--reward-concurrency", "7", "--reward-away-s", "9")
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "flowrl.nodes.rewarding.reward_model.RewardFunctions", lambda *parts, **given: found.append(given)
+        "flowrl.nodes.scoring.reward_model.RewardFunctions", lambda *parts, **given: found.append(given)
     )
     graph("grpo", *given, "--reward-model", "a/model", "--task.reward", "verifier + reward_model")
     assert found == [{"timeout_s": 33.0, "processes": 7, "away_s": 9.0}]

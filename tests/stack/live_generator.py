@@ -16,10 +16,10 @@ import numpy as np
 
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
+from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.generation.generator import Generator
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.sampling import Sampling
-from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+from flowrl.nodes.generation.vllm_sampler import VllmSampler
+from flowrl.nodes.sampling import Sampling
 from flowrl.testing import NodeRecord, NodeRig
 from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher

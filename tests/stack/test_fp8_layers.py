@@ -162,7 +162,7 @@ def config(request: pytest.FixtureRequest, policy: Path, monkeypatch: pytest.Mon
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
     from vllm.model_executor.layers.quantization.online import fp8
 
-    from flowrl.nodes.vllm_engine.engine import Engine
+    from flowrl.nodes.engine_options import Engine
 
     monkeypatch.setattr("vllm.distributed.parallel_state._TP", SimpleNamespace(world_size=1, rank_in_group=0))
     if request.param != "fp8":

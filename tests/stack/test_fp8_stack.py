@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from flowrl.cpu_flags import cpu_flags
-from flowrl.nodes.vllm_engine.engine import CacheDtype, Engine
-from flowrl.nodes.vllm_engine.quantization import CACHE_FLAGS
+from flowrl.nodes.engine_options import CACHE_FLAGS, CacheDtype, Engine
 from flowrl.weights.probe import FP8_TOLERANCE, probe_sequences
 from tests.models.tiny_policy import ModelSource, make_policy, score
 from tests.stack.live_generator import Live, checksums, difference, examined_afresh

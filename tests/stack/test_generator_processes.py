@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(300)]
 HOST = """
 import sys
 from multiprocessing.process import BaseProcess
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+from flowrl.nodes.engine_options import Engine
+from flowrl.nodes.generation.vllm_sampler import VllmSampler
 start = BaseProcess.start
 def told(process):
     start(process)

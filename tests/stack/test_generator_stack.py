@@ -24,8 +24,8 @@ from flowrl.messages import Sample
 from flowrl.models import Policy, tokenizer_of
 from flowrl.models.turn_ends import stop_ids
 from flowrl.nodes import AgentProgram, Limits
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.sampling import Sampling
+from flowrl.nodes.engine_options import Engine
+from flowrl.nodes.sampling import Sampling
 from flowrl.testing import NodeRecord, NodeRig
 from tests.agents.outside_workers import OutsideSession, Worker, a_worker
 from tests.models.tiny_policy import score

@@ -22,7 +22,7 @@ from flowrl.agents.programs.agent_result import AgentResult
 from flowrl.environments.protocol import MalformedValue, Observation, Step
 from flowrl.message_base import number_in
 from flowrl.nodes import TaskSource
-from flowrl.nodes.sources.task_source import task_fields
+from flowrl.nodes.sources.row_source import task_fields
 from flowrl.tasks import Row, Task, load_preferences, load_rows
 from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.tasks.rewards import Part, check_reward, open_reward, parse_reward, row_columns

@@ -20,7 +20,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.nodes import Reward
-from flowrl.nodes.evaluating.held_out_scores import AskedFunctions, FunctionScores
+from flowrl.nodes.held_out_answers import AskedFunctions, FunctionScores
 from flowrl.orphans import child_pids, has_ended, run_program
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.reward_calls.judge import BadReward

@@ -17,7 +17,7 @@ from aiohttp import ClientSession, web
 from flowrl.errors import ConfigError
 from flowrl.models.scorer import ONE_LABEL
 from flowrl.nodes import Reward
-from flowrl.nodes.rewarding.serve import AskModel, ServeOptions, _client
+from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, _client
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.reward_calls import http
 from flowrl.tasks.reward_calls.away import Patience

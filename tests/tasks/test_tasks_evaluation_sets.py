@@ -20,8 +20,8 @@ from flowrl.graph.load import load_file
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, Generator, PromptSource, Sampling, TaskSource
-from flowrl.nodes.sources.dataset import DemonstrationSource
-from flowrl.nodes.sources.environment_source import prompt_fields, question_fields
+from flowrl.nodes.sources.demonstrations import DemonstrationSource
+from flowrl.nodes.sources.row_source import prompt_fields, question_fields
 from flowrl.runtime.driver.phases import shown_sets
 from flowrl.tasks import Task, load_demonstrations, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet

@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
-from flowrl.nodes.sources.preference_source import Preferences, PreferenceSource
+from flowrl.nodes.sources.preferences import Preferences, PreferenceSource
 from flowrl.tasks import Task, load_preferences, load_rows
 from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.tasks.rows import Row

@@ -23,8 +23,8 @@ from flowrl.graph.routes import (
 )
 from flowrl.messages import Weights
 from flowrl.models.sizes.known_shapes import CHARACTER_SHAPE
-from flowrl.nodes.vllm_engine.engine import Engine as EngineOptions
-from flowrl.nodes.vllm_engine.engine import EngineDtype
+from flowrl.nodes.engine_options import Engine as EngineOptions
+from flowrl.nodes.engine_options import EngineDtype
 from flowrl.recipes.grpo import GRPO
 from flowrl.recipes.grpo import graph as grpo_graph
 from flowrl.recipes.ppo import PPO

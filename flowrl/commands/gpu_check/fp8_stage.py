@@ -11,11 +11,11 @@ from flowrl.commands.gpu_check.bench import Bench
 from flowrl.commands.gpu_check.small_model import make_small_model
 from flowrl.commands.gpu_check.weight_stages import READER, ModelSource, mean_gap, started, update
 from flowrl.messages import Weights
-from flowrl.nodes.vllm_engine.quantization import FP8
+from flowrl.nodes.engine_options import FP8
 from flowrl.weights.publish import Publisher
 
 if TYPE_CHECKING:
-    from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+    from flowrl.nodes.generation.vllm_sampler import VllmSampler
     from flowrl.weights.receive import Receiver
 
 METHODS = tuple(dict.fromkeys(FP8.values()))

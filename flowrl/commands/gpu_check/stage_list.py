@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.nodes.vllm_engine.quantization import LEAST_CAPABILITY
+from flowrl.nodes.engine_options import LEAST_CAPABILITY
 
 HERE = "flowrl.commands.gpu_check"
 LONGEST_S = 470.0

@@ -20,7 +20,7 @@ from flowrl.weights.probe import probe_sequences
 from flowrl.weights.publish import Publisher
 
 if TYPE_CHECKING:
-    from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+    from flowrl.nodes.generation.vllm_sampler import VllmSampler
     from flowrl.weights.receive import Receiver
 
 GIB = 1 << 30
@@ -92,8 +92,8 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
 
 async def started(bench: Bench, path: Path, taker: Receiver, **engine: Any) -> VllmSampler:
     """vLLM with the model in `path`; `engine` has further options, which replace the defaults here, such as float32."""
-    from flowrl.nodes.vllm_engine.engine import Engine
-    from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+    from flowrl.nodes.engine_options import Engine
+    from flowrl.nodes.generation.vllm_sampler import VllmSampler
 
     share = UTILIZATION if bench.on_gpu else None
     sampler = await asyncio.to_thread(

@@ -1,1 +1,1 @@
-"""Nodes that play episodes: attempts, their limits, logs and reports."""
+"""Nodes that play episodes, in environments or by agents: attempts, their limits, logs and reports."""

@@ -1,7 +1,8 @@
 """One attempt at an episode: observations and replies alternate until the environment or a limit ends it.
 
-The seats act in their order; the module `seat` says what a seat sees. The policy plays the trained seats, its opponents
-play the others.
+The seats act in their order. An environment for one player has one seat. Seats never share tokens: what one seat does,
+another sees only in what the environment shows to it. The policy plays the trained seats, its opponents play the
+others. `Played` is the result.
 
 Waits: for replies of generators, and for the environment; each call of the environment has a limit in seconds.
 """
@@ -10,20 +11,72 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, get_args
 
-from flowrl.agents import ChatTemplate, History
+import numpy as np
+
+from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
 from flowrl.environments import Action, Observation, Step
-from flowrl.environments.middle import without_middle
+from flowrl.environments.middle import LEAST_BYTES, without_middle
 from flowrl.episode import Reply
+from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.nodes.episodes.limits import Limits
-from flowrl.nodes.episodes.played import Played, note_no_turn, note_seats
-from flowrl.nodes.episodes.seat import Seat, after_system_prompt
-from flowrl.nodes.episodes.turn_figures import TurnFigures
+
+OnTruncated = Literal["train", "mask", "drop"]
+LEAST = {"turns": 1, "tokens": 2, "turn_tokens": 1, "episodes": 1, "retries": 0, "observation_bytes": LEAST_BYTES}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one episode, of the attempts at it, and of the number of episodes at a time."""
+
+    turns: int = 32
+    """Most replies in an episode."""
+    tokens: int | None = None
+    """Most tokens of the whole episode, or of each of its sequences; None: as many as the model's context takes."""
+    turn_tokens: int | None = None
+    """Most tokens of one reply; None: as many as the generator's sampling allows."""
+    reset_s: float = 120.0
+    """Most seconds for the environment's reset."""
+    step_s: float = 60.0
+    """Most seconds for one step of the environment."""
+    episode_s: float = 1800.0
+    """Most seconds for an attempt; checked between turns."""
+    expected_s: float | None = None
+    """Your estimate of the seconds that an episode takes on average. It bounds nothing; `flowrl check` uses it to
+    estimate the time of a step."""
+    observation_bytes: int = 65536
+    """Longest text of one message of the environment, in bytes of UTF-8; the middle of a longer text is cut out and
+    marked."""
+    episodes: int = 1024
+    """Most episodes at a time."""
+    retries: int = 2
+    """Attempts after the first, if the environment failed."""
+    on_truncated: OnTruncated = "train"
+    """An episode that was cut off by turns, tokens, seconds or malformed calls is trained with the reward it has
+    (train), kept out of the loss but compared with its group (mask), or dropped (drop)."""
+
+    def problems(self) -> Iterator[str]:
+        """Sentences that say what is wrong with a value."""
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                yield f"limits.{name} is {value}; it has to be {least} or more"
+        for name in ("reset_s", "step_s", "episode_s", "expected_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                yield f"limits.{name} is {value}; it has to be above 0"
+        if self.expected_s is not None and self.expected_s >= self.episode_s:
+            yield (
+                f"limits.expected_s is {self.expected_s:g}, but limits.episode_s ends an attempt after "
+                f"{self.episode_s:g} s; raise episode_s"
+            )
+        if self.on_truncated not in get_args(OnTruncated):
+            yield f"limits.on_truncated is {self.on_truncated!r}; choose one of {', '.join(get_args(OnTruncated))}"
+
 
 MALFORMED_IN_A_ROW = 3
 NAME_BYTES = 256
@@ -249,3 +302,216 @@ def read_action(reply: Reply) -> tuple[Action, str]:
         unread = "the reply was cut off at its limit of tokens"
     message = {"content": reply.message.get("content") or ""} if unread else reply.message
     return Action.of_message(message, token_ids=ids, finish_reason=reason), unread
+
+
+class Seat:
+    """Starts with its first observation. `trained`: the policy plays the seat, and the seat's replies are trained."""
+
+    def __init__(
+        self,
+        number: int,
+        first: Observation,
+        template: ChatTemplate,
+        *,
+        history: History,
+        observation_bytes: int,
+        trained: bool,
+    ) -> None:
+        self.number = number
+        self.trained = trained
+        self.tools = first.tools
+        self.conversation = Conversation(template, history=history)
+        self.turns = 0
+        self.malformed_in_a_row = 0
+        self.rewards: list[tuple[int, float]] = []
+        """(index of the turn's last token, through all sequences of this seat, reward)"""
+        self.reward = 0.0
+        """The sum of all rewards of the seat, including the rewards before its first turn."""
+        self._observation_bytes = observation_bytes
+        self._shown: list[Observation] = []
+        self._calls: Sequence[Any] = ()
+        self._early = 0.0
+        self._reading = False
+        self.show(first)
+
+    def show(self, observation: Observation) -> None:
+        """Show an observation, which the seat reads when its next turn begins. An empty observation shows nothing."""
+        if observation.text or observation.messages:
+            self._shown.append(observation)
+
+    def read(self) -> Int32:
+        """Begin the seat's turn: the context of its reply, with everything shown to it since its last reply."""
+        self.conversation.feed(joined(self._shown, self._calls, self._observation_bytes))
+        self._shown, self._calls, self._reading = [], (), True
+        return self.conversation.context()
+
+    def unanswered(self) -> Int32:
+        """The context of the reply that the seat has not given yet."""
+        return self.conversation.context() if self._reading else self.read()
+
+    def sampled(self, reply: Reply, message: Mapping[str, Any], calls: Sequence[Any]) -> None:
+        """Add the seat's reply; `calls` are the calls in it, which the next observation answers."""
+        self.conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
+        self.turns += 1
+        self._calls, self._reading = calls, False
+
+    def rewarded(self, reward: float) -> None:
+        """Add a reward to the seat's last turn. Before its first turn, the reward is kept and added to that turn."""
+        self.reward += reward
+        if not self.turns:
+            self._early += reward
+            return
+        last = self.conversation.num_tokens - 1
+        if self.rewards and self.rewards[-1][0] == last:
+            self.rewards[-1] = (last, self.rewards[-1][1] + reward)
+        else:
+            self.rewards.append((last, reward + self._early))
+            self._early = 0.0
+
+
+def after_system_prompt(first: Observation, prompt: str) -> Observation:
+    """`first` after a system message with `prompt`. Raises ConfigError if `first` has its own system message."""
+    if not prompt:
+        return first
+    shown = first.messages or ({"role": "user", "content": first.text},) * bool(first.text)
+    if shown and shown[0]["role"] == "system":
+        raise ConfigError(
+            "the environment begins an episode with a system message of its own, and there is a system prompt besides; "
+            "leave --task.system-prompt out"
+        )
+    return replace(first, text="", messages=({"role": "system", "content": prompt}, *shown))
+
+
+def joined(shown: Sequence[Observation], calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
+    """Observations as messages, each at most `most_bytes` long. Several texts become one message, a line for each."""
+    if not any(observation.messages for observation in shown):
+        return messages_of(Observation("\n".join(observation.text for observation in shown)), calls, most_bytes)
+    first, *others = shown
+    return [
+        *messages_of(first, calls, most_bytes),
+        *(message for other in others for message in messages_of(other, (), most_bytes)),
+    ]
+
+
+def messages_of(observation: Observation, calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
+    """An observation as messages, each at most `most_bytes` long.
+
+    A text becomes one message of the user. After `calls`, it is the answer to the first call, and the other calls get
+    an empty answer.
+    """
+    if observation.messages:
+        return [
+            {**message, "content": without_middle(message["content"], most_bytes)} for message in observation.messages
+        ]
+    text = without_middle(observation.text, most_bytes)
+    if not calls:
+        return [{"role": "user", "content": text}]
+    return [
+        {"role": "tool", "content": "" if index else text, "name": call.name, "tool_call_id": call.call_id}
+        for index, call in enumerate(calls)
+    ]
+
+
+Messages = tuple[Mapping[str, Any], ...]
+
+
+@dataclass
+class Played:
+    """Every field is about the seats that the policy plays, unless its text says otherwise."""
+
+    cut: str = ""
+    """turns, tokens, seconds, malformed_calls or environment; "" if the episode ended by its own rules."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(index of the turn's last policy token, through all sequences, reward)"""
+    turns: int = 0
+    finish_reason: str = ""
+    """How the last reply ended."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Seconds of each step of the environment, including the steps after an opponent's reply."""
+    seconds: float = 0.0
+    """Seconds from the first observation to the end."""
+    figures: list[TurnFigures] = field(default_factory=list)
+    """Figures of each reply."""
+    later_figures: list[TurnFigures] = field(default_factory=list)
+    """The `figures` of all turns after the first turn of their seat."""
+    malformed: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The environment's metrics: name -> last value."""
+    sequences: tuple[TokenSequence, ...] = ()
+    """() if nothing was sampled."""
+    seats: tuple[int, ...] = ()
+    """The seat of each sequence; () if the environment has one seat."""
+    seat_rewards: tuple[tuple[int, float], ...] = ()
+    """(seat, its reward), also for a seat that had no turn; () if the environment has one seat."""
+    text: str = ""
+    """The first context, decoded."""
+    generator: str = ""
+    messages: tuple[Messages, ...] = ()
+    """For each sequence, everything that was fed to its seat and answered."""
+
+    @property
+    def reward(self) -> float:
+        """The sum over turns; with several seats, the mean of their rewards."""
+        if self.seat_rewards:
+            return sum(reward for _, reward in self.seat_rewards) / len(self.seat_rewards)
+        return sum(reward for _, reward in self.rewards)
+
+    def of_seats(self) -> Iterator[tuple[float, list[tuple[int, float]], int]]:
+        """Yield (reward, [(place, reward) of each turn], number of policy tokens) for each seat."""
+        if not self.seat_rewards:
+            yield self.reward, self.rewards, sum(int(one.policy_mask.sum()) for one in self.sequences)
+        ends = np.cumsum([one.token_ids.size for one in self.sequences])
+        for seat, reward in self.seat_rewards:
+            mine = [sequence for sequence, of in zip(self.sequences, self.seats, strict=True) if of == seat]
+            turns = [(p, r) for p, r in self.rewards if self.seats[int(np.searchsorted(ends, p, "right"))] == seat]
+            yield reward, turns, sum(int(sequence.policy_mask.sum()) for sequence in mine)
+
+
+def note_seats(played: Played, seats: Sequence[Seat]) -> None:
+    """Note the results of the seats in `played`; a later call replaces the notes of an earlier call."""
+    trained = [seat for seat in seats if seat.trained]
+    found: list[tuple[int, TokenSequence, Messages]] = []
+    played.rewards = []
+    before = 0
+    for seat in trained:
+        found += [(seat.number, sequence, seat.conversation.messages) for sequence in seat.conversation.sequences()]
+        played.rewards += [(before + place, reward) for place, reward in seat.rewards]
+        before += seat.conversation.num_tokens
+    played.sequences = tuple(sequence for _, sequence, _ in found)
+    played.messages = tuple(messages for _, _, messages in found)
+    if len(seats) > 1:
+        played.seats = tuple(number for number, _, _ in found)
+        played.seat_rewards = tuple((seat.number, seat.reward) for seat in trained)
+        played.metrics |= {f"seat_{seat.number}_reward": seat.reward for seat in seats}
+
+
+def note_no_turn(played: Played, seats: Sequence[Seat]) -> None:
+    """The opponents ended the game before the policy's first turn: its sequence is the context it would have read."""
+    seat = next(seat for seat in seats if seat.trained)
+    played.sequences = (fed_alone(seat.unanswered()),)
+    played.messages = (seat.conversation.messages,)
+    played.seats = (seat.number,) if len(seats) > 1 else ()
+
+
+def fed_alone(token_ids: Int32) -> TokenSequence:
+    """A sequence in which nothing was sampled."""
+    size = token_ids.size
+    return TokenSequence(token_ids, np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, -1, np.int32))
+
+
+@dataclass(frozen=True)
+class TurnFigures:
+    """The figures of one request for a reply, without the environment's step after it."""
+
+    generate_s: float
+    """Seconds in vLLM."""
+    slot_s: float
+    """The other seconds until the reply: for a place on the edge, at the generator and in vLLM, and in transit."""
+    context_tokens: int
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, reply: Reply, *, context_tokens: int, seconds: float) -> TurnFigures:
+        """The figures of `reply`; `seconds` is the time from the request to the reply."""
+        slot_s = max(seconds - reply.generated_s, 0.0)
+        return cls(reply.generated_s, slot_s, context_tokens, reply.cached_tokens)

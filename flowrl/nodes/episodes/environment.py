@@ -29,14 +29,11 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve, silent
-from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt
-from flowrl.nodes.episodes.episode_checks import template_findings
+from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt, Limits, Played
 from flowrl.nodes.episodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
-from flowrl.nodes.episodes.episode_node import EpisodeNode
-from flowrl.nodes.episodes.limits import Limits
-from flowrl.nodes.episodes.played import Played
-from flowrl.nodes.rewarding.shaping import Shaping
-from flowrl.nodes.sources.environment_source import row_of
+from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings
+from flowrl.nodes.scoring.reward import Shaping
+from flowrl.nodes.sources.row_source import row_of
 
 NO_ROOM = "no_room"
 """The cause of an episode whose first observation fills the context."""

@@ -1,1 +1,1 @@
-"""The generator: responses to prompts, across weight updates and checkpoints."""
+"""The generator, and vLLM in its process: responses to prompts, across weight updates and checkpoints."""

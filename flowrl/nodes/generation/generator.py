@@ -30,27 +30,30 @@ import numpy as np
 
 from flowrl.agents import ReplyParser, parser_problems, reply_parser
 from flowrl.episode import Reply, Turn
-from flowrl.errors import ConfigError, FlowrlError
+from flowrl.errors import ConfigError, FlowrlError, OutOfService
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
-from flowrl.graph.node import Node
+from flowrl.graph.node import Context, Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
 from flowrl.models import Policy, check_model, known_context, known_directory, resolve, with_template
 from flowrl.models.sizes.known_shapes import known_shape
 from flowrl.models.turn_ends import end_problem
-from flowrl.nodes.generation.responses import Prefix, ResponseLost, Responses, TokenRequest
-from flowrl.nodes.generation.standby import Standby
-from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates, skips
+from flowrl.nodes.engine_options import AdapterSlots, Engine, Parallel, method_note
+from flowrl.nodes.generation.responses import (
+    Prefix,
+    ResponseLost,
+    Responses,
+    TokenRequest,
+    UpdateGate,
+    WeightUpdates,
+    skips,
+)
+from flowrl.nodes.generation.vllm_processes import EngineDied, check_vllm_version, stored_problems
+from flowrl.nodes.generation.vllm_sampler import EVALUATION, VllmSampler, priority_of
 from flowrl.nodes.model_memory import generator_footprint
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.quantization import method_note
-from flowrl.nodes.vllm_engine.sampling import Completion, Response, Sampling
-from flowrl.nodes.vllm_engine.vllm_adapters import AdapterSlots
-from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
-from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, VllmSampler, priority_of
-from flowrl.nodes.vllm_engine.vllm_start import check_vllm_version, stored_problems
+from flowrl.nodes.sampling import Completion, Response, Sampling
 from flowrl.training.engine.requirements import check_python_headers
 from flowrl.training.settings import LoRA
 from flowrl.weights.receive import Receiver, make_receiver
@@ -413,3 +416,56 @@ class Generator(Node):
 def _prefix(asked: Prompt | Turn) -> Completion:
     """The tokens generated before a checkpoint, as the response's first part; empty if there are none."""
     return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")
+
+
+class Standby:
+    """Whether one replica is in service. If its vLLM process dies, it ends the run, or leaves its work to the others.
+
+    The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.stand_ins` says
+    when). A replica whose engine has died answers all requests, running and later ones, with OutOfService, and its
+    callers ask another replica under the same request id. The replica stays out of service until the run ends. Its own
+    process continues: it follows checkpoints, and reports the versions that it leaves out as held. The run ends when a
+    caller has no replica left to ask. If the replica's own process dies, before or after its engine, the driver handles
+    that.
+    """
+
+    def __init__(self, context: Context, replica: str) -> None:
+        self._context = context
+        self._replica = replica
+        self.can_leave = context.others_stand_in
+        """Whether the other replicas may do the work of this one."""
+        self._death: EngineDied | None = None
+
+    @property
+    def has_left(self) -> bool:
+        return self._death is not None
+
+    def serving(self, body: Callable[[Req], Awaitable[Rep]]) -> Callable[[Req], Awaitable[Rep]]:
+        """`body` for a Serve port: raises OutOfService once the engine has died, if other replicas can be asked."""
+
+        async def answer(request: Req) -> Rep:
+            if self._death is None:
+                try:
+                    return await body(request)
+                except EngineDied as death:
+                    self._leave(death)
+            raise OutOfService(f"{self._replica}: {self._death}")
+
+        return answer
+
+    async def goes_on(self, work: Awaitable[Any]) -> bool:
+        """Await `work`, which uses the engine; False if the engine has died and other replicas do its work."""
+        try:
+            await work
+        except EngineDied as death:
+            self._leave(death)
+            return False
+        return True
+
+    def _leave(self, death: EngineDied) -> None:
+        if not self.can_leave:
+            raise death
+        if self._death is None:
+            self._death = death
+            self._context.metric("generators_lost", 1)
+            self._context.progress(f"out of service, its requests go to the other replicas: {death}")

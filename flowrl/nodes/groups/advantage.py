@@ -10,8 +10,8 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
-from flowrl.nodes.curricula.curriculum import GroupOutcome, Noted, report_outcome
-from flowrl.nodes.groups.dynamic import DynamicSampling, GroupFilter
+from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
+from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter
 from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, unvalued
 
 

@@ -17,12 +17,10 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
-from flowrl.nodes.curricula.curriculum import GroupOutcome, Noted, report_outcome
-from flowrl.nodes.groups.dynamic import DynamicSampling, GroupFilter
-from flowrl.nodes.groups.failing_rewards import FailingRewards
-from flowrl.nodes.groups.judged import Judged
-from flowrl.nodes.groups.one_sequence import require_one_sequence
-from flowrl.nodes.groups.pairwise import COMPARED_S, Comparisons
+from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
+from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter, Judged
+from flowrl.nodes.scoring.reward_functions import COMPARED_S, Comparisons, FailingRewards
+from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
 from flowrl.tasks.reward_calls.away import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward
@@ -124,9 +122,9 @@ class PairMaker(Selection):
     A group without a difference is filtered as `tie`, the members in between as `not_paired`, a group with
     fewer than two scored members as `group_too_small`. With `reference="round"` the reference is the weights
     that sampled the pair, whose logprobs every sample carries; with "initial" an upstream Reference node
-    provides the reference logprobs. `prefer` is a pairwise reward for `task` (`flowrl.nodes.groups.pairwise`): the best
-    is then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails, also if
-    the comparison takes longer than `timeout_s` (None: 60). Servers that cannot be reached are waited for `away_s`.
+    provides the reference logprobs. `prefer` is a pairwise reward for `task` (`Comparisons`): the best is
+    then the answer that wins most comparisons, whatever its reward. A group that cannot be compared fails, also if the
+    comparison takes longer than `timeout_s` (None: 60). Servers that cannot be reached are waited for `away_s`.
     """
 
     groups: Out[Group]

@@ -1,1 +1,1 @@
-"""Nodes that compute with a fixed or second model: reference, critic, teacher."""
+"""Nodes that score samples: reward functions and reward models, references, critics, teachers."""

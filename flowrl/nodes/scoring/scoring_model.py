@@ -7,18 +7,23 @@ its model over them, with one process for each GPU (`flowrl.training.scoring_mod
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from flowrl.errors import ConfigError
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node
+from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.nodes.model_memory import scoring_footprint
 from flowrl.training.settings import Dtype
 
 if TYPE_CHECKING:
     from flowrl.training.scoring_models import ModelLoad, ScoringModel
+
 
 R = TypeVar("R")
 
@@ -91,3 +96,61 @@ def gpu_problems(gpus: float) -> Iterator[str]:
     """What is wrong with the number of GPUs of a model that only scores, as a complete sentence; empty if valid."""
     if gpus > 1 and gpus != int(gpus):
         yield f"gpus is {gpus:g}; a model is sharded over whole GPUs, so use {int(gpus)} or {int(gpus) + 1}"
+
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+@dataclass(eq=False)
+class _Question(Generic[Q, A]):
+    content: Q
+    later: bool
+    answer: A | None = None
+
+
+class SharedPass(Generic[Q, A]):
+    """Answers concurrent questions: the first caller that finds the model free runs a pass for all waiting questions.
+
+    `answer_all(questions)` returns one answer per question, none of which is None. Each wait ends with the pass that
+    answers the question. If a pass is cancelled, the other questions keep waiting for the next pass. A question that is
+    asked `later` is answered by the first pass that starts when only questions of that kind wait.
+    """
+
+    def __init__(self, answer_all: Callable[[list[Q]], Awaitable[Sequence[A]]]) -> None:
+        self._answer_all = answer_all
+        self._waiting: list[_Question[Q, A]] = []
+        self._model_is_free = asyncio.Lock()
+
+    async def ask(self, content: Q, *, later: bool = False) -> A:
+        """Return the answer; raises the exception of the pass."""
+        mine: _Question[Q, A] = _Question(content, later)
+        self._waiting.append(mine)
+        try:
+            while mine.answer is None:  # a pass that a `later` question runs may answer only other questions
+                async with self._model_is_free:
+                    if mine.answer is None:  # else another caller's pass answered it while this one waited
+                        await self._pass()
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+        assert mine.answer is not None
+        return mine.answer
+
+    async def _pass(self) -> None:
+        asked = [question for question in self._waiting if not question.later] or list(self._waiting)
+        answers = await self._answer_all([question.content for question in asked])
+        for question, answer in zip(asked, answers, strict=True):
+            question.answer = answer
+        self._waiting = [question for question in self._waiting if question.answer is None]
+
+
+def require_one_sequence(samples: Iterable[Sample], user: str) -> None:
+    """Raise ConfigError if an episode has several sequences, which `user` ("a critic") cannot take."""
+    for sample in samples:
+        if sample.branches:
+            raise ConfigError(
+                f"sample {sample.sample_id!r} has {len(sample.sequences)} sequences, because its context was "
+                f"rewritten, but {user} takes samples of one; set history='append' of the Environment, or let the "
+                "agent go on from the messages that it sent before"
+            )

@@ -15,9 +15,7 @@ from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
 from flowrl.models.sizes.model_layout import note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
-from flowrl.nodes.groups.one_sequence import require_one_sequence
-from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
-from flowrl.nodes.scoring.shared_pass import SharedPass
+from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, require_one_sequence
 from flowrl.training.advantages import Array, distillation_advantages, trainable
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy

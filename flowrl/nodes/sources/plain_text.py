@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, overload
 
 import numpy as np
 
@@ -15,14 +17,12 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, silent, tokenizer_of
-from flowrl.models.token_store import HeldTokens, TokenFile
-from flowrl.models.tokens.plain_tokens import text_tokens
-from flowrl.nodes.sources.given_sample import given_sample
-from flowrl.nodes.sources.row_source import RowPart
-from flowrl.nodes.sources.source import PromptSource
-from flowrl.nodes.sources.text_pieces import TextPiece, TextPieces
+from flowrl.models.token_store import HeldTokens, TokenFile, TokenStore
+from flowrl.models.tokens.plain_tokens import pieces, text_tokens
+from flowrl.nodes.sources.demonstrations import given_sample
+from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_texts
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows, lowest
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows, Ints, hexadecimal, lowest
 
 CutBy = Literal["split", "wrapped"]
 
@@ -151,3 +151,79 @@ def _sample(token_ids: Int32, text: str, **fields: str | int) -> Trainable:
     mask = np.ones(len(token_ids), np.bool_)
     mask[0] = False
     return given_sample(token_ids, mask, prompt_text="", response_text=text, **fields)
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """A sequence of `token_ids`; the first token is context, all others are trained."""
+
+    prompt_id: str
+    token_ids: Int32
+
+
+class TextPieces(Sequence[TextPiece]):
+    """Sequences of up to `most` tokens, cut from each text separately or from all texts joined; kept in `tokens`."""
+
+    def __init__(self, texts: Iterable[Int32], tokens: TokenStore, most: int, *, joined: bool) -> None:
+        self._tokens, self._bounds = tokens, _bounds(texts, tokens, most, joined=joined)
+        self._ids = self._named()
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    @overload
+    def __getitem__(self, index: int) -> TextPiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TextPiece]: ...
+
+    def __getitem__(self, index: int | slice) -> TextPiece | Sequence[TextPiece]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        return TextPiece(f"{int(self._ids[index]):016x}", self._token_ids(index))
+
+    def prompt_ids(self) -> Iterator[str]:
+        """The `prompt_id` of each sequence, without reading the sequence."""
+        return hexadecimal(self._ids)
+
+    def lowest(self, most: int) -> list[TextPiece]:
+        """Up to `most` sequences: those with the lowest ids."""
+        return [self[int(index)] for index in np.argsort(self._ids, kind="stable")[:most]]
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that are trained."""
+        return int((self._bounds[:, 1] - self._bounds[:, 0] - 1).sum())
+
+    def _token_ids(self, index: int) -> Int32:
+        start, stop = map(int, self._bounds[index])
+        return self._tokens.read(start, stop)
+
+    def _named(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """The digest of each sequence: of its tokens, and of the number of earlier sequences with the same tokens."""
+        found = np.fromiter((_digest(self._token_ids(n), 0) for n in range(len(self))), np.uint64, len(self))
+        order = np.argsort(found, kind="stable")
+        _, starts, group = np.unique(found[order], return_index=True, return_inverse=True)
+        occurrences = np.arange(len(self)) - starts[group]
+        for place in np.flatnonzero(occurrences):
+            index = int(order[place])
+            found[index] = _digest(self._token_ids(index), int(occurrences[place]))
+        return found
+
+
+def _digest(token_ids: Int32, occurrence: int) -> int:
+    name = hashlib.blake2b(token_ids.tobytes() + occurrence.to_bytes(8, "big"), digest_size=8)
+    return int.from_bytes(name.digest(), "big")
+
+
+def _bounds(texts: Iterable[Int32], tokens: TokenStore, most: int, *, joined: bool) -> Ints:
+    """Start and stop of each sequence; adds the tokens of `texts` to `tokens`."""
+    found, length = array("q"), 0
+    for text in texts:
+        tokens.add(text)
+        for start, stop in () if joined else pieces(len(text), most):
+            found.extend((length + start, length + stop))
+        length += len(text)
+    for bounds in pieces(length, most) if joined else ():
+        found.extend(bounds)
+    return np.array(found, np.int64).reshape(-1, 2)

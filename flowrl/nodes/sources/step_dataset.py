@@ -16,8 +16,14 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.tokens.steps import require_steps, separator_of, split_steps, step_tokens
-from flowrl.nodes.sources.row_trial import RowTexts, require_rendered
-from flowrl.nodes.sources.too_long import DroppedRows, TooLong, refuse_long, rendered_alone
+from flowrl.nodes.sources.row_checks import (
+    DroppedRows,
+    RowTexts,
+    TooLong,
+    refuse_long,
+    rendered_alone,
+    require_rendered,
+)
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
 

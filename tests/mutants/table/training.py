@@ -874,7 +874,7 @@ MUTANTS = (
         fault="each rank whitens its own part",
         function="Learner._lay_out_steps",
         before="self._assert_bound(part, masks, version)",
-        after='self._assert_bound(part, masks, version)\n        part = type(part)(**{**vars(part), "samples": __import__("flowrl.nodes.batching.batch", fromlist=["x"]).whitened(part.samples, masks, mean_only=False)})',
+        after='self._assert_bound(part, masks, version)\n        part = type(part)(**{**vars(part), "samples": __import__("flowrl.nodes.groups.batch", fromlist=["x"]).whitened(part.samples, masks, mean_only=False)})',
         test="tests/oracle/test_oracle.py::test_gradients_and_weights_equal_the_plain_loop[reinforce_baseline-ppo-token-tree]",
     ),
 )

@@ -19,10 +19,9 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Trainable, packed
 from flowrl.models import Policy
 from flowrl.nodes import BestOfN, PairMaker, TokenBatch
-from flowrl.nodes.batching.batch import branch_metrics, repeated_tokens
-from flowrl.nodes.batching.valued import question, require_advantages
-from flowrl.nodes.groups.one_sequence import require_one_sequence
+from flowrl.nodes.groups.batch import branch_metrics, question, repeated_tokens, require_advantages
 from flowrl.nodes.scoring.reference import EpisodeReference
+from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
 from flowrl.testing import run_node

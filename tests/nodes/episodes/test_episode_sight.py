@@ -22,7 +22,7 @@ from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, Generator, Limits
-from flowrl.nodes.episodes.episode_checks import template_findings
+from flowrl.nodes.episodes.episode_node import template_findings
 from flowrl.nodes.episodes.episode_reports import retokenizes
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
@@ -210,7 +210,7 @@ def test_the_preflight_tells_of_the_template_and_refuses_tools_that_it_cannot_ta
 def without_parser(monkeypatch: pytest.MonkeyPatch) -> Generator:
     """A generator of a model whose tokenizer has a template for calls and nothing that reads them."""
     known = with_template(characters(), templates()["qwen2_5"])
-    monkeypatch.setattr("flowrl.nodes.episodes.episode_checks.known_tokenizer", lambda policy: known)
+    monkeypatch.setattr("flowrl.nodes.episodes.episode_node.known_tokenizer", lambda policy: known)
     return Generator(Policy("tiny"))
 
 
@@ -220,7 +220,7 @@ def test_an_environment_with_tools_needs_what_reads_calls(
     """Every call would be taken for the episode's final answer, and be scored."""
 
     def reading(*names: str) -> None:
-        monkeypatch.setattr("flowrl.nodes.episodes.episode_checks.parsers_that_read", lambda policy, tools: list(names))
+        monkeypatch.setattr("flowrl.nodes.episodes.episode_node.parsers_that_read", lambda policy, tools: list(names))
 
     reading("hermes", "qwen2")
     with pytest.raises(ConfigError) as raised:
@@ -249,7 +249,7 @@ def test_the_preflight_parses_with_the_parsers_of_the_generator_that_answers(mon
         asked.append((policy.model, len(tools), parsers))
         return examine(character_tokenizer())
 
-    monkeypatch.setattr("flowrl.nodes.episodes.episode_checks.examine_with_parsers", examined)
+    monkeypatch.setattr("flowrl.nodes.episodes.episode_node.examine_with_parsers", examined)
     policy, graph = Policy("tiny_agent"), Graph("asks")
     plays = graph.add("environment", Environment(f"{PLAYED}:Echo:tools=1", policy))
     answers = graph.add("generator", Generator(policy, tool_parser="hermes"))

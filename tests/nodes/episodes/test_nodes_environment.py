@@ -19,11 +19,10 @@ from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Limits
-from flowrl.nodes.episodes.attempt import read_action
+from flowrl.nodes.episodes.attempt import after_system_prompt, messages_of, read_action
 from flowrl.nodes.episodes.attempt_outcomes import FIRST_ATTEMPTS
 from flowrl.nodes.episodes.episode_node import turn_seed
-from flowrl.nodes.episodes.seat import after_system_prompt, messages_of
-from flowrl.nodes.sources.environment_source import prompt_fields
+from flowrl.nodes.sources.row_source import prompt_fields
 from flowrl.testing import NodeRecord, NodeRig
 from tests.environments import play_envs
 

@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import Environment, Limits, Shaping
-from flowrl.nodes.episodes.seat import joined
+from flowrl.nodes.episodes.attempt import joined
 from flowrl.testing import NodeRecord, NodeRig
 from tests.environments import play_envs
 from tests.nodes.episodes.test_nodes_environment import TOKENIZER, Script, prompt

@@ -11,9 +11,8 @@ from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
 from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, PairMaker
-from flowrl.nodes.batching.running import RunningEstimate
-from flowrl.nodes.batching.valued import question
-from flowrl.nodes.groups.dynamic import GroupFilter
+from flowrl.nodes.groups.batch import RunningEstimate, question
+from flowrl.nodes.groups.group_filter import GroupFilter
 from flowrl.testing import run_node
 from flowrl.training.advantages import Estimate, of_seat, require_one_seat, seats_of
 from tests.nodes.episodes.branching_episodes import episode

@@ -17,8 +17,7 @@ from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
 from flowrl.models.sizes.known_shapes import SMOLLM2_SHAPE
 from flowrl.nodes import BestOfN, Generator
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.quantization import FP8
+from flowrl.nodes.engine_options import FP8, Engine
 from flowrl.training.loss.function_objective import FunctionObjective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.weights.probe import ProbeCheck, ProbeMismatch

@@ -14,8 +14,8 @@ from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.responses import Responses
-from flowrl.nodes.vllm_engine.sampling import Completion, Sampling
-from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, TRAINING
+from flowrl.nodes.generation.vllm_sampler import EVALUATION, TRAINING
+from flowrl.nodes.sampling import Completion, Sampling
 from tests.nodes.generation.generator_rig import RecordingContext, make_prompt
 from tests.rigs.ticks import ticks
 

@@ -12,8 +12,8 @@ import pytest
 
 from flowrl.messages import Weights
 from flowrl.models import Policy
+from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.generation.generator import Generator
-from flowrl.nodes.vllm_engine.engine import Engine
 from flowrl.weights.probe import ProbeCheck
 from tests.nodes.generation.generator_rig import RecordingContext
 from tests.rigs.ticks import ticks
@@ -155,7 +155,7 @@ def test_nothing_is_taken_before_the_first_weights(compiled: list[str]) -> None:
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_vllm_gets_parallel_sizes_and_sleeps_in_turns_alone(tmp_path: Path, sleeps: bool) -> None:
     """The arguments of its AsyncEngineArgs."""
-    from flowrl.nodes.vllm_engine.vllm_start import engine_arguments
+    from flowrl.nodes.generation.vllm_processes import engine_arguments
     from flowrl.weights.receive import NCCL_ENGINE
 
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')

@@ -14,8 +14,7 @@ from flowrl.graph.analysis.plan import make_plan, routes_of
 from flowrl.graph.routes import rank_offset, world_size
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.vllm_parallel import Parallel
+from flowrl.nodes.engine_options import Engine, Parallel
 from flowrl.recipes.grpo import GRPO, graph
 from flowrl.role_options import Size, TrainerSize
 

@@ -11,11 +11,11 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
+from flowrl.nodes.engine_options import Engine
+from flowrl.nodes.generation import vllm_processes
 from flowrl.nodes.generation.generator import Generator
-from flowrl.nodes.vllm_engine import vllm_start
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.sampling import Completion, Response, Sampling, continued_seed, spread_versions
-from flowrl.nodes.vllm_engine.vllm_processes import log_place
+from flowrl.nodes.generation.vllm_processes import log_place
+from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed, spread_versions
 
 
 def test_default_sampling_is_fit_for_training() -> None:
@@ -119,15 +119,15 @@ def test_another_vllm_is_refused_before_it_is_imported(
             raise importlib.metadata.PackageNotFoundError(package)
         return installed[package]
 
-    monkeypatch.setattr(vllm_start, "version", version)
+    monkeypatch.setattr(vllm_processes, "version", version)
     with pytest.raises(ConfigError, match=message):
-        vllm_start.check_vllm_version()
+        vllm_processes.check_vllm_version()
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.4+cu129"])
 def test_patch_releases_and_builds_are_accepted(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_start, "version", lambda package: found)
-    assert vllm_start.check_vllm_version() == found
+    monkeypatch.setattr(vllm_processes, "version", lambda package: found)
+    assert vllm_processes.check_vllm_version() == found
 
 
 def test_where_the_engines_last_words_are_is_told(tmp_path: Path) -> None:

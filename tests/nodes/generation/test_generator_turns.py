@@ -16,12 +16,11 @@ from flowrl.episode import Reply, Turn
 from flowrl.errors import OutOfService
 from flowrl.models import Policy
 from flowrl.models.tokens.tool_characters import tool_tokenizer
-from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.generation.generator import Generator, Standby
 from flowrl.nodes.generation.responses import Responses
-from flowrl.nodes.generation.standby import Standby
-from flowrl.nodes.vllm_engine.sampling import Completion, Sampling
-from flowrl.nodes.vllm_engine.vllm_processes import EngineDied, engine_died
-from flowrl.nodes.vllm_engine.vllm_sampler import EVALUATION, priority_of
+from flowrl.nodes.generation.vllm_processes import EngineDied, engine_died
+from flowrl.nodes.generation.vllm_sampler import EVALUATION, priority_of
+from flowrl.nodes.sampling import Completion, Sampling
 from tests.nodes.generation.generator_rig import RecordingContext, make_prompt
 from tests.rigs.ticks import ticks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Weights
-from flowrl.nodes.generation.weight_updates import UpdateGate, WeightUpdates, skips
+from flowrl.nodes.generation.responses import UpdateGate, WeightUpdates, skips
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver

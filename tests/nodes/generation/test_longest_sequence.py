@@ -13,8 +13,8 @@ from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Sampling
-from flowrl.nodes.vllm_engine.engine import Engine
-from flowrl.nodes.vllm_engine.vllm_start import longest_sequence
+from flowrl.nodes.engine_options import Engine
+from flowrl.nodes.generation.vllm_processes import longest_sequence
 from flowrl.weights.probe import PROBE_TOKENS
 
 GRAPHS = Path(__file__).parents[3] / "graphs"

@@ -13,7 +13,8 @@ from flowrl.errors import ConfigError
 from flowrl.graph.routes import WeightRoute, WeightTransport, through_hosts
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
-from flowrl.nodes.vllm_engine.vllm_adapters import Adapters, AdapterSlots
+from flowrl.nodes.engine_options import AdapterSlots
+from flowrl.nodes.generation.vllm_sampler import Adapters
 from flowrl.training.engine.requirements import check_training, lora_problems
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.models.tiny_policy import make_policy

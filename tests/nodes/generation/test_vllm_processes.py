@@ -13,7 +13,7 @@ import pytest
 from flowrl import In, Node
 from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt
-from flowrl.nodes.vllm_engine.vllm_processes import (
+from flowrl.nodes.generation.vllm_processes import (
     CONSEQUENCE,
     DID_NOT_START,
     DIED,
@@ -241,7 +241,7 @@ def test_what_has_ended_the_engine_is_quoted_and_nothing_else() -> None:
 def test_the_message_of_a_failed_start_has_the_engines_error(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "from flowrl.nodes.vllm_engine.vllm_processes import starting\n"
+        "from flowrl.nodes.generation.vllm_processes import starting\n"
         f"print({LOG!r}, flush=True)\n"
         "try:\n"
         "    with starting():\n"

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from flowrl.nodes.vllm_engine.vllm_sampler import VllmSampler
+from flowrl.nodes.generation.vllm_sampler import VllmSampler
 from tests.channel.channel_rig import play
 from tests.rigs.ticks import ticks
 

@@ -15,11 +15,10 @@ from typing import Any
 from flowrl.agents.call_parser import ParsedReply
 from flowrl.environments import Action, Env, Observation, Step
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.nodes.generation.generator import Generator
+from flowrl.nodes.generation.generator import Generator, Standby
 from flowrl.nodes.generation.responses import Prefix, Responses
-from flowrl.nodes.generation.standby import Standby
-from flowrl.nodes.vllm_engine.sampling import Completion, Sampling
-from flowrl.nodes.vllm_engine.vllm_processes import engine_died
+from flowrl.nodes.generation.vllm_processes import engine_died
+from flowrl.nodes.sampling import Completion, Sampling
 
 TOKENIZER = character_tokenizer()
 LETTERS = TOKENIZER("abc")["input_ids"]

@@ -16,7 +16,7 @@ from flowrl import Cluster, Machine
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.nodes.vllm_engine.engine import largest_kv_cache
+from flowrl.nodes.engine_options import largest_kv_cache
 from flowrl.runtime.driver.ray_cluster import allocator
 from flowrl.runtime.driver.ray_cluster.claims import Claim, claims, visible_devices
 from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment

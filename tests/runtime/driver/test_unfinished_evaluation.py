@@ -15,8 +15,8 @@ from flowrl.graph.load import dump, load_file
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import Evaluation
-from flowrl.nodes.evaluating.answers_so_far import digest_of_rows
-from flowrl.nodes.writers.progress_count import ProgressCount
+from flowrl.nodes.evaluation import digest_of_rows
+from flowrl.nodes.writers import ProgressCount
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.unfinished import UnfinishedEvaluation, _files
 from flowrl.runtime.samples.kept_answers import UNFINISHED

@@ -12,7 +12,7 @@ from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, Sleeping
 from flowrl import Batch, Facts, Graph, Group, In, Message, Node, Out, Prompt, Sample, Weights
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import join
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
 
 SEEN: list[Any] = []

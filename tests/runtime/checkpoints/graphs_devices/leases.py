@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Prompt, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 from tests.runtime.checkpoints.graphs_devices.device import DEVICE
 from tests.runtime.runs.graphs_alive.evaluated import Evaluate
 

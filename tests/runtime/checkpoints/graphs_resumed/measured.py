@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, Node, Out, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 
 

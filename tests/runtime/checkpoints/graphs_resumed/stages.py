@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 
 
 class Generating(SleepingGenerator):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from parts import Collect, Generator, Numbers, Ranks, leave_word
 
 from flowrl import Graph, Node, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 
 SCORES = {0: 0.1, 2: 0.6, 4: 0.3, 6: 0.5}
 """By step; the rest is 0.2."""

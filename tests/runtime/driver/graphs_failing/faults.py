@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parts import Collect, Faulty, Generator, Numbers, Ranks, Trainer
 
 from flowrl import Graph
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 
 
 @dataclass(frozen=True)

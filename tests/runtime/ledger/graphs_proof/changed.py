@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 
 CHANGED = "group2:1"
 LAST = -1

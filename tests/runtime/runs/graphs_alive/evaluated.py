@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, Node, Out, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Sample
-from flowrl.nodes.batching.batch import TokenBatch
+from flowrl.nodes.groups.batch import TokenBatch
 from tests.rigs.ticks import ticks
 
 

@@ -10,7 +10,7 @@ from flowrl.environments.sticks_env import Sticks
 from flowrl.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
-from flowrl.nodes.generation.weight_updates import skips
+from flowrl.nodes.generation.responses import skips
 from tests.runtime.runs.graphs_episodes.played import Meddler, Speaker, Training
 
 SAYS = "111122233334"

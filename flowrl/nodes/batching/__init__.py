@@ -1,1 +1,0 @@
-"""The batcher: batches of whole groups, and statistics over them."""

@@ -1,1 +1,0 @@
-"""Which prompt of a source is asked next."""

@@ -1,0 +1,537 @@
+"""Held-out evaluation: the same prompts and seeds every time, at one version, without tickets and batches.
+
+Each evaluation ends with its last answer. `run` only keeps the call edge open until `finish`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import comb
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrl.environments import environment_rows
+from flowrl.episode import Episode
+from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import Call
+from flowrl.messages import Prompt, Sample
+from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of
+from flowrl.nodes.held_out_answers import (
+    HeldOutEpisodes,
+    HeldOutRows,
+    HeldOutTask,
+    ScoredBy,
+    full_marks,
+    held_out_prompt,
+    scores_by,
+)
+from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion
+from flowrl.nodes.sources.row_checks import PromptLimit, place_of, prompt_texts, require_rendered, within
+from flowrl.nodes.sources.row_source import SourceRow, prompt_fields, question_fields, task_fields
+from flowrl.nodes.writers import ProgressCount
+from flowrl.runtime.ledger.ledger_client import EvaluationRow
+from flowrl.runtime.samples.kept_answers import AnswerKey, kept_answers, versions_in
+from flowrl.runtime.samples.sample_record import SampleRecord
+from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
+from flowrl.tasks.evaluation_set import EvaluationSet, too_few
+from flowrl.tasks.reward_calls.away import AWAY_S, Patience
+from flowrl.tasks.reward_calls.reward_client import RewardClient
+from flowrl.tasks.rewards import Part, names_model, open_reward
+from flowrl.tasks.row_reading.indexed_rows import picked, prompt_ids
+from flowrl.tasks.row_reading.other_columns import require_served
+
+R = TypeVar("R", bound=SourceRow)
+
+
+class Evaluation(Node):
+    """Requests `num_samples` answers to each of `num_prompts` held-out prompts per task, before and after training.
+
+    With `every`, also after every `every` steps: the trainers pause meanwhile, so that all answers have one
+    version; rollouts continue. The generator's `evaluation` option says how answers are sampled. The task's reward or
+    `function` scores them; if that names a reward model, the node behind `score` computes the model's scores. If there
+    are several tasks, the metrics of the first keep their plain names, and the metrics of the others begin with the
+    task's name. `also` names further tasks; they use the first task's system prompt and their own verifiers.
+
+    `environments` are played by the node behind `play`, one episode for each held-out row and sample: the score is the
+    episode's reward, and an episode that fails has no score. `agent_tasks` are given to that node's agents in the same
+    way.
+
+    `sets` are asked in addition to the held-out rows of `task`, or in place of them if `task` is (). Each set has its
+    own number of prompts and samples, and its figures are named after it. With `agents`, the sets are given to agents.
+    `training` is the task that is trained on: prompts that a set shares with it are counted.
+
+    `prompt_limit` says how long a prompt for a generator may be, and what happens to longer prompts; the metric
+    `evaluation_prompts_too_long` counts them, once. Episodes have their own limits.
+    """
+
+    generate: Call[Prompt, Sample]
+    play: Call[Prompt, Episode]
+    score: Call[ScoreQuestion, ModelScore]
+
+    def __init__(
+        self,
+        task: Task | Sequence[Task],
+        policy: Policy,
+        *,
+        num_prompts: int = 512,
+        num_samples: int = 1,
+        every: int = 0,
+        also: Sequence[str] = (),
+        environments: Sequence[str] = (),
+        agent_tasks: Sequence[Task] = (),
+        sets: Sequence[EvaluationSet] = (),
+        agents: bool = False,
+        asked_in: str = "",
+        training: Task | None = None,
+        prompt_limit: PromptLimit | None = None,
+        function: str | Callable[..., Any] | None = None,
+        concurrency: int = 64,
+        timeout_s: float = 10.0,
+        reward_concurrency: int | None = None,
+        away_s: float = AWAY_S,
+    ) -> None:
+        first = (task,) if isinstance(task, Task) else tuple(task)
+        like = (*first, *(one.task for one in sets))
+        further = tuple(replace(like[0], name=name, reward="") for name in also if like)
+        asked, played = (
+            tuple(EvaluationSet(one.name, one, num=num_prompts, samples=num_samples) for one in tasks)
+            for tasks in ((*first, *further), agent_tasks)
+        )
+        self.sets = asked if agents else (*sets, *asked)
+        self.agent_sets = (*sets, *played) if agents else played
+        self.environments = tuple(environments)
+        self.asked_in = asked_in
+        self.training = training
+        self.limit = prompt_limit or PromptLimit()
+        self.policy = policy
+        self.num_prompts = num_prompts
+        self.num_samples = num_samples
+        self.every = every
+        self.scored_by = {one.name: ScoredBy.of(one.task, function) for one in self.sets}
+        self.concurrency = concurrency
+        self.timeout_s = timeout_s
+        self.reward_concurrency = reward_concurrency
+        self.away_s = away_s
+        self._finished = asyncio.Event()
+        self._held_out: list[HeldOutRows] = []
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that a generator answers."""
+        return tuple(one.task for one in self.sets)
+
+    @property
+    def _set_names(self) -> tuple[str, ...]:
+        return (*(one.name for one in (*self.sets, *self.agent_sets)), *self.environments)
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether a reward model scores answers."""
+        return any(by.by_model for by in self.scored_by.values())
+
+    def facts(self) -> Facts:
+        played = (*self.environments, *self.agent_sets)
+        unused = [port for port, asked in (("generate", self.sets), ("play", played)) if not asked]
+        return Facts(
+            concurrency=self.concurrency,
+            longest_context=self.limit.tokens,
+            context_by=self.limit.option,
+            held_out_sets=self._set_names,
+            optional=("score", *unused),
+            unconnected={"score": self._unscored} if self.asks_model else {},
+        )
+
+    def check(self, facts: Any) -> list[str]:
+        least = {"num_prompts": 1, "num_samples": 1, "every": 0, "concurrency": 1}
+        problems = [
+            f"{name} is {getattr(self, name)}; it needs at least {low}"
+            for name, low in least.items()
+            if getattr(self, name) < low
+        ]
+        names = self._set_names
+        if not names or len(set(names)) < len(names):
+            problems.append("it needs one or more tasks or environments, each once")
+        problems += self.limit.problems()
+        problems += [
+            f"the reward of {one.name!r} names reward_model, but episodes have rewards of their own; leave it out"
+            for one in self.agent_sets
+            if names_model(one.task.reward)
+        ]
+        problems += [
+            f"the set {one.name!r} has a {name}, but agents answer it, and they sample as in the episodes; leave it out"
+            for one in self.agent_sets
+            for name in ("temperature", "top_p", "top_k")
+            if getattr(one, name) is not None
+        ]
+        problems += [
+            f"the set {one.name!r} has top_p or top_k, but its answers are greedy, which these do not change; leave "
+            "them out, or set temperature above 0"
+            for one in self.sets
+            if one.asked_at == 0 and (one.top_p is not None or one.top_k is not None)
+        ]
+        return problems
+
+    @property
+    def _unscored(self) -> str:
+        """The problem if a reward model is named but none is connected."""
+        first = next(name for name, by in self.scored_by.items() if by.by_model)
+        return (
+            f"the reward of {first!r} names reward_model, but no reward model is there to score held-out answers; name "
+            "its directory with --reward-model if the graph has that option, name another reward, or set --evaluate 0 "
+            "and score afterwards with flowrl evaluate MODEL --reward-model DIRECTORY"
+        )
+
+    def preflight(self) -> str | None:
+        check_model(self.policy)
+        said: list[str] = []
+        for one in self.sets:
+            rows = self._checked(one)
+            if text := require_rendered(self.policy, one.task, rows, prompt_texts):
+                said.append(f"{one.name}: {text}")
+            if self.limit.too_long == "error" and not self.policy.built_in:
+                self._asked(one, rows, Chat(tokenizer_of(self.policy), one.task.system_prompt))
+        for one in self.agent_sets:
+            self._checked(one)
+        for name in self.environments:
+            rows_played = self._rows(environment_rows(name).held_out)
+            if len(rows_played) < self.num_prompts:
+                raise ConfigError(too_few(name, len(rows_played), self.num_prompts))
+        said += [self._said(one) for one in (*self.sets, *self.agent_sets) if self._is_said(one)]
+        return "; ".join(said) or None
+
+    def _checked(self, one: EvaluationSet) -> Sequence[Row]:
+        """The prompts of a set. Raises ConfigError if there are too few, or if the reward cannot score them."""
+        rows = one.chosen(load_rows(one.task, whole=one.whole))
+        one.require_enough(rows)
+        require_served(one.task, rows, "prompts")
+        try:
+            check_answers(one.task, rows)
+            if one.name in self.scored_by:
+                self.scored_by[one.name].telling(one.task, rows).checked(rows)
+        except ConfigError as problem:
+            raise ConfigError(f"{problem}; a run that trains asks no held-out prompts with --evaluate 0") from problem
+        return rows
+
+    def asked_rows(self) -> dict[str, str]:
+        """Set -> digest of its rows, with which a continued run checks that the rows are the same."""
+        sets = {one.name: digest_of_rows(self._checked(one)) for one in (*self.sets, *self.agent_sets)}
+        played = {name: self._rows(environment_rows(name).held_out) for name in self.environments}
+        return sets | {name: digest_of_ids(row.prompt_id for row in rows) for name, rows in played.items()}
+
+    def _is_said(self, one: EvaluationSet) -> bool:
+        """Whether the number of a set's prompts is not obvious from the options."""
+        return one.whole or (one.takes_fewer and len(load_rows(one.task).held_out) != one.num)
+
+    def _said(self, one: EvaluationSet) -> str:
+        """The text that says what a set asks, and how many of its prompts are trained on."""
+        found = load_rows(one.task, whole=one.whole)
+        rows = one.chosen(found)
+        trained = load_rows(self.training, whole=True) if self.training is not None else Rows((), ())
+        known = {*prompt_ids(trained.train), *prompt_ids(trained.held_out)}
+        shared = sum(one in known for one in prompt_ids(rows))
+        number, of = len(rows), len(one.choice(found))
+        asked = f"{number:,} of {of:,} {'' if one.whole else 'held-out '}prompts" if number < of else f"{of:,} prompts"
+        text = f"{one.name}: {asked}, {one.samples} answer{'s' if one.samples > 1 else ''} each"
+        if not one.whole:
+            return text if number < of else f"{text}: all that are held out, fewer than the {one.num} asked for"
+        text += f", {found.repeated} rows with the prompt of another left out" if found.repeated else ""
+        text += f", {found.low_scores} with a score below min_score left out" if found.low_scores else ""
+        text += f", {shared} of them are in the training data too" if shared else ""
+        return "; ".join((text, *found.opened))
+
+    async def setup(self) -> None:
+        if self.sets:
+            tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+            self._held_out += [await self._task(one, tokenizer) for one in self.sets]
+        for name in self.environments:
+            rows = self._rows(environment_rows(name).held_out)
+            self._held_out.append(self._played(name, rows, self.num_samples, prompt_fields))
+        for one in self.agent_sets:
+            asked = one.chosen(await self.blocking(load_rows, one.task, whole=one.whole))
+            fields = partial(question_fields, self.asked_in, one.name) if self.asked_in else None
+            self._held_out.append(self._played(one.name, asked, one.samples, fields or partial(task_fields, one.task)))
+
+    def _played(
+        self, name: str, rows: Sequence[SourceRow], num_samples: int, fields: Callable[[Any], Mapping[str, Any]]
+    ) -> HeldOutEpisodes:
+        return HeldOutEpisodes(
+            name, rows, num_samples=num_samples, fields=fields, play=self.play, count=self.context.metric
+        )
+
+    async def _task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
+        chat = Chat(tokenizer, one.task.system_prompt)
+        found = await self.blocking(load_rows, one.task, whole=one.whole)
+        chosen = one.chosen(found)
+        rows, num_long = await self.blocking(self._asked, one, chosen, chat)
+        by = await self.blocking(self.scored_by[one.name].telling, one.task, rows)
+        by = await self.blocking(by.checked, ())
+        if unrendered := len(chosen) - len(await self.blocking(_rendered_rows, chosen, chat)):
+            self.context.metric("evaluation_prompts_unrendered", unrendered)
+            self.context.progress(f"{one.name}: {unrendered} held-out prompts cannot be rendered and are not asked")
+        if num_long:
+            self.context.metric("evaluation_prompts_too_long", num_long)
+            left_out = self.limit.too_long == "drop"
+            self.context.progress(
+                f"{one.name}: {num_long} of {num_long + len(rows) if left_out else len(rows)} held-out prompts have "
+                f"more than {self._most} tokens and {'are not asked' if left_out else 'lose their beginning'}"
+            )
+        return HeldOutTask(
+            one,
+            rows,
+            chat,
+            scores_by(by, one.task, self.score, open_client=self._client, count=self.context.metric),
+            most=self._most,
+            generate=self.generate,
+            tells_right=by.tells_right,
+            count=self.context.metric,
+        )
+
+    def _client(self, parts: Sequence[Part]) -> RewardClient:
+        """A client of functions and servers."""
+        patience = Patience(self.away_s, self.context.outside, self.context.progress)
+        return open_reward(parts, timeout_s=self.timeout_s, concurrency=self.reward_concurrency, patience=patience)
+
+    def _asked(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
+        """The rows of a set that are asked, and how many prompts are too long. Raises ConfigError."""
+        rows = _rendered_rows(rows, chat)
+        most = self._most
+        return (rows, 0) if most is None else within(rows, chat, most, self.limit, task=one.name)
+
+    @property
+    def _most(self) -> int | None:
+        """Most tokens of a prompt; None: neither the engine's options nor the model's files say."""
+        if self.limit.tokens is not None:
+            return self.limit.tokens
+        try:
+            context = known_context(self.policy)
+        except ConfigError:
+            context = None
+        known = [one for one in (context, self.limit.engine) if one is not None]
+        return min(known) - 1 if known else None
+
+    async def run(self) -> None:
+        with self.context.waiting("the end of training"):
+            await self._finished.wait()
+
+    async def finish(self) -> None:
+        """Declare that no further evaluation will be requested."""
+        self._finished.set()
+
+    async def close(self) -> None:
+        for held_out in self._held_out:
+            await held_out.close()
+
+    async def evaluate(self, *, phase: str, step: int) -> dict[str, float]:
+        """Request, score and record answers. `phase` is before, during or after; weights must not change meanwhile.
+
+        The figures of the first set have plain names. If its name is shown, they come first under that name as well.
+        """
+        slots = asyncio.Semaphore(self.concurrency)
+        total = sum(len(held_out.rows) * held_out.num_samples for held_out in self._held_out)
+        read, place = AnswersSoFar.read, (self.context.run_dir, phase, step)
+        self._so_far = await self.blocking(read, *place, total, self.context.progress)
+        figures: dict[str, float] = {}
+        booked: list[EvaluationRow] = []
+        for index, held_out in enumerate(self._held_out):
+            answered = await self._answers(held_out, phase, step, slots)
+            rows = [row for row, _ in answered]
+            _require_one_version(self.name, phase, rows)
+            booked += rows
+            found = summary(rows, held_out.num_samples, tells_right=held_out.tells_right)
+            found |= mean_parts([parts for _, parts in answered])
+            if index or held_out.name in self._named:
+                figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
+            figures |= found if index == 0 else {}
+        self._so_far.end()
+        self.context.ledger.evaluation(booked)  # all or none: a resumed run repeats an evaluation that has no rows
+        return figures
+
+    async def _answers(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._answer(held_out, row, member, phase, step, slots))
+                for row in held_out.rows
+                for member in range(held_out.num_samples)
+            ]
+        answered = [found for task in asked if (found := task.result()) is not None]
+        if not answered:
+            raise FlowrlError(
+                f"{self.name}: none of {len(asked)} held-out answers of {held_out.name!r} has a score "
+                f"at version {step}; the counters evaluation_* in metrics.jsonl say why"
+            )
+        return answered
+
+    async def _answer(
+        self, held_out: HeldOutRows, row: SourceRow, member: int, phase: str, step: int, slots: asyncio.Semaphore
+    ) -> Answered | None:
+        if (before := self._so_far.kept(held_out.name, row.prompt_id, member)) is not None:
+            return before
+        async with slots:
+            where = (self.name, phase, step)
+            prompt = held_out_prompt(held_out, row, member=member, where=where)
+            marked = await held_out.judge(prompt, row)
+        if marked is None:
+            return None
+        self._so_far.add()
+        versions = marked.sample.whole_versions[marked.sample.whole_mask]
+        correct = full_marks(marked.score) if marked.correct is None else marked.correct
+        place = {"phase": phase, "step": step, "task": held_out.name, "parts": marked.parts}
+        told = correct if held_out.tells_right else None
+        self.context.samples.held_out(marked.sample, **place, score=marked.score, correct=told)
+        booked = EvaluationRow(
+            phase=phase,
+            step=step,
+            prompt_id=row.prompt_id,
+            member=member,
+            score=marked.score,
+            correct=correct,
+            response_tokens=marked.sample.response_tokens,
+            oldest_version=int(versions.min()) if versions.size else None,
+            newest_version=int(versions.max()) if versions.size else None,
+            task=held_out.name,
+        )
+        return booked, marked.parts
+
+    def _rows(self, held_out: Sequence[R]) -> tuple[R, ...]:
+        """The rows to use; they do not depend on the order of the data."""
+        return tuple(sorted(held_out, key=lambda row: row.prompt_id)[: self.num_prompts])
+
+    @property
+    def _named(self) -> set[str]:
+        """The names of sets whose figures have the set's name even if it is the first set."""
+        return {one.name for one in (*self.sets, *self.agent_sets) if one.whole}
+
+
+def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -> None:
+    known = versions_of(rows)
+    if len(known) > 1:
+        raise FlowrlError(
+            f"{name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)}, but it needs "
+            "one; this is an error in flowrl, please report it"
+        )
+
+
+def _rendered_rows(rows: Sequence[Row], chat: Chat) -> Sequence[Row]:
+    """The rows whose prompts the template renders. Raises ConfigError if there is none."""
+    refused = {number for number, row in enumerate(rows) if prompt_texts(row).problem(chat)}
+    if rows and len(refused) == len(rows):
+        raise ConfigError(
+            f"none of the {len(rows)} held-out prompts can be rendered, the first, {place_of(rows[0])}: "
+            f"{prompt_texts(rows[0]).problem(chat)}; use another template, or set --evaluate 0"
+        )
+    return picked(rows, [number for number in range(len(rows)) if number not in refused]) if refused else rows
+
+
+Answered = tuple[EvaluationRow, Mapping[str, float]]
+"""The ledger's row of an answer, and the parts of its score if a reward model is one of them."""
+
+
+class AnswersSoFar:
+    """For use on one event loop."""
+
+    def __init__(self, kept: Mapping[AnswerKey, SampleRecord], *, total: int, say: Callable[[str], None]) -> None:
+        """`kept` are the answers of an earlier run; `total` is the number of all answers that are asked for."""
+        self._kept = kept
+        self._progress = ProgressCount("answers", say, total=total, there=len(kept))
+
+    @classmethod
+    def read(cls, run_dir: str, phase: str, step: int, total: int, say: Callable[[str], None]) -> AnswersSoFar:
+        """The answers of the evaluation with this phase and step. Raises ConfigError for a file that cannot be read."""
+        return cls(kept_answers(Path(run_dir), phase=phase, step=step), total=total, say=say)
+
+    def kept(self, task: str, prompt_id: str, member: int) -> Answered | None:
+        """The answer, if an earlier run has kept it."""
+        record = self._kept.get((task, prompt_id, member))
+        return None if record is None else (_booked(record), record["parts"])
+
+    def add(self) -> None:
+        """Count one more answer."""
+        self._progress.add()
+
+    def end(self) -> None:
+        """There are no further answers."""
+        self._progress.end()
+
+
+def _booked(record: SampleRecord) -> EvaluationRow:
+    versions = versions_in(record)
+    return EvaluationRow(
+        phase=record["phase"],
+        step=record["step"],
+        prompt_id=record["prompt_id"],
+        member=record["member"],
+        score=record["reward"],
+        correct=full_marks(record["reward"]) if record["correct"] is None else record["correct"],
+        response_tokens=record["response_tokens"],
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
+        task=record["task"],
+    )
+
+
+def digest_of_rows(rows: Iterable[Row]) -> str:
+    """A digest that is the same for the same prompts with the same columns and tools."""
+    found = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        found.update(json.dumps([row.prompt_id, dict(row.columns), row.tools], default=str).encode())
+    return found.hexdigest()
+
+
+def digest_of_ids(prompt_ids: Iterable[str]) -> str:
+    """A digest that is the same for the same rows of an environment."""
+    return hashlib.blake2b("\n".join(prompt_ids).encode(), digest_size=16).hexdigest()
+
+
+def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
+    """1 − C(n − c, k) / C(n, k): the probability that one of k answers drawn from n is right (arXiv 2107.03374)."""
+    return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
+
+
+def summary(rows: Sequence[EvaluationRow], num_samples: int, *, tells_right: bool = True) -> dict[str, float]:
+    """An evaluation's metrics. If `tells_right`, they include the share of right answers, and with several answers per
+    prompt also mean@k and, for each k of `draws`, pass@k."""
+    figures = {"exact_match": sum(row.correct for row in rows) / len(rows)} if tells_right else {}
+    figures |= {
+        "score": sum(row.score for row in rows) / len(rows),
+        "num_answers": len(rows),
+        "response_tokens_mean": sum(row.response_tokens for row in rows) / len(rows),
+    }
+    if known := versions_of(rows):
+        figures |= {"oldest_version": min(known), "newest_version": max(known)}
+    if num_samples < 2 or not tells_right:
+        return figures
+    figures[f"mean_at_{num_samples}"] = figures["exact_match"]
+    answers: dict[str, list[bool]] = {}
+    for row in rows:
+        answers.setdefault(row.prompt_id, []).append(row.correct)
+    for k in draws(num_samples):
+        passed = [pass_at_k(len(given), sum(given), k) for given in answers.values() if len(given) >= k]
+        if passed:
+            figures[f"pass_at_{k}"] = sum(passed) / len(passed)
+    return figures
+
+
+def mean_parts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each part over the answers that have it, by the part's name in training's metrics."""
+    names = dict.fromkeys(name for of in parts for name in of)
+    values = {name: [of[name] for of in parts if name in of] for name in names}
+    return {f"reward/{name}": sum(found) / len(found) for name, found in values.items()}
+
+
+def versions_of(rows: Sequence[EvaluationRow]) -> set[int]:
+    """The versions of the first and the last token of each answer; an answer without a token has none."""
+    ends = {version for row in rows for version in (row.oldest_version, row.newest_version)}
+    return {version for version in ends if version is not None}
+
+
+def draws(num_samples: int) -> list[int]:
+    """The values of k for pass@k: 2, 4, 8, … up to the number of answers per prompt, and that number itself."""
+    powers = (1 << power for power in range(1, num_samples.bit_length()))
+    return sorted({*powers, num_samples} - {1})

@@ -1,1 +1,0 @@
-"""Nodes that score samples: reward functions, reward models, process rewards."""

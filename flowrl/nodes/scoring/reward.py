@@ -1,0 +1,185 @@
+"""The reward node calls a reward function for each sample and shapes its verdict.
+
+Each wait for a verdict ends with the verdict, after `timeout_s`, or when the worker process dies. While no reward
+server can be reached, the node waits (`context.outside`) until a server answers; after `away_s` the run ends. A sample
+without a verdict fails, with the reason in the ledger. A function that fails for many samples in a row
+ends the run (`FailingRewards`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.errors import SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Sample, Scored
+from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
+from flowrl.tasks import Task, reward_parts
+from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
+from flowrl.tasks.rewards import adapted_text, names_model, samples_at_once
+
+
+class Reward(Node):
+    """Scores samples by the verifier of `task`, or by `function` if one is given.
+
+    `function` is a function defined at the top of a file, or a reward as text (`flowrl.tasks.rewards`):
+    `file.py:function`, `http://HOST:PORT/PATH`, or a weighted sum of several, each logged by name. See
+    `flowrl.tasks.reward_calls.judge` for a function's signature. Synchronous functions run in `concurrency` worker
+    processes, which are killed after `timeout_s`; of `async` functions, `concurrency` calls run at a time. Both get one
+    sample per call, or up to 64 waiting samples if they expect many. Servers are asked about `concurrency` samples at a
+    time. None means 1, 4 for check=code, or 64 for servers. If none of the servers can be reached, the node waits
+    `away_s`; then the run ends.
+    """
+
+    rollouts: In[Sample]
+    scored: Out[Scored]
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        function: str | Callable[..., Any] | None = None,
+        timeout_s: float = 10.0,
+        concurrency: int | None = None,
+        away_s: float = AWAY_S,
+        shaping: Shaping | None = None,
+    ) -> None:
+        self.task = task
+        self.parts = reward_parts(task, function)
+        self.timeout_s = timeout_s
+        self._processes = concurrency
+        self.away_s = away_s
+        self._functions = RewardFunctions(task, self.parts, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
+        self.shaping = shaping or Shaping()
+        self._failing = FailingRewards()
+
+    def facts(self) -> Facts:
+        return Facts(drops=True, concurrency=self.concurrency)
+
+    @property
+    def concurrency(self) -> int:
+        """Number of samples that are scored at a time."""
+        return samples_at_once(self._functions.parts, self._processes)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = self.shaping.problems()
+        if compared := [part.place for part in self.parts if part.convention == "pairwise"]:
+            problems.append(
+                f"{compared[0]} compares two responses, but a reward scores one; pass it to PairMaker as prefer="
+            )
+        if names_model(self.task.reward):
+            problems.append(f"its reward {self.task.reward!r} names a reward model; a RewardModel node scores with one")
+        if self.timeout_s <= 0:
+            problems.append(f"timeout_s is {self.timeout_s}; it has to be above 0")
+        if self._processes is not None and self._processes < 1:
+            problems.append(f"concurrency is {self._processes}; it needs at least 1")
+        if self.away_s < 0:
+            problems.append(f"away_s is {self.away_s}; it needs at least 0")
+        return problems
+
+    def notes(self) -> list[str]:
+        found = adapted_text(self.parts)
+        return [] if found is None else [found]
+
+    def preflight(self) -> str | None:
+        return self._functions.preflight()
+
+    async def setup(self) -> None:
+        await self.blocking(self._functions.open, self.context)
+
+    async def run(self) -> None:
+        await self.rollouts.each(self._score, concurrency=self.concurrency)
+
+    async def close(self) -> None:
+        await self._functions.close()
+
+    async def _score(self, sample: Sample) -> None:
+        try:
+            with self.context.busy("score"):
+                verdicts = await self._functions.ask(sample)
+        except BadReward as bad:
+            self._failing.failed(self.context, bad.reason, str(bad))
+            raise SampleFailed(bad.reason) from bad
+        self._failing.scored()
+        scored = self.scored_sample(sample, verdicts)
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
+        """`sample` with the shaped reward, which is trained on, and the verdict before shaping."""
+        parts = {name: values[0] for name, values in verdicts.logs.items()}
+        reward = self.shaping.shaped(
+            verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated
+        )
+        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+        return Scored(**fields, reward=reward, raw_reward=verdicts.scores[0], reward_parts=parts, scored_s=time.time())
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """−`factor`·clip((length − (`max_tokens` − `buffer`)) / `buffer`, 0, 1), in policy tokens."""
+
+    max_tokens: int
+    buffer: int
+    factor: float = 1.0
+
+    def penalty(self, num_tokens: int) -> float:
+        """The value added to the reward of a response of that length; never above 0."""
+        over = (num_tokens - (self.max_tokens - self.buffer)) / self.buffer
+        return -self.factor * min(max(over, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Steps between verdict and reward, in a fixed order; the default changes nothing.
+
+    Weighted sum of named parts, stop penalty, overlong penalty (DAPO, arXiv 2503.14476), clip, sign.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the named parts (a reward's `logs`) that are added to the reward itself."""
+    stop_penalty: float | None = None
+    """For truncated responses: a value in [0, 1] scales the reward, a value below 0 replaces it."""
+    overlong: Overlong | None = None
+    clip: tuple[float, float] | None = None
+    negate: bool = False
+    """A control experiment: the sign of the shaped reward is inverted, so that training makes the policy worse."""
+
+    def problems(self) -> list[str]:
+        """Problems of these settings, as complete sentences."""
+        found = []
+        if self.stop_penalty is not None and self.stop_penalty > 1:
+            found.append(f"shaping.stop_penalty is {self.stop_penalty}; it has to be in [0, 1], or below 0")
+        if self.overlong is not None and self.overlong.buffer < 1:
+            found.append(f"shaping.overlong.buffer is {self.overlong.buffer}; it needs at least 1 token")
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            found.append(f"shaping.clip is {self.clip}; the lower bound has to come first")
+        return found
+
+    def shaped(self, reward: float, parts: Mapping[str, float], *, num_tokens: int, truncated: bool) -> float:
+        """The reward used for training."""
+        reward += sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
+        if truncated and self.stop_penalty is not None:
+            reward = reward * self.stop_penalty if self.stop_penalty >= 0 else self.stop_penalty
+        if self.overlong is not None:
+            reward += self.overlong.penalty(num_tokens)
+        if self.clip is not None:
+            reward = min(max(reward, self.clip[0]), self.clip[1])
+        return -reward if self.negate else reward
+
+    def by_turn(self, rewards: Sequence[float], shaped: float) -> list[float]:
+        """The rewards of an episode's turns, whose sum is the `shaped` reward.
+
+        With `negate`, the sign of each reward is inverted. All other changes by shaping are added to the last turn.
+        """
+        found = [-reward if self.negate else reward for reward in rewards]
+        if found:
+            found[-1] += shaped - sum(found)
+        return found

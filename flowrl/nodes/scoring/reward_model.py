@@ -1,0 +1,383 @@
+"""The reward model as a node: a trained scalar head replaces a reward function.
+
+If the reward model has the policy's tokenizer and template, it scores a sample's own token ids;
+otherwise the response text is rendered again after the turns of its row. A process reward model scores every step of a
+response, and the reward is computed from these scores.
+
+If the task's reward is a sum that names `reward_model`, the functions of the sum are asked as well.
+
+One pass of the model takes up to `batch` samples (`SharedPass`). Held-out answers are scored by the same model when no
+sample waits: they take no tickets and are not in the ledger.
+
+`run` ends when every sample is scored and every caller has closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from flowrl.errors import ConfigError, SampleFailed
+from flowrl.graph.facts import Facts
+from flowrl.graph.ports import In, Out, Serve
+from flowrl.messages import Bool, Int32, Message, Sample, Scored
+from flowrl.models import Policy, check_model, resolve, tokenizer_of
+from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.tokens.chat import Unrendered
+from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
+from flowrl.models.tokens.tool_form import uses_tools
+from flowrl.nodes.scoring.reward import Shaping
+from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
+from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems
+from flowrl.tasks import KnownRows, Row, Task, parts_of
+from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
+from flowrl.tasks.rewards import MODEL, beside_model, named_parts
+from flowrl.training.layouts import Decision, refused
+from flowrl.training.settings import Dtype, Layout
+
+if TYPE_CHECKING:
+    from flowrl.models.scorer import Scorer
+
+
+T = TypeVar("T")
+NOT_FINITE = "the model's score is not a finite number"
+TRIED_ROWS = 8
+"""Number of rows that have to render identically before two templates count as equal."""
+
+
+class RewardModel(ScoringNode):
+    """Scores samples by the reward model in the directory `model`; `policy` and `task` are the generator's.
+
+    With `normalise` the reward is the score minus the model's mean, divided by its standard deviation, both
+    from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
+    at most `token_budget` tokens, padding included, or a single longer sample. `layout` says whether prefixes that
+    samples share are computed once, see `ZeroSettings`. `label` says which of several labels are the score, see
+    `flowrl.models.labels.label_weights`; each label is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
+    `away_s` are for the functions and servers of a sum, as in `Reward`.
+
+    `requests` serves the scores of held-out answers to the rows of any task with the same system prompt.
+    """
+
+    cpus = 1
+
+    rollouts: In[Sample]
+    scored: Out[Scored]
+    requests: Serve[ScoreQuestion, ModelScore]
+
+    def __init__(
+        self,
+        model: str,
+        policy: Policy,
+        task: Task,
+        *,
+        normalise: bool = False,
+        shaping: Shaping | None = None,
+        batch: int = 64,
+        dtype: Dtype = "float32",
+        token_budget: int = 8192,
+        layout: Layout = "auto",
+        label: str = "",
+        timeout_s: float = 10.0,
+        concurrency: int | None = None,
+        away_s: float = AWAY_S,
+    ) -> None:
+        self.model = model
+        self.label = label
+        self.policy = policy
+        self.task = task
+        self.normalise = normalise
+        self.shaping = shaping or Shaping()
+        self.batch = batch
+        self.dtype = dtype
+        self.weight, others = beside_model(parts_of(task, task.verifier))
+        self._functions: RewardFunctions | None = None
+        if others:
+            self._functions = RewardFunctions(task, others, timeout_s=timeout_s, processes=concurrency, away_s=away_s)
+        self.token_budget = token_budget
+        self.layout: Layout = layout
+        self._failing = FailingRewards()
+        self._scorer: Scorer
+        self._same_tokens = False
+        self._pass = SharedPass(self._score_all)
+
+    def facts(self) -> Facts:
+        return Facts(drops=True, concurrency=self.batch, optional=("requests",))
+
+    def check(self, facts: Any) -> list[str]:
+        problems = [*self.shaping.problems(), *gpu_problems(self.gpus)]
+        if not self.model:
+            problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
+        for name in ("batch", "token_budget"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
+        return problems + (refused(self.layout, self._layout) if self.model else [])
+
+    @property
+    def _layout(self) -> Decision:
+        return scoring_layout(self.reward_policy, self.layout)
+
+    def notes(self) -> list[str]:
+        return [note(self._layout)]
+
+    def preflight(self) -> str | None:
+        from flowrl.models.scorer import check_reward_model
+
+        if self.reward_policy.built_in:
+            raise ConfigError(
+                f"{self.model} is no reward model; train one with graphs/reward_model.py and name it here"
+            )
+        check_model(self.reward_policy)
+        trusted = self.reward_policy.trust_remote_code
+        check_reward_model(resolve(self.reward_policy), trust_remote_code=trusted, label=self.label)
+        return None if self._functions is None else self._functions.preflight()
+
+    @property
+    def reward_policy(self) -> Policy:
+        """The reward model as a policy; its remote code is trusted if the policy's is."""
+        return self.policy.like(self.model)
+
+    async def setup(self) -> None:
+        await self.blocking(self._load)
+        if self._functions is not None:
+            await self.blocking(self._functions.open, self.context)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._functions is not None:
+            await self._functions.close()
+
+    def _load(self) -> None:
+        from flowrl.models.scorer import Scorer, labels_of, scorer_load
+        from flowrl.models.tokens.chat import load_tokenizer
+
+        path, trusted = (
+            resolve(self.reward_policy, progress=self.context.progress),
+            self.reward_policy.trust_remote_code,
+        )
+        model = self.open_model(scorer_load(path, self.dtype, trust_remote_code=trusted, layout=self.layout))
+        tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+        self._scorer = Scorer(
+            model,
+            tokenizer,
+            labels=labels_of(path, self.label),
+            system_prompt=self.task.system_prompt,
+            token_budget=self.token_budget,
+        )
+        self._known = KnownRows(self.task)
+        theirs = tokenizer_of(self.policy, progress=self.context.progress)
+        some = [list(row.turns) for row in self._known.of_prompts(TRIED_ROWS) if not uses_tools(row.turns, ())]
+        self._same_tokens = renders_alike(theirs, self._scorer.chat.tokenizer, some)
+        if not self._same_tokens:
+            self.context.progress("its tokenizer or template differs from the policy's: responses are rendered again")
+
+    @property
+    def scored_by(self) -> Policy:
+        return Policy(self.model)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self.requests.live is not None:
+                tasks.create_task(self.requests.each(self._answer, concurrency=self.batch))
+            await self.rollouts.each(self._score, concurrency=self.batch)
+            self.scored.close()  # held-out answers may still come
+
+    async def _score(self, sample: Sample) -> None:
+        try:
+            score, more = await self.model_score(self.question(sample))
+        except SampleFailed as failure:
+            self._failing.failed(self.context, str(failure), f"{failure}: {failure.__cause__ or NOT_FINITE}")
+            raise
+        scored = self.scored_sample(sample, score, await self._verdicts(sample), more)
+        self._failing.scored()
+        self.context.ledger.scored(scored)
+        await self.scored.send(scored)
+
+    async def _answer(self, asked: ScoreQuestion) -> ModelScore:
+        score, more = await self.model_score(asked, later=True)
+        return ModelScore(score, self.reward_of_score(score), more)
+
+    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
+        """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite, or if the
+        model's template does not render the response."""
+        labels = await self._pass.ask(self.rendered(self.scored_ids, asked), later=later)
+        require_finite(labels)
+        more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
+        return self._scorer.summed(labels), more
+
+    async def _verdicts(self, sample: Sample) -> Verdicts | None:
+        """The verdicts of the functions of the sum; None if there are none."""
+        if self._functions is None:
+            return None
+        try:
+            return await self._functions.ask(sample)
+        except BadReward as bad:
+            self._failing.failed(self.context, bad.reason, str(bad))
+            raise SampleFailed(bad.reason) from bad
+
+    async def _score_all(self, token_ids: list[Int32]) -> Sequence[tuple[float, ...]]:
+        with self.context.busy("score"):
+            return await self.blocking(self._scorer.label_scores, token_ids)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the model reads the row and the response as text, not the sample's own tokens."""
+        return not self._same_tokens
+
+    def question(self, sample: Sample) -> ScoreQuestion:
+        """The question to the model about a training sample."""
+        return ScoreQuestion.of(sample, self.row_of(sample) if self.reads_text else None)
+
+    def scored_ids(self, asked: ScoreQuestion) -> Int32:
+        """The token ids that the reward model reads."""
+        if not self.reads_text:
+            return self._scorer.chat.ended(asked.token_ids)
+        return self._scorer.ids(asked.turns, asked.response, tools=asked.tools)
+
+    def rendered(self, render: Callable[[ScoreQuestion], T], asked: ScoreQuestion) -> T:
+        """What `render` makes of the question. Raises SampleFailed where the model's template renders no such response:
+        what a policy samples ends no run."""
+        try:
+            return render(asked)
+        except Unrendered as problem:
+            raise SampleFailed("reward_unrendered") from problem
+
+    def row_of(self, sample: Sample) -> Row:
+        """The row of the sample's prompt."""
+        row = self._known.get(sample.prompt_id)
+        if row is None:
+            raise ConfigError(
+                f"task {self.task.name!r} has no row for the prompt {sample.prompt_text[:60]!r} of a sample"
+            )
+        return row
+
+    def reward_of_score(self, score: float) -> float:
+        """The model's score as it enters a reward: normalised, or unchanged."""
+        return self._scorer.normalised([score])[0] if self.normalise else score
+
+    def scored_sample(
+        self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None
+    ) -> Scored:
+        """`sample` with the reward that is trained on, and the unchanged reward as the raw reward.
+
+        `beside` has the verdicts of the functions of a sum, `more` has further parts to be logged.
+        """
+        reward = self.reward_of_score(score)
+        summed, raw, parts = self.weight * reward, self.weight * score, {MODEL: score, **(more or {})}
+        if beside is not None and self._functions is not None:
+            summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
+            parts |= named_parts(self._functions.parts, beside)
+        shaped = self.shaping.shaped(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
+        fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+        return Scored(**fields, reward=shaped, raw_reward=raw, reward_parts=parts, scored_s=time.time())
+
+
+def require_finite(scores: Sequence[float]) -> None:
+    """Raise SampleFailed if one of the scores is not finite."""
+    if not all(map(math.isfinite, scores)):
+        raise SampleFailed("reward_not_finite")
+
+
+def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]) -> bool:
+    """Whether two tokenizers give the same ids; the reward model's may have an additional pad token."""
+    from flowrl.models import Chat
+
+    known = reward_model.get_vocab()
+    if any(known.get(token) != token_id for token, token_id in policy.get_vocab().items()):
+        return False
+    if (policy.chat_template, policy.eos_token_id) != (reward_model.chat_template, reward_model.eos_token_id):
+        return False
+    chats = Chat(policy), Chat(reward_model)
+    rendered = ([chat.completion(turns, "12 words")[0].tolist() for chat in chats] for turns in conversations)
+    return all(ours == theirs for ours, theirs in rendered)
+
+
+OfSteps = Literal["min", "mean", "product", "last"]
+MOST_LOGGED = 32
+"""Most steps of a response whose scores are logged."""
+
+
+class ProcessReward(RewardModel):
+    """Scores steps with a model that the graph process_reward_model trains; a score is σ of the model's output.
+
+    For a model with several labels, `label` says how its output is computed from them; good=1,bad=-1 gives the softmax
+    of two.
+
+    `separator` ends a step, and `of_steps` says how a response's reward follows from the scores of its steps.
+    `reward_parts` has the scores as `step_0`, `step_1` and so on, and their number as `steps`.
+    """
+
+    def __init__(
+        self, model: str, policy: Policy, task: Task, *, separator: str, of_steps: OfSteps = "min", **options: Any
+    ) -> None:
+        super().__init__(model, policy, task, **options)
+        self.separator = separator_of(separator)
+        self.of_steps: OfSteps = of_steps
+        self._steps: SharedPass[tuple[Int32, Bool], Sequence[float]] = SharedPass(self._score_steps)
+
+    def check(self, facts: Any) -> list[str]:
+        problems = super().check(facts)
+        if self.of_steps not in get_args(OfSteps):
+            problems.append(f"of_steps is {self.of_steps!r}; choose one of {', '.join(get_args(OfSteps))}")
+        if self.normalise:
+            problems.append("normalise is set, but the scores of steps are probabilities; leave it out")
+        return problems
+
+    @property
+    def reads_text(self) -> bool:
+        return True
+
+    async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
+        scores = await self._steps.ask(self.rendered(self.step_tokens, asked), later=later)
+        require_finite(scores)
+        parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
+        return reward_of(scores, self.of_steps), parts
+
+    def step_tokens(self, asked: ScoreQuestion) -> tuple[Int32, Bool]:
+        """The tokens that the model reads, and a mask of the positions with the steps' scores."""
+        steps = split_steps(asked.response, self.separator)
+        return step_tokens(self._scorer.chat.with_tools(asked.tools), asked.turns, steps, self.separator)
+
+    async def _score_steps(self, asked: list[tuple[Int32, Bool]]) -> Sequence[Sequence[float]]:
+        with self.context.busy("score"):
+            return await self.blocking(self._scorer.step_scores, asked)
+
+
+def reward_of(scores: Sequence[float], of_steps: OfSteps) -> float:
+    """The reward of a response whose steps have these scores."""
+    found = {"min": min(scores), "mean": sum(scores) / len(scores), "product": math.prod(scores), "last": scores[-1]}
+    return found[of_steps]
+
+
+@dataclass(frozen=True)
+class ScoreQuestion(Message):
+    """A response, both as the tokens of its generator and as text that follows the turns of its row."""
+
+    response: str
+    token_ids: Int32
+    """Prompt and response."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, sample: Sample, row: Row | None) -> ScoreQuestion:
+        """The question about `sample`; without the row, only a model that reads the generator's tokens can answer."""
+        asked = ((), ()) if row is None else (row.turns, row.tools)
+        return cls(sample.response_text, sample.token_ids, *asked)
+
+
+@dataclass(frozen=True)
+class ModelScore(Message):
+    """The score of a response."""
+
+    score: float
+    """The score as the model gives it."""
+    reward: float
+    """The score as it enters a reward: normalised if the node normalises."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Scores of labels or steps by the names under which they are logged."""

@@ -1,0 +1,302 @@
+"""Demonstrations for SFT: the task's own answers replace a generator's responses.
+
+No policy has sampled their tokens. They are recorded in the same ledger as rollouts, so an SFT run can be audited like
+any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from flowrl.cache import Progress
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Batch, Bool, Group, Int32, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_model, check_tools, tokenizer_of
+from flowrl.models.turn_ends import end_problem
+from flowrl.nodes.sources.row_checks import (
+    DroppedRows,
+    RowTexts,
+    TooLong,
+    refuse_long,
+    rendered_alone,
+    require_rendered,
+    shortened,
+)
+from flowrl.nodes.sources.row_source import PromptSource, RowPart
+from flowrl.tasks import Row, Rows, Task, load_demonstrations
+from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
+from flowrl.tasks.row_reading.other_columns import RowUse
+from flowrl.tasks.row_reading.tool_shapes import text_of
+
+Trained = Literal["all", "last"]
+
+
+class DemonstrationSource(PromptSource):
+    """Sends the prompt of every row of a task, including rows that answer the same prompt in different ways."""
+
+    row_noun = "conversations"
+    row_use: RowUse = "responses"
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        epochs: int | None = None,
+        max_tokens: int = 2048,
+        part: RowPart = "train",
+        too_long: TooLong = "drop",
+    ) -> None:
+        # With "error", `Demonstrations` finds what is too long, because it has the whole conversation.
+        passed: TooLong = "truncate" if too_long == "truncate" else "drop"
+        super().__init__(task, policy, epochs=epochs, max_prompt_tokens=max_tokens, part=part, too_long=passed)
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)  # the limit is that of the whole conversation
+
+    def read(self) -> Rows:
+        return load_demonstrations(self.task, whole=self.part == "all")
+
+    def _try_rows(self, rows: Sequence[Row]) -> None:
+        """Nothing: the node that renders whole rows tries them."""
+
+
+class Demonstrations(Node):
+    """Turns each prompt into a conversation that ends with its row's answer.
+
+    `trained` says which assistant turns are trained: all, or the last, which is the answer. `too_long` says what
+    happens to rows of more than `max_tokens` tokens: they are dropped with the reason `too_long`, lose their beginning,
+    or are an error.
+    """
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        *,
+        max_tokens: int = 2048,
+        part: RowPart = "train",
+        trained: Trained = "all",
+        too_long: TooLong = "drop",
+    ) -> None:
+        self.task = task
+        self.policy = policy
+        self.max_tokens = max_tokens
+        self.part: RowPart = part
+        self.trained: Trained = trained
+        self.too_long: TooLong = too_long
+
+    def facts(self) -> Facts:
+        return Facts(group_size=1, longest_response=self.max_tokens, drops=True, keeps_lineage=False)
+
+    def check(self, facts: object) -> list[str]:
+        return [f"max_tokens is {self.max_tokens}; it needs at least 2"] if self.max_tokens < 2 else []
+
+    def preflight(self) -> str | None:
+        check_model(self.policy)
+        rows = self._read_rows()
+        require_responses(self.task, rows)
+        check_tools(self.policy, rows)
+        if self.too_long == "error" and not self.policy.built_in:
+            self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
+        tried = joined(rows, load_demonstrations(self.task).held_out) if self.part == "train" else rows
+        said = (require_rendered(self.policy, self.task, tried, self._texts), end_problem(self.policy))
+        return "; ".join(text for text in said if text) or None
+
+    def _texts(self, row: Row) -> RowTexts:
+        return RowTexts(row.turns, (row.response,), row.tools, every_turn=self.trained == "all")
+
+    def _refuse_long(self, chat: Chat) -> None:
+        lengths = rendered_alone(
+            self._read_rows(), lambda row: len(chat.with_tools(row.tools).completion(row.turns, row.response)[0])
+        )
+        refuse_long(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
+
+    async def setup(self) -> None:
+        tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
+        self._chat = Chat(tokenizer, self.task.system_prompt)
+        if self.too_long == "error":
+            await self.blocking(self._refuse_long, self._chat)
+        rows = await self.blocking(self._read_rows)
+        self._rows = by_id(rows)
+        self._dropped = DroppedRows(
+            len(rows), self.max_tokens, option="max_tokens", task=self.task.name, context=self.context
+        )
+
+    def _read_rows(self) -> Sequence[Row]:
+        found = load_demonstrations(self.task, whole=self.part == "all")
+        if self.part == "all":
+            return joined(found.train, found.held_out)
+        return found.train if self.part == "train" else found.held_out
+
+    async def run(self) -> None:
+        async for prompt in self.prompts:
+            sample = self._dropped.rendered(self._rows[prompt.prompt_id], partial(self.demonstration, prompt))
+            if sample is None or not self._dropped.fits([sample]):
+                self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
+                continue
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+            await self.groups.send(Group(prompt.group_id, (sample,), 1))
+
+    def rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
+        """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
+        chat = chat.with_tools(row.tools)
+        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(row.turns, row.response)
+        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+
+    def demonstration(self, prompt: Prompt) -> Trainable:
+        """The sample that a model would make by giving the row's answer."""
+        row = self._rows[prompt.prompt_id]
+        token_ids, mask = self.rendered(self._chat, row)
+        return given_sample(
+            token_ids,
+            mask,
+            sample_id=prompt.sample_id,
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            member=prompt.member,
+            prompt_text=prompt.text,
+            response_text=text_of(row.response),
+            generator=f"{self.name}/{self.context.replica}",
+            columns=prompt.columns,
+        )
+
+    def require_held_out(self) -> None:
+        if not load_demonstrations(self.task).held_out:
+            raise ConfigError(
+                f"{self.task.name!r} has no held-out rows to measure the loss on (one prompt in eight is held out); "
+                "add rows, or leave held_out out"
+            )
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
+        rows = load_demonstrations(self.task).held_out
+        answered = [row for row in lowest(rows, most) if row.has_response]
+        samples = rendered_alone(answered, lambda row: self._held_out_sample(row, chat))
+        return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
+
+    def _held_out_sample(self, row: Row, chat: Chat) -> Trainable:
+        return given_sample(
+            *self.rendered(chat, row),
+            sample_id=row.prompt_id,
+            group_id=row.prompt_id,
+            prompt_id=row.prompt_id,
+            prompt_text=row.prompt,
+            response_text=text_of(row.response),
+        )
+
+
+class HeldOutDemonstrations(Node):
+    """Sends up to `num_rows` rows that `data` holds out from training; for texts, up to `num_rows` sequences.
+
+    The choice does not depend on the order of the data. Rows that are too long for `data` are left out.
+    """
+
+    batch: Out[Batch]
+
+    def __init__(self, data: HeldOutSource, *, num_rows: int = 512, token_budget: int = 8192) -> None:
+        self.data = data
+        self.num_rows = num_rows
+        self.token_budget = token_budget
+
+    def facts(self) -> Facts:
+        return Facts(keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        ranges = (("num_rows", self.num_rows), ("token_budget", self.token_budget))
+        problems = [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+        if self.data.part != "train":
+            problems.append(f"its data trains on part={self.data.part!r}; set part='train', so that rows are held out")
+        return problems
+
+    def preflight(self) -> None:
+        self.data.require_held_out()
+
+    async def setup(self) -> None:
+        self._samples = await self.blocking(self.data.held_out_samples, self.num_rows, self.context.progress)
+
+    async def run(self) -> None:
+        if not self._samples:
+            raise ConfigError(f"all held-out rows have more than {self.data.max_tokens} tokens; raise max_tokens")
+        await self.batch.send(batch_of(self._samples, self.token_budget))
+
+
+class HeldOutSource(Protocol):
+    """A node whose rows are trained, except the rows that it holds out."""
+
+    @property
+    def part(self) -> str:
+        """Which rows it trains."""
+        ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def require_held_out(self) -> None:
+        """Raise ConfigError if it holds out no row."""
+        ...
+
+    def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
+        """Up to `most` samples of what it holds out; the choice does not depend on the order of the data."""
+        ...
+
+
+def given_sample(token_ids: Int32, mask: Bool, *, response_text: str, **fields: Any) -> Trainable:
+    """A sample whose tokens in `mask` are trained; `fields` are further fields of `Trainable`."""
+    alone: dict[str, Any] = {"epoch": 0, "member": 0, "generator": ""}
+    return Trainable(
+        **(alone | fields),
+        group_size=1,
+        response_text=response_text,
+        token_ids=token_ids,
+        policy_mask=mask,
+        behavior_logprobs=np.zeros(len(token_ids), np.float32),
+        versions=np.full(len(token_ids), -1, np.int32),  # no version of the policy has sampled them
+        prompt_tokens=int((~mask).sum()),
+        truncated=False,
+        generated_s=time.time(),
+        advantages=mask.astype(np.float32),
+    )
+
+
+def require_responses(task: Task, rows: Sequence[Row]) -> None:
+    """Raise ConfigError unless every row has a response to learn from: text, or the assistant's turns."""
+    if without := [row for row in rows if not row.has_response]:
+        unread = next((row.unread for row in without if row.unread), "")
+        other = f", or messages={unread} to learn from the conversations in that column" if unread else ""
+        raise ConfigError(
+            f"{len(without)} of {len(rows)} training rows of {task.name!r} have no answer to learn from, the first at "
+            f"{without[0].place or 'its beginning'}; set the option answer= of the task to the column that holds it"
+            f"{other}, or take rows without one out of the data (malformed=skip does not)"
+        )
+    if other_row := next((row for row in rows if not row.reply and not row.text_answer), None):
+        raise ConfigError(
+            f"{other_row.place}: the answer is {str(other_row.answer)[:60]!r}; to learn from it needs text, or the "
+            "assistant's turns; name the column that has them with answer="
+        )
+
+
+def batch_of(samples: Sequence[Trainable], token_budget: int) -> Batch:
+    """All samples as one batch."""
+    return Batch(
+        samples=tuple(samples),
+        micro_batches=(),
+        num_sequences=len(samples),
+        num_tokens=sum(sample.response_tokens for sample in samples),
+        num_groups=len(samples),
+        token_budget=token_budget,
+    )

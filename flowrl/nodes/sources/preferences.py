@@ -1,0 +1,355 @@
+"""Preference data as samples instead of rollouts: pairs of completions, or single completions with a label.
+
+They are recorded in the same ledger as rollouts: each completion is a member of its row's group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from flowrl.cache import Progress
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In, Members, Out
+from flowrl.messages import Batch, Bool, Group, Int32, Mismatched, Prompt, Trainable
+from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
+from flowrl.models.tokens.chat import ReplyMessage, Unrendered
+from flowrl.models.turn_ends import end_problem
+from flowrl.nodes.sources.row_checks import (
+    DroppedRows,
+    RowTexts,
+    TooLong,
+    refuse_long,
+    rendered_alone,
+    require_rendered,
+    shortened,
+)
+from flowrl.nodes.sources.row_source import PromptSource
+from flowrl.tasks import Row, Rows, Task, load_preferences
+from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joined, lowest_asked, matched, prompt_ids
+from flowrl.tasks.row_reading.other_columns import RowUse
+from flowrl.tasks.row_reading.tool_shapes import text_of
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Which preferences to train on: plain data, for the nodes that need it."""
+
+    task: Task
+    """Rows with `chosen` and `rejected`, or with `completion` and `label`."""
+    policy: Policy
+    """Its tokenizer and chat template render the rows."""
+    kind: Literal["pairs", "labelled"] = "pairs"
+    max_tokens: int = 1024
+    """Longest conversation, prompt and completion together."""
+    too_long: TooLong = "drop"
+    """What happens to rows of longer conversations: they are dropped, lose the prompt's beginning, or are an error."""
+    scored: bool = False
+    """Whether a reward model is trained: completions then end as those that it scores (`Chat.scored`)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("pairs", "labelled"):
+            raise ConfigError(f"kind is {self.kind!r}; choose pairs or labelled")
+        if self.max_tokens < 2:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; a conversation needs at least 2")
+
+    @property
+    def group_size(self) -> int:
+        """The number of completions of one row."""
+        return 2 if self.kind == "pairs" else 1
+
+    def rows(self) -> Rows:
+        """All rows; a process reads them only once."""
+        return load_preferences(self.task, self.kind)
+
+    def texts(self, row: Row) -> RowTexts:
+        """What is rendered of a row."""
+        names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
+        return RowTexts(row.turns, tuple(row.columns[name] for name in names), row.tools)
+
+    def chat(self, progress: Progress = silent) -> Chat:
+        """The chat that renders the rows."""
+        return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
+
+
+class PreferenceSource(PromptSource):
+    """Sends the prompt of every training row, once for each of its completions."""
+
+    row_use: RowUse = "preferences"
+
+    def __init__(self, data: Preferences, *, epochs: int | None = None, seed: int | None = None) -> None:
+        super().__init__(
+            data.task,
+            data.policy,
+            repeat=data.group_size,
+            epochs=epochs,
+            seed=seed,
+            max_prompt_tokens=data.max_tokens,
+            too_long="truncate" if data.too_long == "truncate" else "drop",
+            answers_compared=False,
+        )
+        self.data = data
+
+    def facts(self) -> Facts:
+        return replace(super().facts(), longest_prompt=None)
+
+    def read(self) -> Rows:
+        return self.data.rows()
+
+    def _try_rows(self, rows: Sequence[Row]) -> None:
+        """Nothing: the node that renders completions tries them."""
+
+
+class PreferenceDataset(Node):
+    """Appends the row's completions to its prompt; their tokens and end token are trained, the prompt is not.
+
+    The data's `too_long` says what happens to a row with a conversation of more than the data's `max_tokens`: the row
+    is dropped with the reason `too_long`, its prompt loses its beginning, or the row is an error.
+    """
+
+    keyed_state = True
+
+    prompts: In[Prompt]
+    groups: Out[Group]
+
+    def __init__(self, data: Preferences) -> None:
+        self.data = data
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.data.group_size, drops=True, keeps_lineage=False)
+
+    def preflight(self) -> str | None:
+        check_model(self.data.policy)
+        rows = self.data.rows()
+        both = joined(rows.train, rows.held_out)
+        check_tools(self.data.policy, both)
+        if self.data.kind == "labelled":
+            mismatches(rows.train)
+        if self.data.too_long == "error" and not self.data.policy.built_in:
+            self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
+        said = [require_rendered(self.data.policy, self.data.task, both, self.data.texts)]
+        said += [] if self.data.scored else [end_problem(self.data.policy)]  # a reward model generates nothing
+        return "; ".join(text for text in said if text) or None
+
+    def _refuse_long(self, rendered: Renderer) -> None:
+        lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
+        refuse_long(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
+
+    async def setup(self) -> None:
+        chat = await self.blocking(self.data.chat, self.context.progress)
+        rows = (await self.blocking(self.data.rows)).train
+        self._render = Renderer(self.data, chat, rows)
+        self._dropped = DroppedRows(
+            len(rows), self.data.max_tokens, option="max_tokens", task=self.data.task.name, context=self.context
+        )
+        if self.data.too_long == "error":
+            await self.blocking(self._refuse_long, self._render)
+
+    async def run(self) -> None:
+        async for members in self.prompts.groups(self.data.group_size):
+            row = self._render.rows[members.items[0].prompt_id]
+            samples = self._dropped.rendered(row, partial(self.samples, members.items))
+            if samples is None or not self._dropped.fits(samples):
+                for prompt in members.items:
+                    self.prompts.drop(prompt, "unrendered" if samples is None else "too_long")
+                continue
+            await self._send(members, samples)
+
+    async def _send(self, members: Members[Prompt], samples: tuple[Trainable, ...]) -> None:
+        for sample in samples:
+            self.context.metric("tokens_generated", sample.response_tokens)
+            self.context.ledger.generated(sample)
+        await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
+
+    def samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
+        """The completions of one row, with the ids that the ledger uses."""
+        rendered = self._render.row(prompts[0].prompt_id)
+        generator = f"{self.name}/{self.context.replica}"
+        return tuple(
+            replace(
+                sample,
+                sample_id=prompt.sample_id,
+                group_id=prompt.group_id,
+                epoch=prompt.epoch,
+                pair=prompt.group_id if self.data.kind == "pairs" else "",
+                generator=generator,
+                generated_s=time.time(),
+            )
+            for prompt, sample in zip(prompts, rendered, strict=True)
+        )
+
+
+class Renderer:
+    """Rows of one part, training or held-out, as samples."""
+
+    def __init__(self, data: Preferences, chat: Chat, rows: Sequence[Row]) -> None:
+        self._kind = data.kind
+        self._max_tokens = data.max_tokens
+        self._truncates = data.too_long == "truncate"
+        self._chat = chat
+        self._scored = data.scored
+        self.rows = by_id(rows)
+        self._unrendered: set[str] = set()
+        """Ids of rows whose completions cannot be rendered, as far as they were met as mismatches."""
+        self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
+
+    def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
+        """The samples of each row that the template renders."""
+        return rendered_alone(self.rows, self.row)
+
+    def row(self, row_id: str) -> tuple[Trainable, ...]:
+        """The pair as neighbours, chosen first, or the one labelled completion. Raises Unrendered."""
+        row = self.rows[row_id]
+        if self._kind == "pairs":
+            both = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
+            return self._shortened(tuple(self._sample(row, member, *one) for member, one in enumerate(both)))
+        label = 1 if row.columns["label"] else -1
+        sample = self._sample(row, 0, row.columns["completion"], label)
+        ids, mask = self._mismatched(row)
+        if self._truncates:  # as the sample itself: the completion stays
+            ids, mask = shortened(ids, mask, self._max_tokens)
+        mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
+        return self._shortened((replace(sample, mismatched=mismatched),))
+
+    def _mismatched(self, row: Row) -> tuple[Int32, Bool]:
+        """The row's prompt with the completion of the next row whose prompt is another one and whose completion can be
+        rendered. Raises Unrendered if there is none."""
+        other = row
+        for _ in range(len(self.rows)):
+            other = self._mismatches[other.prompt_id]
+            if other.asked_id == row.asked_id or other.prompt_id in self._unrendered:
+                continue
+            try:
+                return self._chat.with_tools(row.tools).completion(row.turns, other.columns["completion"])
+            except Unrendered:
+                self._unrendered.add(other.prompt_id)
+        raise Unrendered("no other row has a completion that can be put behind its prompt")
+
+    def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
+        """If one of the completions is too long, all lose the same number of tokens from the start of their prompt."""
+        excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
+        if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
+            return samples
+        return tuple(_without_beginning(sample, excess) for sample in samples)
+
+    def _sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
+        chat = self._chat.with_tools(row.tools)
+        token_ids, mask = (chat.scored if self._scored else chat.completion)(row.turns, reply)
+        return Trainable(
+            sample_id=f"{row.prompt_id}:{member}",
+            group_id=row.prompt_id,
+            prompt_id=row.prompt_id,
+            epoch=0,
+            member=member,
+            group_size=2 if self._kind == "pairs" else 1,
+            prompt_text=row.prompt,
+            response_text=text_of(reply),
+            token_ids=token_ids,
+            policy_mask=mask,
+            behavior_logprobs=np.zeros(len(token_ids), np.float32),
+            versions=np.full(len(token_ids), -1, np.int32),
+            prompt_tokens=int(np.argmax(mask)),
+            truncated=False,
+            generator="",
+            advantages=mask.astype(np.float32),
+            label=label,
+            pair=row.prompt_id if self._kind == "pairs" else row.columns.get("pair", ""),
+        )
+
+
+def _without_beginning(sample: Trainable, number: int) -> Trainable:
+    return replace(
+        sample,
+        token_ids=sample.token_ids[number:],
+        policy_mask=sample.policy_mask[number:],
+        behavior_logprobs=sample.behavior_logprobs[number:],
+        versions=sample.versions[number:],
+        advantages=sample.advantages[number:],
+        prompt_tokens=sample.prompt_tokens - number,
+    )
+
+
+def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
+    """For each row, the next row with another prompt in the order of their ids, which is practically random.
+
+    The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
+    Raises ConfigError if all prompts are the same.
+    """
+    ids, asked = (_digests(one) for one in (prompt_ids(rows), asked_ids(rows)))
+    order = np.argsort(ids)
+    ends = np.flatnonzero(asked[order] != np.roll(asked[order], -1))
+    if not ends.size:
+        raise ConfigError(
+            f"KTO measures its baseline on completions of other prompts, but all {len(order)} rows have one prompt; "
+            "add rows with other prompts"
+        )
+    following = ends[np.searchsorted(ends, np.arange(len(order))) % len(ends)] + 1
+    found = np.zeros_like(order)
+    found[order] = order[following % len(order)]
+    return matched(rows, found)
+
+
+def _digests(found: Iterable[str]) -> Digests:
+    return np.fromiter((int(one, 16) for one in found), np.uint64)
+
+
+class HeldOutPreferences(Node):
+    """Sends up to `num_rows` held-out rows of `data`; the choice does not depend on the order of the file.
+
+    Rows with a conversation of more than the data's `max_tokens` are left out. For objectives that compare
+    with a reference, a PreferenceReference sends the same rows with its logprobs.
+    """
+
+    batch: Out[Batch]
+
+    def __init__(self, data: Preferences, *, num_rows: int = 512, token_budget: int = 8192) -> None:
+        self.data = data
+        self.num_rows = num_rows
+        self.token_budget = token_budget
+
+    def facts(self) -> Facts:
+        return Facts(keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        ranges = (("num_rows", self.num_rows), ("token_budget", self.token_budget))
+        return [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+
+    def preflight(self) -> None:
+        check_model(self.data.policy)
+        if not self.data.rows().held_out:
+            raise ConfigError(
+                f"{self.data.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
+            )
+
+    async def setup(self) -> None:
+        self._samples = await self.blocking(self._render)
+
+    def _render(self) -> list[Trainable]:
+        chat = self.data.chat(self.context.progress)
+        chosen = lowest_asked(self.data.rows().held_out, self.num_rows)
+        rendered = [samples for samples in Renderer(self.data, chat, chosen) if self._fits(samples)]
+        return [sample for samples in rendered for sample in samples]
+
+    def _fits(self, samples: Sequence[Trainable]) -> bool:
+        return max(len(sample.token_ids) for sample in samples) <= self.data.max_tokens
+
+    async def run(self) -> None:
+        samples = tuple(self._samples)
+        if not samples:
+            raise ConfigError(f"all held-out rows have more than {self.data.max_tokens} tokens; raise max_tokens")
+        batch = Batch(
+            samples=samples,
+            micro_batches=(),
+            num_sequences=len(samples),
+            num_tokens=sum(sample.response_tokens for sample in samples),
+            num_groups=len(samples) // self.data.group_size,
+            token_budget=self.token_budget,
+        )
+        await self.batch.send(batch)

@@ -1,0 +1,342 @@
+"""Nodes that write responses or pairs to a file of JSON lines, so that a second run continues where one ended.
+
+Invariants
+- A line has one response, or one pair, and the row's other columns.
+- The lines of a group are next to each other, and are written at once, before the group is finished in the ledger.
+  `Written.read` leaves out an incomplete last group, which a killed run may leave and the writer cuts off. All other
+  groups are complete, and `RemainingPrompts` does not ask them again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.facts import Facts
+from flowrl.graph.node import Node
+from flowrl.graph.ports import In
+from flowrl.messages import Group, Sample, Scored, Trainable
+from flowrl.nodes.sources.row_source import PromptSource
+from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks.row_reading.indexed_rows import by_id, joined, prompt_ids
+from flowrl.user_path import user_path
+
+REPORT_EVERY_S = 5.0
+
+
+class ProgressCount:
+    """For use on one event loop. `say` gets the text; `add` reports nothing before REPORT_EVERY_S have passed."""
+
+    def __init__(
+        self,
+        what: str,
+        say: Callable[[str], None],
+        *,
+        total: int | None = None,
+        there: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`what` names the items; `there` of the `total` exist already, which is reported immediately."""
+        self._what, self._say, self._total, self._now = what, say, total, now
+        self._number = self._reported_number = there
+        self._reported_s: float | None = None
+        """Time of the last report, or of the first `add`: a node may wait long for its first item."""
+        self._has_reported = False
+        if there:
+            self._report(f"{self._counted} are there already")
+
+    def add(self, number: int = 1, note: str = "") -> None:
+        """Count `number` more items; `note` follows the numbers in a report."""
+        self._number += number
+        if self._reported_s is None:
+            self._reported_s, self._reported_number = self._now(), self._number
+        elapsed_s = self._now() - self._reported_s
+        if elapsed_s >= REPORT_EVERY_S:
+            rate = (self._number - self._reported_number) / elapsed_s
+            self._report(
+                f"{self._counted} ({rate:,.0f}/s){note}" if rate >= 10 else f"{self._counted} ({rate:.2g}/s){note}"
+            )
+
+    def end(self, note: str = "", *, always: bool = False) -> None:
+        """All items are counted. Reports if `always`, or if there was a report and items have been added since."""
+        if always or (self._has_reported and self._number > self._reported_number):
+            self._report(f"{self._counted}{note}")
+
+    @property
+    def _counted(self) -> str:
+        return f"{self._number:,}{'' if self._total is None else f' of {self._total:,}'} {self._what}"
+
+    def _report(self, text: str) -> None:
+        self._say(text)
+        self._has_reported, self._reported_number = True, self._number
+        self._reported_s = None if self._reported_s is None else self._now()
+
+
+OWN = ("prompt", "response", "prompt_id", "member", "reward", "parts", "response_tokens", "truncated")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file has: the prompts whose groups are complete, and how many bytes these groups take."""
+
+    prompt_ids: frozenset[str]
+    num_bytes: int
+
+    @staticmethod
+    def read(path: Path, per_group: int) -> Written:
+        """Raises ConfigError for a file with other lines. `per_group`: lines of a complete group, if none failed."""
+        counted: Counter[str] = Counter()
+        last, start, end = "", 0, 0
+        if not path.exists():
+            return Written(frozenset(), 0)
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                prompt_id = _prompt_id(path, number, line)
+                if prompt_id != last:
+                    last, start = prompt_id, end
+                counted[prompt_id] += 1
+                end += len(line)
+        if last and counted[last] < per_group:
+            del counted[last]
+            end = start
+        return Written(frozenset(counted), end)
+
+
+def _prompt_id(path: Path, number: int, line: bytes) -> str:
+    try:
+        return str(json.loads(line)["prompt_id"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path}:{number} was not written by flowrl; name another file, or remove this one") from None
+
+
+class RemainingPrompts(PromptSource):
+    """Sends the prompts of a task for which the file `out` has no group yet."""
+
+    def __init__(self, *args: Any, out: str, per_group: int, given: bool = False, **options: Any) -> None:
+        """`given`: the rows are those of `load_demonstrations`, which may answer one prompt in several ways."""
+        super().__init__(*args, **options)
+        self.out = out
+        self.per_group = per_group
+        self.given = given
+
+    def read(self) -> Any:
+        return load_demonstrations(self.task, whole=self.part == "all") if self.given else super().read()
+
+    def preflight(self) -> str | None:
+        rows, done = self.rows(), self._done()
+        if all(prompt_id in done for prompt_id in prompt_ids(rows)):
+            raise ConfigError(f"{self.out} has all {len(rows)} {self.row_noun} already; name another file")
+        return super().preflight()
+
+    def _done(self) -> frozenset[str]:
+        return Written.read(user_path(self.out), self.per_group).prompt_ids
+
+    def num_left(self, seed: int) -> int:
+        """Number of prompts for which the file has no group yet; `seed` is the run's."""
+        self._seed = seed if self.seed is None else self.seed
+        self._rows = self.rows()
+        return len(self._order(0))
+
+    def _order(self, epoch: int) -> list[int]:
+        """The rows of the epoch that are not done. An epoch of a mixture has a share of each source, not all rows."""
+        names, done = [*prompt_ids(self._rows)], self._done()
+        if not (order := [index for index in super()._order(epoch) if names[index] not in done]):
+            raise ConfigError(
+                f"{self.out} has all {self.row_noun} of an epoch already; an epoch is a part of the mixture "
+                f"{self.task.name!r}; name another file, or other weights"
+            )
+        return order
+
+
+class ResponseWriter(Node):
+    """Writes the `size` responses to each prompt of `task`, or only the one with the best reward (`best`), to `path`.
+
+    `prompts` is the source of the graph, which knows how many prompts there are.
+    """
+
+    keyed_state = True
+
+    samples: In[Sample]
+
+    _progress: ProgressCount
+
+    def __init__(
+        self,
+        path: str,
+        task: Task,
+        *,
+        size: int,
+        best: bool = False,
+        given: bool = False,
+        prompts: RemainingPrompts | None = None,
+    ) -> None:
+        self.path = path
+        self.task = task
+        self.size = size
+        self.best = best
+        self.given = given
+        self.prompts = prompts
+        self._file: IO[bytes] | None = None
+        self._lost = 0
+
+    @property
+    def per_group(self) -> int:
+        """Lines of a group."""
+        return 1 if self.best else self.size
+
+    def facts(self) -> Facts:
+        return Facts(group_size=self.size, drops=True, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
+
+    def preflight(self) -> str | None:
+        target = user_path(self.path)
+        if not target.parent.is_dir():
+            raise ConfigError(f"the directory {target.parent} for the responses does not exist; create it")
+        found = Written.read(target, self.per_group)
+        return f"{target} has {len(found.prompt_ids)} prompts already; the others follow" if found.prompt_ids else None
+
+    async def setup(self) -> None:
+        read = load_demonstrations if self.given else load_rows
+        rows = await self.blocking(read, self.task, whole=True)
+        self._rows = by_id(joined(rows.train, rows.held_out))
+        self._file = await self.blocking(self._open)
+        prompts = self.prompts
+        left = None if prompts is None else await self.blocking(prompts.num_left, self.context.seed)
+        total = None if left is None else left * self.per_group
+        self._progress = ProgressCount("responses", self.context.progress, total=total)
+
+    def _open(self) -> IO[bytes]:
+        path = user_path(self.path)
+        found = Written.read(path, self.per_group)
+        file = path.open("ab")
+        file.truncate(found.num_bytes)
+        return file
+
+    async def run(self) -> None:
+        assert self._file is not None
+        async for members in self.samples.groups(self.size):
+            best = max(members.items, key=lambda one: one.reward if isinstance(one, Scored) else 0.0)
+            kept = (best,) if self.best else members.items
+            text = "".join(f"{json.dumps(self.line(sample), ensure_ascii=False, default=str)}\n" for sample in kept)
+            self._file.write(text.encode())
+            self._file.flush()
+            for sample in members.items:
+                self.samples.drop(sample, "written")
+            self._lost += len(members.lost)
+            self.context.metric("responses_written", len(kept))
+            self._progress.add(len(kept), self._note)
+        self._progress.end(self._note, always=True)
+
+    async def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def _note(self) -> str:
+        return f" in {self.path}" + (f", {self._lost:,} failed" if self._lost else "")
+
+    def line(self, sample: Sample) -> dict[str, Any]:
+        """The line of one response."""
+        turns = self._rows[sample.prompt_id].turns
+        found: dict[str, Any] = {
+            "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
+            "response": sample.response_text,
+            "prompt_id": sample.prompt_id,
+            "member": sample.member,
+            "response_tokens": sample.response_tokens,
+            "truncated": sample.truncated,
+        }
+        if isinstance(sample, Scored):
+            found |= {"reward": sample.reward, "parts": dict(sample.reward_parts)}
+        return found | {name: value for name, value in sample.columns.items() if name not in OWN}
+
+
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", "prompt_id", "margin")
+
+
+class PairWriter(Node):
+    """Writes each pair of a PairMaker to the file `path`; `task` is the task that the prompts come from.
+
+    Each pair is one line, `{"prompt", "chosen", "rejected", "prompt_id"}` and the row's other columns; the prompt is
+    text, or the messages of a longer conversation.
+
+    The margin of a pair is the difference of the two rewards. In the ledger pairs end as dropped with the reason
+    `written`. A pair with an empty answer is not written; it is filtered as `empty_answer`.
+    """
+
+    groups: In[Group]
+
+    _progress: ProgressCount
+
+    def __init__(self, path: str, task: Task) -> None:
+        self.path = path
+        self.task = task
+        self._file: IO[bytes] | None = None
+
+    def facts(self) -> Facts:
+        return Facts(drops=True, keeps_lineage=False)
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
+
+    def preflight(self) -> str | None:
+        target = user_path(self.path)
+        if not target.parent.is_dir():
+            raise ConfigError(f"the directory {target.parent} for the pairs does not exist; create it")
+        found = Written.read(target, 1)
+        return f"{target} has {len(found.prompt_ids)} pairs already; the others follow" if found.prompt_ids else None
+
+    async def setup(self) -> None:
+        rows = await self.blocking(load_rows, self.task)
+        self._rows = by_id(joined(rows.train, rows.held_out))
+        self._file = await self.blocking(self._open)
+        self._progress = ProgressCount("pairs", self.context.progress)
+
+    def _open(self) -> IO[bytes]:
+        path = user_path(self.path)
+        found = Written.read(path, 1)
+        file = path.open("ab")
+        file.truncate(found.num_bytes)
+        return file
+
+    async def run(self) -> None:
+        assert self._file is not None
+        async for group in self.groups:
+            chosen, rejected = group.samples
+            if not (chosen.response_text and rejected.response_text):
+                self.groups.drop(group, "empty_answer", state="filtered")
+                continue
+            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False, default=str)}\n".encode())
+            self._file.flush()
+            self.context.metric("pairs_written", 1)
+            self.groups.drop(group, "written")
+            self._progress.add(1, f" in {self.path}")
+        self._progress.end(f" in {self.path}", always=True)
+
+    async def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def line(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
+        """The line of the file for this pair."""
+        assert (chosen.label, rejected.label) == (1, -1)
+        turns = self._rows[chosen.prompt_id].turns
+        kept = {name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS}
+        return {
+            "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
+            "chosen": chosen.response_text,
+            "rejected": rejected.response_text,
+            "prompt_id": chosen.prompt_id,
+            "margin": chosen.reward - rejected.reward,
+            **kept,
+        }

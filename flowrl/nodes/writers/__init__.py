@@ -1,1 +1,0 @@
-"""Nodes that write responses and pairs to files."""
