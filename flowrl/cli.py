@@ -26,8 +26,7 @@ from flowrl.graph.command_line import parse_options
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names, summary
 from flowrl.proxies import reach_directly
-from flowrl.runtime.telemetry.safe_text import print_text, replace_unwritable
-from flowrl.runtime.telemetry.standard_output import flush, let_go, open_closed, say
+from flowrl.runtime.telemetry.standard_streams import flush, let_go, open_closed, print_text, replace_unwritable, say
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """What the system says of a write to a stream; such an error names no file."""

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from flowrl.runtime.samples.kept_samples import KeptSamples
-from flowrl.runtime.samples.sample_share import SampleChoice
+from flowrl.runtime.samples.sample_notes import SampleChoice
 from flowrl.runtime.telemetry.metrics import Metrics
 
 BEGAN = "began_s"

@@ -23,7 +23,7 @@ import tyro
 
 from benchmarks.runs.ledger import GROUPS, MEMBERS, TERMS, admit, generate, train
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.ledger import chain, ledger_file
 from flowrl.runtime.ledger.chain import Commit, Sum
 from flowrl.runtime.ledger.ledger import Ledger
@@ -100,7 +100,7 @@ def write_checkpoint(ledger: Ledger, directory: Path) -> None:
         (directory / "checkpoints" / ".new").mkdir(parents=True)
         temporary = directory / "checkpoints" / ".new"
         snapshot.write(temporary)
-        checkpoint_manifest.write(temporary, {"ledger_head": ledger.head}, threading.Event())
+        checkpoint.write_manifest(temporary, {"ledger_head": ledger.head}, threading.Event())
         for path in temporary.rglob("*"):
             ledger_file.sync_file(path)
     final = directory / "checkpoints" / f"step_{len(list((directory / 'checkpoints').glob('step_*'))):06d}"
@@ -139,12 +139,12 @@ def measure(directory: Path, options: Options) -> None:
         copy.parent.mkdir()
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
             source.backup(target)
-        checkpoint_manifest.write(copy.parent, {}, threading.Event())
+        checkpoint.write_manifest(copy.parent, {}, threading.Event())
         ledger_file.sync_file(copy)
     shutil.rmtree(copy.parent)
     ledger.close()
     with timed("a resume: the ledger from the checkpoint alone"):
-        checkpoint_manifest.verify(newest)
+        checkpoint.verify_files(newest)
         ledger_file.restore(newest, path, TERMS)
     with timed("opening it"):
         Ledger(path, restored_from=newest).close()

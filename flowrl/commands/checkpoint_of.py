@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints.best import recorded_best
 from flowrl.runtime.checkpoints.checkpoint import steps_of
+from flowrl.runtime.checkpoints.rundir import recorded_best
 
 
 def model_dir(path: Path) -> Path:

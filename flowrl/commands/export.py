@@ -16,7 +16,7 @@ from flowrl.commands.whole_directory import whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.hub import gigabytes
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 from flowrl.user_path import user_path
 
 LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")

@@ -16,7 +16,7 @@ from flowrl.hub import HubName, fetch_snapshot, gigabytes
 from flowrl.models import Policy, check_model, resolve, to_stderr
 from flowrl.models.directory import weight_files
 from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 from flowrl.user_path import user_path
 
 ADAPTER = "adapter"

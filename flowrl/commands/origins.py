@@ -9,7 +9,7 @@ from flowrl.graph.command_line import option_names
 from flowrl.graph.load import GraphFile
 from flowrl.models.policy import CHARACTER_MODELS
 from flowrl.models.sizes.size_defaults import BY_SIZE, ENGINE_DTYPE, SizeDefaults
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 Origins = Mapping[str, tuple[Any, str]]
 GIVEN = "given"

@@ -26,7 +26,7 @@ from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
 from flowrl.models.sizes.size_defaults import size_defaults
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 GRAPH = "grpo"
 

@@ -15,8 +15,7 @@ from flowrl.errors import GraphError
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
-from flowrl.runtime.telemetry.safe_text import print_text
-from flowrl.runtime.telemetry.standard_output import say
+from flowrl.runtime.telemetry.standard_streams import print_text, say
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 USAGE = (
     "flowrl samples needs one run directory first: flowrl samples runs/NAME [--step N] [--best | --worst | --failed] "
@@ -85,7 +85,7 @@ def _rows(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
 
 
 def _lines(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
-    from flowrl.runtime.show.sample_text import pair_text, rows_text
+    from flowrl.runtime.show import pair_text, rows_text
 
     if options.diff is not None:
         for pair in _pairs(run_dir, options):
@@ -98,14 +98,13 @@ def _lines(run_dir: Path, options: SamplesOptions) -> Iterator[Any]:
 
 
 def _found(run_dir: Path, options: SamplesOptions) -> Any:
-    from flowrl.runtime.samples.sample_query import SampleQuery, find
+    from flowrl.runtime.samples.rollout_files import SampleQuery, find
 
     return find(run_dir, SampleQuery(options.step, options.order, options.held_out, options.limit))
 
 
 def _pairs(run_dir: Path, options: SamplesOptions) -> Any:
-    from flowrl.runtime.samples.rollout_files import rollout_files
-    from flowrl.runtime.samples.sample_query import pairs
+    from flowrl.runtime.samples.rollout_files import pairs, rollout_files
 
     files = rollout_files(run_dir)
     newest = max((file.last for file in files if file.held_out), default=max((f.last for f in files), default=0))

@@ -13,7 +13,7 @@ from flowrl.commands.checkpoint_of import model_dir
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.command_line import parse_options
 from flowrl.models import Chat, Policy, TokenizerOptions, check_model, resolve, to_stderr, tokenizer_of
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 from flowrl.tasks import Task
 
 HELP = "/reset begins anew, /exit or the end of input leaves"

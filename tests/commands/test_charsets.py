@@ -17,8 +17,7 @@ from rich.table import Table
 
 from flowrl.cli import COMMANDS, main
 from flowrl.runtime.samples.rollout_files import write_rollouts
-from flowrl.runtime.telemetry.safe_text import PLAIN, print_text, replace_unwritable
-from flowrl.runtime.telemetry.standard_output import LastingOutput
+from flowrl.runtime.telemetry.standard_streams import PLAIN, LastingOutput, print_text, replace_unwritable
 from flowrl.runtime.telemetry.view import LiveView, PlainView, SafeConsole
 from tests.commands.test_output import opened_view
 from tests.commands.test_samples import row
@@ -156,7 +155,7 @@ PRINTS = {
     "graph/command_line.py": "help, whose values are escaped; its part is below the one that prints",
     "hub/__init__.py": "names that were checked; its part is below the one that prints",
     "runtime/driver/ray_cluster/guard.py": "a process without flowrl",
-    "runtime/telemetry/safe_text.py": "print_text itself",
+    "runtime/telemetry/standard_streams.py": "print_text itself",
 }
 
 

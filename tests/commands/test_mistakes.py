@@ -16,7 +16,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Sampling
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
 
 ROOT = Path(__file__).parents[2]
@@ -463,7 +463,7 @@ def a_finished_run(path: Path, *, step: int) -> None:
     directory.mkdir(parents=True)
     edge = {"name": "prompts.prompts -> other.prompts", "kind": "queue", "dispatch": "share"}
     checkpoint.write_state(directory, checkpoint.Snapshot(), {"seed": 0, "versions": {}, "graph": {"edges": [edge]}})
-    checkpoint_manifest.write(directory, {"step": step}, threading.Event())
+    checkpoint.write_manifest(directory, {"step": step}, threading.Event())
     (path / "config.json").write_text("{}")
 
 

@@ -123,7 +123,7 @@ def test_output_that_cannot_be_written_is_no_traceback(redirected: str, status: 
 def test_a_closed_stream_keeps_its_number() -> None:
     """A file that got it would be written by every process that is started later."""
     code = (
-        "import os, sys; from flowrl.runtime.telemetry.standard_output import open_closed; open_closed(); "
+        "import os, sys; from flowrl.runtime.telemetry.standard_streams import open_closed; open_closed(); "
         "sys.exit(os.open('/', os.O_RDONLY))"
     )
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&-'], cwd=ROOT, check=False)

@@ -22,12 +22,26 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt, Sample, Trainable
 from flowrl.runtime.samples import kept_samples, rollout_files
 from flowrl.runtime.samples.kept_samples import KeptSamples
-from flowrl.runtime.samples.rollout_files import bound_rollouts, rewind_rollouts, write_rollouts
-from flowrl.runtime.samples.sample_notes import SampleNotes
-from flowrl.runtime.samples.sample_query import SampleQuery, find, find_sample, pairs
-from flowrl.runtime.samples.sample_record import SampleRecord, record_of, version_spans
-from flowrl.runtime.samples.sample_share import MOST_S, PART_OF_TIME, SampleChoice, SampleShare
-from flowrl.runtime.show.sample_text import pair_text
+from flowrl.runtime.samples.rollout_files import (
+    SampleQuery,
+    bound_rollouts,
+    find,
+    find_sample,
+    pairs,
+    rewind_rollouts,
+    write_rollouts,
+)
+from flowrl.runtime.samples.sample_notes import (
+    MOST_S,
+    PART_OF_TIME,
+    SampleChoice,
+    SampleNotes,
+    SampleRecord,
+    SampleShare,
+    record_of,
+    version_spans,
+)
+from flowrl.runtime.show import pair_text
 from tests.runtime.runs.test_runtime_episodes import play
 
 
@@ -448,16 +462,16 @@ def test_a_directory_without_samples_is_told(tmp_path: Path, capsys: pytest.Capt
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps of the files whose columns are read from now on."""
-    from flowrl.runtime.samples import sample_query
+    from flowrl.runtime.samples import rollout_files
 
     read: list[int] = []
-    places = sample_query._places
+    places = rollout_files._places
 
     def noted(file: Any, query: SampleQuery) -> Any:
         read.append(file.last)
         return places(file, query)
 
-    monkeypatch.setattr(sample_query, "_places", noted)
+    monkeypatch.setattr(rollout_files, "_places", noted)
     return read
 
 

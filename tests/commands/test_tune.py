@@ -37,7 +37,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import RunFile
-from flowrl.runtime.checkpoints.directory_lock import locked
+from flowrl.runtime.checkpoints.rundir import locked
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.host import context
 from flowrl.runtime.telemetry import metrics, trace

@@ -26,7 +26,7 @@ from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
 from flowrl.nodes.engine_options import CHANNEL, FP8, LEAST_CAPABILITY
 from flowrl.orphans import has_ended
-from flowrl.runtime.checkpoints.directory_lock import locked
+from flowrl.runtime.checkpoints.rundir import locked
 from tests import warm
 from tests.rigs.run_process import ROOT
 
@@ -99,8 +99,8 @@ import sys
 from pathlib import Path
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, gpu_check
 from flowrl.commands.gpu_check.stage_list import CheckStage
-from flowrl.runtime.checkpoints.directory_lock import locked
-from flowrl.runtime.checkpoints.directory_lock import locked
+from flowrl.runtime.checkpoints.rundir import locked
+from flowrl.runtime.checkpoints.rundir import locked
 STAGE = CheckStage("e", "", "tests.gpu.gpu_check_stages:endless")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 gpu_check(GpuCheckOptions(out=Path(sys.argv[1]), device="cpu"), [STAGE])

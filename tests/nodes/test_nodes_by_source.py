@@ -6,8 +6,7 @@ from rich.console import Console
 
 from flowrl.graph.load import load_file
 from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, TokenBatch
-from flowrl.runtime.telemetry.board import Board, draw, rewards_by_source
-from flowrl.runtime.telemetry.view import PlainView
+from flowrl.runtime.telemetry.view import Board, PlainView, draw, rewards_by_source
 from flowrl.tasks import Task
 from flowrl.testing import run_node, scored
 from tests.nodes.groups import arriving, members

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.stack, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
@@ -127,5 +127,5 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_an_interrupt_finishes_what
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert kept == [f"step_{step:06d}" for step in (len(records) - 1, len(records))]
     for name in kept:
-        files = checkpoint_manifest.verify(run_dir / "checkpoints" / name)["files"]
+        files = checkpoint.verify_files(run_dir / "checkpoints" / name)["files"]
         assert {"tokenizer.json", "chat_template.jinja"} <= files.keys()

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flowrl.errors import FlowrlError
 from flowrl.orphans import run_program
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 DeviceKind = Literal["cuda", "cpu"]
 TOLD_LINES = 15

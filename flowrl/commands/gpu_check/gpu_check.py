@@ -25,8 +25,8 @@ from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
 from flowrl.orphans import run_program
-from flowrl.runtime.checkpoints.directory_lock import locked
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.checkpoints.rundir import locked
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 StageOutcome = Literal["ok", "failed", "timed out", "skipped"]
 NAMED = ("flowrl-engine", "torch", "deepspeed", "transformers", "ray", "vllm", "flash-attn", "bitsandbytes")

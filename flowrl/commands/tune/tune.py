@@ -34,10 +34,9 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text
-from flowrl.runtime.checkpoints.directory_lock import locked
-from flowrl.runtime.checkpoints.rundir import provenance
+from flowrl.runtime.checkpoints.rundir import locked, provenance
 from flowrl.runtime.telemetry.metrics import roles
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 
 CHOSEN = "chosen.yaml"
 

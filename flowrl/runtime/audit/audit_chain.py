@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit.audit_rules import Violation
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.ledger import chain, ledger_segments
 from flowrl.runtime.ledger.chain import Commit, Sum
 from flowrl.runtime.ledger.ledger_file import TABLES
@@ -74,7 +74,7 @@ def kept_heads(run_dir: Path) -> dict[str, str]:
     heads = {}
     for _, path in checkpoint.steps_of(run_dir / "checkpoints"):
         with suppress(ConfigError):
-            heads[path.name] = str(checkpoint_manifest.read(path).get("ledger_head"))
+            heads[path.name] = str(checkpoint.read_manifest(path).get("ledger_head"))
     return heads
 
 

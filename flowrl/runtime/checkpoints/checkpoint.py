@@ -29,12 +29,16 @@ that ends while one of its threads publishes stops the thread and waits for it: 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
 import struct
 import threading
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +51,6 @@ from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.encoding.stored import dump, load
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
-from flowrl.runtime.checkpoints import checkpoint_manifest
 from flowrl.runtime.ledger.ledger_file import sync_file
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.ports.items import ItemKey
@@ -307,14 +310,14 @@ def link(source: Path, directory: Path, stop: threading.Event) -> bool:
     Returns False, and changes nothing, if the file system has no hard links. Nobody may write to these files
     afterwards, because `source` has them too.
     """
-    tried = directory / checkpoint_manifest.MANIFEST
+    tried = directory / MANIFEST
     try:
-        os.link(source / checkpoint_manifest.MANIFEST, tried)
+        os.link(source / MANIFEST, tried)
     except OSError:
         return False
     tried.unlink()
     for path in sorted(source.rglob("*")):
-        checkpoint_manifest.go_on(path, stop)
+        raise_if_stopped(path, stop)
         target = directory / path.relative_to(source)
         if target.parent.name == SEGMENTS and target.parent.parent == directory:
             continue
@@ -328,11 +331,11 @@ def publish(temporary: Path, final: Path, facts: Mapping[str, Any], stop: thread
     """Make a finished directory the checkpoint `final`, durably; replaces a checkpoint of that name.
 
     The manifest contains `facts`. Blocks until everything is on the disk. Setting `stop` raises
-    `checkpoint_manifest.Abandoned` and leaves `final` as it was, unless the directory has been renamed already.
+    `Abandoned` and leaves `final` as it was, unless the directory has been renamed already.
     """
-    checkpoint_manifest.write(temporary, facts, stop)
+    write_manifest(temporary, facts, stop)
     for path in (*temporary.rglob("*"), temporary):
-        checkpoint_manifest.go_on(temporary, stop)
+        raise_if_stopped(temporary, stop)
         sync_file(path)
     _settle(final)
     if final.exists():
@@ -384,3 +387,135 @@ def prune(checkpoints: Path, keep: int, *, spared: Collection[int] = ()) -> None
             shutil.rmtree(rubbish, ignore_errors=True)
             path.replace(rubbish)
             shutil.rmtree(rubbish)
+
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+PIECE_BYTES = 256 << 20
+"""Size of the pieces of a file. Each piece has its own checksum; pieces are summed in parallel."""
+CHUNK_BYTES = 4 << 20
+"""Bytes per read; a thread keeps no more in memory."""
+THREADS = min(8, os.cpu_count() or 1)
+
+
+class Abandoned(FlowrlError):
+    """The run ends, so the writing of a checkpoint is abandoned."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    path: Path
+    start: int
+    num_bytes: int
+
+
+def write_manifest(directory: Path, facts: Mapping[str, Any], stop: threading.Event) -> None:
+    """Sum all files in `directory` and write its manifest, with `facts` (JSON). Raises Abandoned on `stop`."""
+    files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    sizes = {name: path.stat().st_size for name, path in files.items() if name != MANIFEST}
+    known = _known(directory, files)
+    summed = _summed(directory, {name: size for name, size in sizes.items() if name not in known}, stop)
+    content = {"format": MANIFEST_FORMAT, **facts, "files": {name: known.get(name) or summed[name] for name in sizes}}
+    sealed = {**content, "checksum": _seal(content)}
+    (directory / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n", encoding="utf-8")
+
+
+def _known(directory: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The entries of the files that are hard links to those of another checkpoint, from its manifest.
+
+    They are not read again: if one has changed since it was summed, that is found when it is verified.
+    """
+    left = {name: path.stat() for name, path in files.items() if path.stat().st_nlink > 1}
+    known: dict[str, Any] = {}
+    for other in sorted(directory.parent.glob("step_*"), reverse=True) if left else []:
+        with suppress(ConfigError, OSError):
+            entries = read_manifest(other)["files"]
+            for name in [name for name in left if name in entries and (other / name).exists()]:
+                if os.path.samestat((other / name).stat(), left[name]) and entries[name]["bytes"] == left[name].st_size:
+                    known[name] = entries[name]
+                    del left[name]
+        if not left:
+            break
+    return known
+
+
+def read_manifest(directory: Path) -> Mapping[str, Any]:
+    """The manifest of a checkpoint. Raises ConfigError, with the file's name, if it is missing or damaged."""
+    try:
+        content = json.loads((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"it has no {MANIFEST}, so it was never finished") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{MANIFEST} cannot be read: {error}") from None
+    if not isinstance(content, dict) or content.pop("checksum", None) != _seal(content):
+        raise ConfigError(f"{MANIFEST} has changed since it was written (its own checksum differs)")
+    if content["format"] != MANIFEST_FORMAT:
+        raise ConfigError(f"{MANIFEST} has format {content['format']}, but this flowrl reads {MANIFEST_FORMAT}")
+    return content
+
+
+def verify_files(directory: Path) -> Mapping[str, Any]:
+    """The manifest, after checking every file against it. Raises ConfigError for the first file that differs."""
+    content = read_manifest(directory)
+    sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
+    for name, num_bytes in sizes.items():
+        _require_size(directory / name, name, num_bytes)
+    try:
+        found = _summed(directory, sizes, threading.Event())
+    except OSError as error:
+        raise ConfigError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+    for name, entry in content["files"].items():
+        for number, (was, now) in enumerate(zip(entry["crc32"], found[name]["crc32"], strict=True)):
+            if was != now:
+                start, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, sizes[name])
+                raise ConfigError(f"{name} has changed since it was written (checksum of bytes {start} to {end})")
+    return content
+
+
+def _require_size(path: Path, name: str, num_bytes: int) -> None:
+    try:
+        found = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+    if found is None:
+        raise ConfigError(f"{name} is missing")
+    if found != num_bytes:
+        raise ConfigError(f"{name} has {found} bytes, but {num_bytes} were written")
+
+
+def _summed(directory: Path, sizes: Mapping[str, int], stop: threading.Event) -> dict[str, Any]:
+    """Size and checksums of each file, by name."""
+    pieces = [(name, piece) for name, size in sizes.items() for piece in _pieces(directory / name, size)]
+    found: dict[str, Any] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="flowrl-checksum") as threads:
+        sums = threads.map(_sum, (piece for _, piece in pieces), (stop for _ in pieces))
+        for (name, _), checksum in zip(pieces, sums, strict=True):
+            found[name]["crc32"].append(checksum)
+    return found
+
+
+def _pieces(path: Path, size: int) -> Iterator[_Piece]:
+    for start in range(0, size, PIECE_BYTES):
+        yield _Piece(path, start, min(PIECE_BYTES, size - start))
+
+
+def _sum(piece: _Piece, stop: threading.Event) -> str:
+    """The checksum of a piece, as eight hexadecimal digits."""
+    checksum, left = 0, piece.num_bytes
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+    with open(piece.path, "rb", buffering=0) as file:
+        file.seek(piece.start)
+        while left and (count := file.readinto(buffer[: min(CHUNK_BYTES, left)])):
+            raise_if_stopped(piece.path, stop)
+            checksum, left = zlib.crc32(buffer[:count], checksum), left - count
+    return f"{checksum:08x}"
+
+
+def raise_if_stopped(path: Path, stop: threading.Event) -> None:
+    """Raise Abandoned if the run ends."""
+    if stop.is_set():
+        raise Abandoned(f"the run ends, so {path} is left unfinished")
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

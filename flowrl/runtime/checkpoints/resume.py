@@ -31,13 +31,13 @@ from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Saved
 from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.checkpoints.best import BEST, read_best
+from flowrl.runtime.checkpoints.rundir import BEST, read_best
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.ledger_file import LEDGER
 from flowrl.runtime.ledger.ledger_segments import any_in_flight, last_commit_s, phases_evaluated
 from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.samples.kept_episodes import rewind_kept
 from flowrl.runtime.samples.rollout_files import rewind_rollouts
-from flowrl.runtime.telemetry.kept_episodes import rewind_kept
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS
 from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
 

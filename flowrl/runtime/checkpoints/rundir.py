@@ -8,6 +8,7 @@ A run holds the directory's lock (`directory_lock`) while its driver lives.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import itertools
 import json
@@ -18,15 +19,92 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.orphans import run_program
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
-from flowrl.runtime.checkpoints.directory_lock import DirectoryLock, unwritable
-from flowrl.runtime.checkpoints.whole_file import write_whole
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.ledger.ledger_file import sync_file
+
+LOCK = ".lock"
+
+
+class DirectoryLock:
+    """The lock of a directory, which the user named with `option`; `holder` says what has it in an error."""
+
+    def __init__(self, directory: Path, *, option: str, holder: str) -> None:
+        """Take the lock. Raises ConfigError if another process has it, OSError if the file cannot be written."""
+        self.path = directory / LOCK
+        self._file: IO[str] = open(self.path, "a+", encoding="utf-8", opener=_private_file)  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = (
+                f"{option} {directory} is in use by {holder} of process {self._owner()}; wait for it to end, or name "
+                "another directory"
+            )
+        except OSError as error:
+            problem = (
+                f"{option} {directory} cannot be locked ({error.strerror}); name a directory on a file system with "
+                "file locks"
+            )
+        else:
+            return
+        self.release()
+        raise ConfigError(problem)
+
+    def sign(self) -> None:
+        """Write this process's number into the file."""
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+    def _owner(self) -> str:
+        self._file.seek(0)
+        return self._file.read().strip() or "unknown"
+
+
+@contextmanager
+def locked(directory: Path, *, option: str, holder: str) -> Iterator[None]:
+    """The directory, created and locked. Raises ConfigError if another process has it, or if it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = DirectoryLock(directory, option=option, holder=holder)
+        lock.sign()
+    except OSError as error:
+        raise unwritable(directory, error, option=option) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def unwritable(directory: Path, error: OSError, *, option: str = "--run-dir") -> ConfigError:
+    """The problem of a directory in which nothing can be created."""
+    return ConfigError(f"{option} {directory} cannot be written: {error.strerror}; name another")
+
+
+def _private_file(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to a new file that takes the old one's place, durably; after an OSError, the new file is removed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync_file(temporary)  # a rename may reach the disk before the content
+        temporary.replace(path)
+        sync_file(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
 
 PACKAGES = (
     "flowrl-engine",
@@ -175,7 +253,7 @@ class RunDir:
         self.damaged = []
         for version, path in reversed(checkpoint.steps_of(self.checkpoints)):
             try:
-                checkpoint_manifest.verify(path)
+                checkpoint.verify_files(path)
                 checkpoint.require_sealed(path)
                 return version, path
             except ConfigError as problem:
@@ -270,3 +348,55 @@ def _git_commit(directory: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+BEST = "best.json"
+FIGURE = "score"
+"""The figure that decides: the mean verdict on the held-out answers of the first task."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The `score` of the weights in `checkpoint` (relative to the run directory)."""
+
+    step: int
+    score: float
+    checkpoint: str
+
+    @classmethod
+    def of(cls, step: int, figures: Mapping[str, float]) -> Best:
+        """The result of an evaluation of the weights of `step`."""
+        return cls(step, figures[FIGURE], f"checkpoints/step_{step:06d}")
+
+    def beats(self, other: Best | None) -> bool:
+        """Whether this one is better; at equal scores the earlier one stays."""
+        return other is None or self.score > other.score
+
+    def write(self, run_dir: Path) -> None:
+        """Write `best.json` completely or not at all."""
+        write_whole(run_dir / BEST, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_best(run_dir: Path, *, newest_step: int) -> Best | None:
+    """The best checkpoint up to `newest_step`; None if there is none, or if it was removed. Raises ConfigError if
+    `best.json` is damaged."""
+    best = recorded_best(run_dir)
+    return best if best is not None and best.step <= newest_step and (run_dir / best.checkpoint).is_dir() else None
+
+
+def recorded_best(run_dir: Path) -> Best | None:
+    """What `best.json` says; None without the file. Raises ConfigError if it is damaged."""
+    path = run_dir / BEST
+    if not path.is_file():
+        return None
+    try:
+        best = Best(**json.loads(path.read_text(encoding="utf-8")))
+        if isinstance(best.step, int) and isinstance(best.score, int | float) and isinstance(best.checkpoint, str):
+            return best
+        why = "its values have other types"
+    except (OSError, ValueError, TypeError, RecursionError) as problem:
+        why = str(problem)
+    raise ConfigError(
+        f"{path} is damaged ({why}); restore it from a copy, or remove it: the best checkpoint is then that of the "
+        "evaluations to come"
+    )

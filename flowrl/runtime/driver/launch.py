@@ -30,19 +30,18 @@ from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pinned_commits, take_commits
 from flowrl.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume
-from flowrl.runtime.checkpoints.best import read_best
-from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, writing
+from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, read_best, writing
+from flowrl.runtime.checkpoints.unfinished_evaluation import UnfinishedEvaluation
 from flowrl.runtime.driver.launch_checks import check_options
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.driver.ray_cluster.claims import claims
 from flowrl.runtime.driver.ray_cluster.node_versions import require_same_versions
 from flowrl.runtime.driver.signals import RunSignals
-from flowrl.runtime.driver.unfinished import UnfinishedEvaluation
 from flowrl.runtime.ledger.terms import Terms
-from flowrl.runtime.samples.sample_share import SampleShare
+from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
-from flowrl.runtime.telemetry.standard_output import LastingOutput, say
+from flowrl.runtime.telemetry.standard_streams import LastingOutput, say
 
 if TYPE_CHECKING:
     from flowrl.channel.links.endpoint_transport import EndpointTransport
@@ -187,8 +186,7 @@ class Launch:
         return self.options.resume and not directory.goes_on
 
     def _open_view(self, plan: Plan, run_dir: Path) -> View:
-        from flowrl.runtime.telemetry.board import Board
-        from flowrl.runtime.telemetry.view import SafeConsole, open_view
+        from flowrl.runtime.telemetry.view import Board, SafeConsole, open_view
 
         board = Board(
             name=self.graph.name,

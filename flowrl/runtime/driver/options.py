@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.driver.early_stop import StopRule
-from flowrl.runtime.samples.sample_share import SampleShare
-from flowrl.runtime.telemetry.alarms import AlarmThresholds
-from flowrl.runtime.telemetry.sinks import check_sinks
-from flowrl.runtime.telemetry.trace_file import TraceMode
-from flowrl.runtime.telemetry.tracking import Tracking
+from flowrl.runtime.samples.sample_notes import SampleShare
+from flowrl.runtime.telemetry.metrics import AlarmThresholds, StopRule
+from flowrl.runtime.telemetry.sinks import Tracking, check_sinks
+from flowrl.runtime.telemetry.trace import TraceMode
 
 
 @dataclass(frozen=True)

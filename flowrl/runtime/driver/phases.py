@@ -15,7 +15,7 @@ from typing import Any
 from flowrl.channel.control import is_cancel
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
-from flowrl.runtime.checkpoints.best import Best
+from flowrl.runtime.checkpoints.rundir import Best
 from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.driver.processes.orders import Orders
 from flowrl.runtime.driver.run_records import RunRecords

@@ -15,17 +15,15 @@ from typing import Any
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
 from flowrl.runtime.checkpoints.rundir import writing
-from flowrl.runtime.driver.early_stop import EarlyStop
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.run_state import RunState
 from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.kept_samples import KeptSamples
-from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
-from flowrl.runtime.telemetry.metrics import Metrics, flat, roles
-from flowrl.runtime.telemetry.sinks import open_sinks
+from flowrl.runtime.telemetry.metrics import EarlyStop, Metrics, flat, roles
+from flowrl.runtime.telemetry.sinks import SampleTables, open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.trace_file import open_trace
-from flowrl.runtime.telemetry.tracking import SampleTables
+from flowrl.runtime.telemetry.trace import open_trace
 from flowrl.runtime.telemetry.view import View
 
 

@@ -19,8 +19,7 @@ from flowrl.runtime.activity.activity import OUTSIDE, ActiveWait, Activity, in_i
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.ledger.accounting import LedgerClient
-from flowrl.runtime.samples.sample_notes import SampleNotes
-from flowrl.runtime.samples.sample_share import SampleShare
+from flowrl.runtime.samples.sample_notes import SampleNotes, SampleShare
 from flowrl.runtime.telemetry.trace import TraceBuffer
 
 P = ParamSpec("P")

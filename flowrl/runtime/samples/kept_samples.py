@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from flowrl.runtime.samples.rollout_files import FOLDER, bound_rollouts, rollout_files, write_rollouts
-from flowrl.runtime.samples.sample_record import TRAIN, SampleRecord, text_bytes
+from flowrl.runtime.samples.sample_notes import TRAIN, SampleRecord, text_bytes
 
 LATE = 16384
 """The least number of samples whose states are remembered for their records."""

@@ -12,17 +12,98 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
-from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
-from flowrl.runtime.telemetry.alarms import Alarms, AlarmThresholds
-from flowrl.runtime.telemetry.sinks import Sink
+from flowrl.runtime.telemetry.sinks import SampleTables, Sink, Tracking
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.tracking import SampleTables, Tracking
+
+
+@dataclass(frozen=True)
+class AlarmThresholds:
+    """The limits at which alarms start to ring; 0 disables an alarm."""
+
+    entropy: float = 0.1
+    """entropy_collapse: below this fraction of the entropy at the start of the run."""
+    kl: float = 0.5
+    """kl_drift: above this KL to the reference per token."""
+    equal: float = 0.9
+    """all_equal_groups: above this share of groups whose rewards are all equal and so give no training signal."""
+    mismatch: float = 0.05
+    """logprob_mismatch: above this mean difference between the trainer's and the generator's logprobs."""
+    truncated: float = 0.5
+    """truncation: above this share of responses cut off at the maximum length."""
+    failing: float = 4.0
+    """failing_by_length: above this dependence of failing on an episode's length, in standard deviations: the episodes
+    that are left are then biased."""
+    window: int = 5
+    """Number of lines in a mean."""
+
+    def __post_init__(self) -> None:
+        for name in ("entropy", "kl", "equal", "mismatch", "truncated", "failing"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--alarms.{name} is {getattr(self, name)}; it has to be 0 (silent) or more")
+        if self.window < 1:
+            raise ConfigError(f"--alarms.window is {self.window}; it needs at least 1 line")
+
+
+FIGURES = {
+    "kl_drift": ("kl", "kl"),
+    "all_equal_groups": ("all_equal_groups_share", "equal"),
+    "logprob_mismatch": ("logprob_mismatch", "mismatch"),
+    "truncation": ("truncated_share", "truncated"),
+    "failing_by_length": ("failing_by_length", "failing"),
+}
+"""Alarm -> (figure of a metrics line, limit), for the alarms that ring above a limit."""
+ALARMS = ("entropy_collapse", *FIGURES)
+
+
+class Alarms:
+    """Checks every metrics line; `before` are the existing lines of a resumed run."""
+
+    def __init__(self, limits: AlarmThresholds, before: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._limits = limits
+        self._recent: dict[str, deque[float]] = {}
+        self._first: list[float] = []
+        """The entropies of the run's first lines that have one, at most `window`."""
+        for record in before:
+            self.look(record)
+
+    def look(self, record: Mapping[str, Any]) -> dict[str, str]:
+        """The alarms that ring at this line, with their messages."""
+        ringing = {name: text for name in FIGURES if (text := self._above(name, record))}
+        if text := self._collapse(record):
+            ringing["entropy_collapse"] = text
+        return ringing
+
+    def _above(self, name: str, record: Mapping[str, Any]) -> str:
+        figure, limit_name = FIGURES[name]
+        limit, mean = getattr(self._limits, limit_name), self._mean(figure, record)
+        if not limit or mean is None or mean <= limit:
+            return ""
+        return f"{figure} is {mean:.3g}, above {limit:g}"
+
+    def _collapse(self, record: Mapping[str, Any]) -> str:
+        mean, part = self._mean("entropy", record), self._limits.entropy
+        if record.get("entropy") is not None and len(self._first) < self._limits.window:
+            self._first.append(record["entropy"])
+        if mean is None or len(self._first) < self._limits.window:
+            return ""
+        began = sum(self._first) / len(self._first)
+        return f"entropy is {mean:.3g}, below {part:g} of the {began:.3g} at the start" if mean < part * began else ""
+
+    def _mean(self, figure: str, record: Mapping[str, Any]) -> float | None:
+        """The mean over the last lines that have the figure; None while there are fewer than `window`."""
+        recent = self._recent.setdefault(figure, deque(maxlen=self._limits.window))
+        if record.get(figure) is not None:
+            recent.append(float(record[figure]))
+        return sum(recent) / len(recent) if len(recent) == self._limits.window else None
+
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -248,3 +329,108 @@ def roles(graph: Graph) -> dict[str, str]:
             if type(node).__name__.lower().endswith(role):
                 found.setdefault(role, name)
     return {name: role for role, name in found.items()}
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a run ends before its last step: as by an interrupt, it finishes groups in flight and saves a checkpoint."""
+
+    metric: str = ""
+    """Name of a number in metrics.jsonl, or of one from evaluations during training, such as evaluation/score; empty:
+    the run does not end early."""
+    above: float | None = None
+    """End the run when the metric is above this."""
+    below: float | None = None
+    """End the run when the metric is below this."""
+    patience: int = 0
+    """End the run after this many values without an improvement, starting from the value before training. 0: never."""
+    best: Literal["highest", "lowest"] = "highest"
+    """Whether a higher or a lower value is an improvement."""
+    for_values: int = 1
+    """Number of values in a row that must be above, or below."""
+
+    def __post_init__(self) -> None:
+        rules = self.above is not None or self.below is not None or self.patience > 0
+        if bool(self.metric) != rules:
+            raise ConfigError(
+                "--stop.metric and a rule go together: --stop.above, --stop.below or --stop.patience; give both, or "
+                "neither"
+            )
+        if self.patience < 0 or self.for_values < 1:
+            raise ConfigError("--stop.patience has to be 0 or more, and --stop.for-values 1 or more")
+        if self.for_values > 1 and self.above is None and self.below is None:
+            raise ConfigError("--stop.for-values is for --stop.above and --stop.below; give one of them too")
+        if self.best != "highest" and not self.patience:
+            raise ConfigError("--stop.best is for --stop.patience; give that too, or leave it out")
+
+
+class EarlyStop:
+    """Looks at every line of metrics and every evaluation; calls `stop` once, with the reason.
+
+    An evaluation before training sets the value to beat and does not end the run. One after training is ignored.
+    """
+
+    def __init__(self, rule: StopRule, stop: Callable[[str], None]) -> None:
+        self._rule = rule
+        self._stop = stop
+        self._beyond = 0
+        """Number of values in a row, up to the newest, that are above, or below."""
+        self._best = -math.inf
+        self._since_best = 0
+        self._stopped = self._seen = False
+
+    @property
+    def unseen(self) -> str:
+        """The metric of the rule if it has had no value yet, otherwise ""."""
+        return "" if self._seen else self._rule.metric
+
+    def look(self, values: Mapping[str, object]) -> None:
+        """Take the value of the metric, if it is among `values`."""
+        value = self._value(values)
+        if value is not None and (reason := self._reason(value)) and not self._stopped:
+            self._stopped = True
+            self._stop(reason)
+
+    def evaluated(self, phase: str, values: Mapping[str, object]) -> None:
+        """Take the value of the metric of an evaluation before, during or after training."""
+        if phase == "during":
+            self.look(values)
+        elif phase == "before" and (value := self._value(values)) is not None:
+            self._best = self._signed(value)
+
+    def recall(self, run_dir: Path) -> None:
+        """Take the values in the records of a resumed run, without ending it: the counts continue from there."""
+        if not self._rule.metric:
+            return
+        stopped, self._stopped = self._stopped, True
+        for line in read(run_dir / METRICS):
+            self.look(flat(line))
+        for line in read(run_dir / EVALUATIONS):
+            self.evaluated(line.get("phase", ""), line)
+        self._stopped = stopped
+
+    def _value(self, values: Mapping[str, object]) -> float | None:
+        """The value of the metric, if `values` has one that is a finite number."""
+        value = values.get(self._rule.metric)
+        self._seen |= value is not None
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+    def _signed(self, value: float) -> float:
+        """The value with the sign for which a higher value is better."""
+        return value if self._rule.best == "highest" else -value
+
+    def _reason(self, value: float) -> str:
+        """Why the run ends with this value; "" if it continues."""
+        rule = self._rule
+        beyond = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
+        self._beyond = self._beyond + 1 if beyond else 0
+        if self._beyond >= rule.for_values:
+            side = f"above {rule.above:g}" if rule.above is not None and value > rule.above else f"below {rule.below:g}"
+            return f"{rule.metric} is {value:.4g}, {side}"
+        signed = self._signed(value)
+        self._since_best = 0 if signed > self._best else self._since_best + 1
+        self._best = max(self._best, signed)
+        if rule.patience and self._since_best >= rule.patience:
+            times = "value" if self._since_best == 1 else "values"  # more than the patience in a resumed run
+            return f"{rule.metric} has not improved for {self._since_best} {times}"
+        return ""

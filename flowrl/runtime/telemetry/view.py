@@ -6,18 +6,314 @@ REDRAW_PER_S times per second, and leaves its last picture on the screen.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
-from flowrl.runtime.telemetry.board import Board, clock, draw, evaluation_text, rewards_by_source
-from flowrl.runtime.telemetry.judged_figures import judged
-from flowrl.runtime.telemetry.safe_text import shown
-from flowrl.runtime.telemetry.statistics import Statistics, bottleneck
+from flowrl.runtime.telemetry.standard_streams import shown
+from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 32
+BAR_WIDTH = 20
+LABEL_WIDTH = 11
+SAMPLE_WIDTH = 160
+"""Number of characters shown of a prompt, and of a response."""
+RECENT = 10
+"""Number of last steps over which rates are computed."""
+LAST_EVALUATIONS = 3
+"""Number of last evaluations that are shown in addition to the first one."""
+
+Evaluated = tuple[str, int, Mapping[str, float]]
+"""(phase, step, figures of one set)"""
+
+
+@dataclass
+class Board:
+    """Everything known about the run now. `steps` and `bound` are None if the run has no such number."""
+
+    name: str
+    run_dir: str = ""
+    steps: int | None = None
+    bound: int | None = None
+    capacities: Mapping[str, int] = field(default_factory=dict)
+    """Edge name -> number of messages that one lane can hold."""
+    elapsed_s: float = 0.0
+    progress: dict[str, str] = field(default_factory=dict)
+    """Node replica -> the last line of its set-up."""
+    records: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The last metrics lines of this run, oldest first."""
+    rewards: array[float] = field(default_factory=lambda: array("d"))
+    """The mean reward of every step that has one; nothing else is shown of older lines."""
+    evaluations: dict[str, list[Evaluated]] = field(default_factory=dict)
+    """Task ("" for the first one) -> its first result and the last ones."""
+    judged: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+    """Loss or accuracy on held-out rows -> its first value and the last ones, each with its time."""
+    nodes: Sequence[NodeNow] = ()
+    edges: Sequence[EdgeNow] = ()
+    generated_per_s: float = 0.0
+    admission: str = ""
+    """What the next group waits for; "" if it waits for nothing."""
+    warning: str = ""
+    sample: Mapping[str, Any] | None = None
+    """The newest sample that is kept."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the metrics line of the newest step."""
+        self.records.append(record)
+        if (reward := record.get("reward_mean")) is not None:
+            self.rewards.append(reward)
+        self.add_judged(record)
+
+    def add_judged(self, record: Mapping[str, Any]) -> None:
+        """Take a trainer's own figures on held-out rows, if the record has any."""
+        for when, found in judged(record):
+            for name, value in found.items():
+                values = self.judged.setdefault(name, [])
+                values.append((when, value))
+                del values[1:-LAST_EVALUATIONS]
+
+    def evaluated(self, task: str, found: Evaluated) -> None:
+        """Take the result of an evaluation."""
+        rows = self.evaluations.setdefault(task, [])
+        rows.append(found)
+        del rows[1:-LAST_EVALUATIONS]
+
+
+def draw(board: Board) -> RenderableType:
+    """The whole view: set-up lines before the first step, then the figures, nodes and edges."""
+    parts = [_figures(board)] if board.records else [_setup(board)]
+    if board.nodes and board.records:
+        parts += [_bottleneck(board), _nodes(board), _edges(board)]
+    if board.warning:
+        parts.append(Text(f"! {board.warning}", style="yellow"))
+    title = Text.assemble(("flowrl", "bold"), f" {board.name}")
+    if board.records and "driver" in board.progress:
+        title.append(f" · {board.progress['driver']}", style="dim")
+    body = Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1]), parts[-1])
+    return Panel(body, title=title, title_align="left", subtitle=board.run_dir, subtitle_align="left", padding=(0, 1))
+
+
+def _setup(board: Board) -> RenderableType:
+    table = _figure_grid()
+    table.add_row("setting up", Text(clock(board.elapsed_s)))
+    for replica_id, text in board.progress.items():
+        table.add_row(Text(replica_id, style="cyan"), Text(text))
+    for task, rows in board.evaluations.items():
+        table.add_row("held-out", _held_out(task, rows))
+    return table
+
+
+def _figures(board: Board) -> RenderableType:
+    record = board.records[-1]
+    table = _figure_grid()
+    table.add_row("step", _step(board))
+    table.add_row("reward", _reward(board))
+    if by_source := rewards_by_source(record):
+        table.add_row("", Text("  ".join(f"{name} {reward:.3f}" for name, reward in by_source.items())))
+    for task, rows in board.evaluations.items():
+        table.add_row("held-out", _held_out(task, rows))
+    for name, values in board.judged.items():
+        table.add_row("held-out", Text(f"{name} " + " → ".join(f"{value:.4g} {when}" for when, value in values)))
+    table.add_row("tokens", _tokens(board))
+    table.add_row("staleness", _staleness(board))
+    losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
+    table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
+    for name, text in (record.get("alarms") or {}).items():
+        table.add_row("alarm", Text(f"{name}: {text}", style="bold red"))
+    if board.sample is not None:
+        table.add_row("sample", _sample(board.sample))
+    table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
+    return table
+
+
+def rewards_by_source(record: Mapping[str, Any]) -> dict[str, float]:
+    """The mean reward of each source of a mixture, by the source's name."""
+    parts = {tuple(name.split("/")): value for name, value in record.items() if name.startswith("source/")}
+    return {name: value for (_, name, figure), value in parts.items() if figure == "reward_mean" and value is not None}
+
+
+def _step(board: Board) -> Text:
+    step = board.records[-1]["step"]
+    if board.steps is None:
+        return Text(f"{step}   {clock(board.elapsed_s)}")
+    return Text(f"{step} of {board.steps}   {clock(board.elapsed_s)}   {_left(board)}")
+
+
+def _left(board: Board) -> str:
+    """The estimated time for the remaining steps, at the pace of the last steps."""
+    recent = board.records
+    if len(recent) < 2 or board.steps is None:
+        return ""
+    pace = (recent[-1]["time_s"] - recent[0]["time_s"]) / (len(recent) - 1)
+    return f"{clock(pace * max(board.steps - recent[-1]['step'], 0))} left"
+
+
+def _reward(board: Board) -> Text:
+    rewards = board.rewards
+    if not rewards:
+        return Text("none yet")
+    text = Text(f"{rewards[-1]:.3f}  ")
+    text.append(sparkline(rewards, SPARK_WIDTH), style="green")
+    return text.append(f"  {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
+
+
+def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
+    """The share of right answers in the first result and the last ones, and the other figures of the last result."""
+    shares = [
+        f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}" for phase, step, figures in rows
+    ]
+    return Text(" → ".join(shares)).append(f"   {_other_figures(rows[-1][2], task)}", style="dim")
+
+
+def _tokens(board: Board) -> Text:
+    recent = board.records
+    text = f"{board.generated_per_s:,.0f}/s generated"
+    seconds = recent[-1]["time_s"] - recent[0]["time_s"]
+    if seconds > 0:
+        trained = sum(record.get("tokens_trained") or 0 for record in [*recent][1:])
+        text += f"   {trained / seconds:,.0f}/s trained"
+    length = recent[-1].get("response_tokens_mean")
+    return Text(text + (f"   {length:.0f} a response" if length is not None else ""))
+
+
+def _staleness(board: Board) -> Text:
+    record = board.records[-1]
+    bound = "" if board.bound is None else f", bound {board.bound}"
+    return Text(f"mean {_number(record.get('staleness_mean'))}, max {_number(record.get('staleness_max'))}{bound}")
+
+
+def _sample(row: Mapping[str, Any]) -> Text:
+    """The end of a prompt and the start of its response, one line each."""
+    reward = row.get("reward")
+    figures = f"step {row['step']}  {row['state']}" + ("" if reward is None else f"  reward {reward:g}")
+    ends = ((" ".join(row["prompt"].split())[-SAMPLE_WIDTH:], "dim"), (" ".join(row["response"].split()), "cyan"))
+    lines = [Text(shown(text)[:SAMPLE_WIDTH], style, no_wrap=True, overflow="ellipsis") for text, style in ends]
+    return Text("\n").join([*lines, Text(figures)])
+
+
+def _bottleneck(board: Board) -> Text:
+    node, why = bottleneck(board.nodes, board.edges)
+    return Text.assemble("bottleneck  ", (node or "none", "bold magenta"), f"  {why}")
+
+
+def _nodes(board: Board) -> RenderableType:
+    slowest, _ = bottleneck(board.nodes, board.edges)
+    table = _bar_grid()
+    for now in board.nodes:
+        name = Text(now.node, style="bold magenta" if now.node == slowest else "cyan")
+        replicas = f"×{now.num_replicas}" if now.num_replicas > 1 else ""
+        table.add_row(name, replicas, bar(now.busy), f"{now.busy:4.0%} busy")
+    return table
+
+
+def _edges(board: Board) -> RenderableType:
+    table = _bar_grid()
+    table.add_row(*(Text(head, style="dim") for head in ("edge", "full", "depth", "sender waits")))
+    for edge in board.edges:
+        capacity = board.capacities.get(edge.edge, 0) * edge.num_lanes
+        depth = f"{edge.depth}/{capacity}" if capacity else f"{edge.depth}"
+        waits = Text(f"{edge.blocked:.0%}", style="yellow" if edge.blocked >= 0.5 else "")
+        table.add_row(edge.edge, bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
+    return table
+
+
+def _figure_grid() -> Table:
+    """A grid of labels and figures; a figure may take several lines."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim", width=LABEL_WIDTH)
+    table.add_column()
+    return table
+
+
+def _bar_grid() -> Table:
+    """A grid of names, bars and their values; names are shortened in a narrow terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    return table
+
+
+def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
+    """A bar of `width` cells."""
+    full = round(min(max(fraction, 0.0), 1.0) * width)
+    return Text("█" * full + "░" * (width - full), style="blue")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One character for each of at most `width` means of neighbouring values."""
+    num = min(len(values), width)
+    bounds = [round(i * len(values) / num) for i in range(num + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * num
+    return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
+
+
+def evaluation_text(phase: str, step: int, figures: Mapping[str, float], task: str) -> str:
+    """Formats a result as "0.412 at step 30 (512 answers, sums.jsonl, score 0.532, pass@4 0.611)".
+
+    The first number is the share of right answers, or the mean score if nothing decides which answers are right.
+    """
+    where = f"at step {step}" if phase == "during" else f"{phase or 'without'} training"
+    return f"{_first_figure(figures)} {where} ({_other_figures(figures, task)})"
+
+
+def _first_figure(figures: Mapping[str, float]) -> str:
+    """The share of right answers, else the mean score, named as such."""
+    return f"{figures['exact_match']:.3f}" if "exact_match" in figures else f"score {figures['score']:.3f}"
+
+
+def _other_figures(figures: Mapping[str, float], task: str) -> str:
+    """The figures of a result besides the share of right answers; the mean score only if it is a different number."""
+    told = [f"{figures['num_answers']:.0f} answers", *([task] if task else [])]
+    right = figures.get("exact_match")
+    if right is not None and f"{(score := figures.get('score', right)):.3f}" != f"{right:.3f}":
+        told.append(f"score {score:.3f}")
+    several = {name: value for name, value in figures.items() if name.startswith(("mean_at_", "pass_at_"))}
+    return ", ".join([*told, *(f"{name.replace('_at_', '@')} {value:.3f}" for name, value in several.items())])
+
+
+def clock(seconds: float) -> str:
+    """Formats a duration as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+BEFORE, AFTER = "held_out_before/", "held_out/"
+
+
+def judged(record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """(when, name -> value) for each time for which the line has such figures; other figures stay in metrics.jsonl."""
+    for prefix, when in ((BEFORE, "before training"), (AFTER, f"at step {record['step']}")):
+        found = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+        shown = {name: value for name, value in found.items() if _is_shown(name) and value is not None}
+        if shown:
+            yield when, shown
+
+
+def _is_shown(name: str) -> bool:
+    return name == "loss" or name.endswith("accuracy")
+
 
 REDRAW_PER_S = 4.0
 

@@ -17,7 +17,7 @@ import pytest
 from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.checkpoint import Snapshot
 
 
@@ -193,7 +193,7 @@ def publish(temporary: Path, final: Path) -> None:
 def content(path: Path) -> str:
     """Of a checkpoint that is whole, which its manifest says too where `publish` made it."""
     if (path / "manifest.json").exists():
-        checkpoint_manifest.verify(path)
+        checkpoint.verify_files(path)
     (only,) = {(path / name).read_text() for name in ("state.msgpack", "model/weights")}
     return only
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 
 FILES = {"state.msgpack": 4000, "ledger.sqlite": 9000, "trainer_state/zero/rank_0.pt": 700, "empty": 0}
 
@@ -20,28 +20,28 @@ FILES = {"state.msgpack": 4000, "ledger.sqlite": 9000, "trainer_state/zero/rank_
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of several files, whose sums are made of many pieces and chunks."""
-    monkeypatch.setattr(checkpoint_manifest, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_manifest, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 300)
     draw = random.Random(0)
     path = tmp_path / "step_000004"
     for name, size in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(draw.randbytes(size))
-    checkpoint_manifest.write(path, {"step": 4}, threading.Event())
+    checkpoint.write_manifest(path, {"step": 4}, threading.Event())
     return path
 
 
 def test_a_whole_checkpoint_gives_its_facts(saved: Path) -> None:
-    assert checkpoint_manifest.verify(saved)["step"] == 4
+    assert checkpoint.verify_files(saved)["step"] == 4
     (saved / "notes.txt").write_text("somebody's own")
-    assert {name: entry["bytes"] for name, entry in checkpoint_manifest.verify(saved)["files"].items()} == FILES
+    assert {name: entry["bytes"] for name, entry in checkpoint.verify_files(saved)["files"].items()} == FILES
 
 
 def test_pieces_do_not_change_what_a_file_is(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of one piece, in chunks of any size, are those of zlib over the whole of it."""
     whole = json.loads((saved / "manifest.json").read_text())["files"]["trainer_state/zero/rank_0.pt"]["crc32"]
-    monkeypatch.setattr(checkpoint_manifest, "CHUNK_BYTES", 1 << 20)
-    checkpoint_manifest.write(saved, {}, threading.Event())
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 20)
+    checkpoint.write_manifest(saved, {}, threading.Event())
     assert json.loads((saved / "manifest.json").read_text())["files"]["trainer_state/zero/rank_0.pt"]["crc32"] == whole
 
 
@@ -56,14 +56,14 @@ def test_a_bit_that_turns_anywhere_is_found(saved: Path) -> None:
         at, bit = draw.randrange(len(before)), 1 << draw.randrange(8)
         file.write_bytes(before[:at] + bytes([before[at] ^ bit]) + before[at + 1 :])
         if file.name == "manifest.json" and same_json(before, file.read_bytes()):
-            assert checkpoint_manifest.verify(saved)["step"] == 4
+            assert checkpoint.verify_files(saved)["step"] == 4
         else:
             with pytest.raises(ConfigError, match=file.name):
-                checkpoint_manifest.verify(saved)
+                checkpoint.verify_files(saved)
             found += 1
         file.write_bytes(before)
     assert found > 280
-    checkpoint_manifest.verify(saved)
+    checkpoint.verify_files(saved)
 
 
 def same_json(one: bytes, other: bytes) -> bool:
@@ -110,13 +110,13 @@ def test_damage_is_named(saved: Path, name: str) -> None:
     damage, text = DAMAGES[name]
     damage(saved)
     with pytest.raises(ConfigError, match=text):
-        checkpoint_manifest.verify(saved)
+        checkpoint.verify_files(saved)
 
 
 def test_a_run_that_ends_writes_no_manifest(saved: Path) -> None:
     (saved / "manifest.json").unlink()
     stop = threading.Event()
     stop.set()
-    with pytest.raises(checkpoint_manifest.Abandoned, match="left unfinished"):
-        checkpoint_manifest.write(saved, {}, stop)
+    with pytest.raises(checkpoint.Abandoned, match="left unfinished"):
+        checkpoint.write_manifest(saved, {}, stop)
     assert not (saved / "manifest.json").exists()

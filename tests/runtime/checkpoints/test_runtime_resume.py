@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest, resume
+from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.ledger.terms import Terms
@@ -226,7 +226,7 @@ def test_a_fresh_run_whose_nodes_cannot_be_set_up_has_no_records_to_go_on_from(t
 
 
 @pytest.mark.parametrize("step", [3, 6])
-@pytest.mark.parametrize("point", ["write 0", "fsync 0", "fsync 3", "replace 0", "fsync 4"])
+@pytest.mark.parametrize("point", ["write_manifest 0", "fsync 0", "fsync 3", "replace 0", "fsync 4"])
 def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, point: str
 ) -> None:
@@ -260,13 +260,13 @@ def test_a_run_that_ends_while_it_publishes_leaves_a_whole_checkpoint_or_none(
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
     assert [found for found, _ in checkpoint.steps_of(checkpoints)] == [n for n in (3, 6) if n <= expected]
     for _, path in checkpoint.steps_of(checkpoints):
-        checkpoint_manifest.verify(path)
+        checkpoint.verify_files(path)
 
 
 @contextmanager
 def before(name: str, number: int, crash: Callable[[], None]) -> Iterator[None]:
     """Call `crash` in the place of a checkpoint's `fsync`, `replace` or manifest `write` with this number."""
-    owner: Any = checkpoint_manifest if name == "write" else os
+    owner: Any = checkpoint if name == "write_manifest" else os
     change, calls = getattr(owner, name), iter(range(1000))
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest, resume
+from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.checkpoint import SEAL, STATE
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.testing import run_graph
@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seal_again(path: Path, data: bytes) -> None:
     """Write a state, and a manifest that fits it."""
     (path / STATE).write_bytes(data)
-    checkpoint_manifest.write(path, {"step": int(path.name[5:])}, threading.Event())
+    checkpoint.write_manifest(path, {"step": int(path.name[5:])}, threading.Event())
 
 
 def packed_of(path: Path) -> bytes:

@@ -17,10 +17,9 @@ from flowrl.graph.load import load_file
 from flowrl.messages import Group
 from flowrl.nodes import TokenBatch
 from flowrl.runtime.driver.driver import Driver
-from flowrl.runtime.driver.early_stop import EarlyStop, StopRule
 from flowrl.runtime.driver.launch import Launch
 from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.telemetry.metrics import read
+from flowrl.runtime.telemetry.metrics import EarlyStop, StopRule, read
 from flowrl.testing import VirtualClock, run_graph
 from tests.nodes.test_nodes_batch import batches, group
 from tests.rigs.in_process import seeing_the_driver

@@ -9,8 +9,8 @@ import pytest
 
 from flowrl.commands.checkpoint_of import model_dir
 from flowrl.errors import ConfigError
-from flowrl.runtime.checkpoints.best import Best, read_best
 from flowrl.runtime.checkpoints.checkpoint import prune
+from flowrl.runtime.checkpoints.rundir import Best, read_best
 from tests.rigs.run_process import GRAPHS, Run, audit
 
 STEPS = 9

@@ -14,9 +14,8 @@ from flowrl.commands import quickstart
 from flowrl.commands.quickstart import QuickstartOptions
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.audit import audit
-from flowrl.runtime.checkpoints import checkpoint_manifest, directory_lock
-from flowrl.runtime.checkpoints.best import Best
-from flowrl.runtime.checkpoints.rundir import RunDir
+from flowrl.runtime.checkpoints import checkpoint, rundir
+from flowrl.runtime.checkpoints.rundir import Best, RunDir
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, Result
 
@@ -26,7 +25,7 @@ def finished(path: Path, state: str = "state") -> None:
     path.mkdir(parents=True)
     (path / "model.safetensors").write_text("the weights")
     (path / "state.msgpack").write_text(state)
-    checkpoint_manifest.write(path, {}, threading.Event())
+    checkpoint.write_manifest(path, {}, threading.Event())
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
@@ -55,7 +54,7 @@ def test_a_file_system_without_locks_is_one_sentence(
     def failing(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(directory_lock.fcntl, "flock", failing)
+    monkeypatch.setattr(rundir.fcntl, "flock", failing)
     with pytest.raises(ConfigError, match=f"cannot be locked .{os.strerror(code)}.; name a directory on a file system"):
         RunDir.claimed(tmp_path / "run")
 

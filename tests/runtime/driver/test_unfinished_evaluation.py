@@ -18,10 +18,9 @@ from flowrl.nodes import Evaluation
 from flowrl.nodes.evaluation import digest_of_rows
 from flowrl.nodes.writers import ProgressCount
 from flowrl.runtime.checkpoints.rundir import RunDir
-from flowrl.runtime.driver.unfinished import UnfinishedEvaluation, _files
-from flowrl.runtime.samples.kept_answers import UNFINISHED
+from flowrl.runtime.checkpoints.unfinished_evaluation import UNFINISHED, UnfinishedEvaluation, _files
 from flowrl.runtime.samples.rollout_files import write_rollouts
-from flowrl.runtime.samples.sample_record import held_out_record
+from flowrl.runtime.samples.sample_notes import held_out_record
 from flowrl.tasks import Row, Task
 from flowrl.testing import NodeRecord, NodeRig, sample
 from tests.nodes.test_nodes_evaluation import Answers, rows

@@ -18,7 +18,7 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit import audit_chain
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.checkpoints import checkpoint, rundir, whole_file
+from flowrl.runtime.checkpoints import checkpoint, rundir
 from flowrl.runtime.checkpoints.checkpoint import steps_of
 from flowrl.runtime.ledger import ledger as ledgers
 from flowrl.runtime.ledger import ledger_file
@@ -128,7 +128,7 @@ def test_what_a_checkpoint_names_is_on_the_disk_before_it(tmp_path: Path, monkey
     def sync(path: Path) -> None:
         synced.append(str(path.relative_to(tmp_path / "run")))
 
-    for module in (checkpoint, rundir, whole_file, ledger_file):
+    for module in (checkpoint, rundir, rundir, ledger_file):
         monkeypatch.setattr(module, "sync_file", sync)
     assert ledgers.ledger_file is ledger_file
     run_graph(GRAPH, tmp_path / "run", {}, steps=3, save_every=3, plain=True, preflight=False)

@@ -18,7 +18,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.audit import audit as audits
 from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.audit.audit_chain import check_chain
-from flowrl.runtime.checkpoints import checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.resume import rewind
 from flowrl.runtime.ledger import ledger_file
 from flowrl.runtime.ledger.chain import SCHEMA, Chain, Commit, Sum, read_commits, read_contents
@@ -129,7 +129,7 @@ async def run_with_checkpoints(directory: Path, *, ahead: int = 1) -> None:
             kept(directory, step).mkdir(parents=True)
             run.accounting.as_of_now().write(kept(directory, step))
             facts = {"step": step, "ledger_head": run.accounting.ledger.head}
-            checkpoint_manifest.write(kept(directory, step), facts, threading.Event())
+            checkpoint.write_manifest(kept(directory, step), facts, threading.Event())
             run.accounting.ledger.published(kept(directory, step))
     run.close(orderly=False)
 

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.runs.ledger import GROUPS, MEMBERS, TERMS, admit, generate, train
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.checkpoints import checkpoint, checkpoint_manifest
+from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.ledger import ledger_file, ledger_segments
 from flowrl.runtime.ledger.ledger import ALL_TABLES, Ledger
 from flowrl.runtime.ledger.ledger_segments import any_in_flight, has_commit, last_commit_s, segments_of
@@ -96,7 +96,7 @@ class Life:
         alone = self.directory / "alone" / "checkpoints" / "step_000000"
         shutil.rmtree(alone.parent, ignore_errors=True)
         shutil.copytree(self.at(step), alone)
-        checkpoint_manifest.verify(alone)
+        checkpoint.verify_files(alone)
         fresh = alone.with_name("ledger.sqlite")
         ledger_segments.rebuild(alone, fresh, f"{ledger_file.SCHEMA}{ledger_file.chain.SCHEMA}")
         return rows_of(fresh)
@@ -159,12 +159,12 @@ def test_segments_of_other_checkpoints_are_linked_and_not_summed_again(life: Lif
         life.work()
     life.checkpoint()
     life.work()
-    with mock.patch.object(checkpoint_manifest, "_sum", wraps=checkpoint_manifest._sum) as summed:
+    with mock.patch.object(checkpoint, "_sum", wraps=checkpoint._sum) as summed:
         life.checkpoint()
     before, now = segments_of(life.at(40)), segments_of(life.at(41))
     assert os.path.samefile(before[0], now[0]) and len(now) == 2
     assert [call.args[0].path.name for call in summed.call_args_list] == [now[1].name]
-    entries = [checkpoint_manifest.read(life.at(step))["files"][f"ledger/{now[0].name}"] for step in (40, 41)]
+    entries = [checkpoint.read_manifest(life.at(step))["files"][f"ledger/{now[0].name}"] for step in (40, 41)]
     assert entries[0] == entries[1]
 
 
@@ -210,11 +210,11 @@ def test_a_segment_that_is_missing_or_damaged_is_named(life: Life) -> None:
     newest.unlink()
     newest.write_bytes(data)
     with pytest.raises(ConfigError, match=f"ledger/{newest.name} has changed since it was written"):
-        checkpoint_manifest.verify(life.at(41))
+        checkpoint.verify_files(life.at(41))
     oldest.unlink()
     with pytest.raises(ConfigError, match="step_000041 has no segment of its ledger with commit 0"):
         ledger_file.restore(life.at(41), life.directory / "other.sqlite", TERMS)
-    checkpoint_manifest.verify(life.at(40))  # its files are its own names
+    checkpoint.verify_files(life.at(40))  # its files are its own names
 
 
 def test_a_checkpoint_of_an_earlier_flowrl_has_the_whole_ledger_in_one_file(life: Life) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.telemetry.kept_episodes import read_kept
+from flowrl.runtime.samples.kept_episodes import read_kept
 from flowrl.testing import GraphRun, VirtualClock, run_graph
 
 PLAYED = Path(__file__).parent / "graphs_episodes" / "played.py"

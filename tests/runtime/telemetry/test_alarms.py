@@ -10,11 +10,9 @@ import pytest
 from rich.console import Console
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.telemetry.alarms import FIGURES, NAMES, Alarms, AlarmThresholds
-from flowrl.runtime.telemetry.board import Board, draw
-from flowrl.runtime.telemetry.metrics import Metrics, read
+from flowrl.runtime.telemetry.metrics import FIGURES, NAMES, Alarms, AlarmThresholds, Metrics, read
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.view import PlainView
+from flowrl.runtime.telemetry.view import Board, PlainView, draw
 from tests.runtime.telemetry.test_metrics import Recorder
 
 SHORT = AlarmThresholds(window=2)

@@ -26,10 +26,8 @@ from flowrl.channel.encoding.cost import MOST_VALUES, weigh
 from flowrl.channel.encoding.wire import NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.runtime.host.context import Meters, NodeContext
 from flowrl.runtime.ledger.ledger_client import EvaluationRow, LedgerClient, Use
-from flowrl.runtime.samples.sample_notes import SampleNotes
-from flowrl.runtime.samples.sample_record import MOST_TEXT, SampleRecord
-from flowrl.runtime.samples.sample_share import SampleShare
-from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes
+from flowrl.runtime.samples.kept_episodes import KeptEpisodes
+from flowrl.runtime.samples.sample_notes import MOST_TEXT, SampleNotes, SampleRecord, SampleShare
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing import run_graph
 from tests.commands.test_samples import sample as trainable

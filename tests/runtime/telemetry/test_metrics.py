@@ -21,11 +21,10 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry import sinks
-from flowrl.runtime.telemetry.alarms import NAMES as ALARMS
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS, NAMES, Metrics, flat, read, rewind
-from flowrl.runtime.telemetry.sinks import Trackio, WandB, open_sinks
+from flowrl.runtime.telemetry.metrics import NAMES as ALARMS
+from flowrl.runtime.telemetry.sinks import SampleTables, Tracking, Trackio, WandB, markdown, open_sinks
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
-from flowrl.runtime.telemetry.tracking import SampleTables, Tracking, markdown
 
 LANE = "generator/0.rollouts -> reward/0.rollouts"
 OTHER_LANE = "generator/0.rollouts -> reward/1.rollouts"
@@ -342,7 +341,7 @@ from pathlib import Path
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.sinks import open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.tracking import SampleTables, Tracking
+from flowrl.runtime.telemetry.sinks import SampleTables, Tracking
 run_dir = Path(sys.argv[1])
 tables = SampleTables(Tracking(samples_every=1))
 tracking = Tracking(project="mine", group="pair", name="first")

@@ -17,8 +17,7 @@ import pytest
 
 from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt
-from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, depth_of
-from flowrl.runtime.telemetry.trace_file import TraceWriter
+from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, TraceWriter, depth_of
 from tests.rigs.ticks import ticks
 
 NO_TOKENS = np.zeros(0, np.int32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.host.host_engine import HostEngine
-from flowrl.runtime.telemetry import trace_file
+from flowrl.runtime.telemetry import trace
 from flowrl.runtime.telemetry.trace import OFF
 from flowrl.testing import run_graph
 
@@ -23,7 +23,7 @@ def items(run_dir: Path) -> set[str]:
 
 
 def test_a_run_keeps_the_limit_and_its_hosts_hear_of_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "LIMIT_BYTES", 30_000)
+    monkeypatch.setattr(trace, "LIMIT_BYTES", 30_000)
     heard: list[int] = []
     monkeypatch.setattr(HostEngine, "_set_trace_level", lambda engine, host, level: heard.append(level))
     quick = {"generate_s": 0.0, "train_s": 0.0}

@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from flowrl.runtime.telemetry import view as view_module
-from flowrl.runtime.telemetry.board import BARS, Board, bar, clock, draw, sparkline
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics
-from flowrl.runtime.telemetry.view import LiveView, PlainView, open_view
+from flowrl.runtime.telemetry.view import BARS, Board, LiveView, PlainView, bar, clock, draw, open_view, sparkline
 
 EDGE = "generator.rollouts -> trainer.batches"
 

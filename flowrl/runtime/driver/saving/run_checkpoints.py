@@ -9,8 +9,7 @@ from typing import Any
 
 from flowrl.errors import FlowrlError
 from flowrl.runtime.checkpoints import checkpoint, resume
-from flowrl.runtime.checkpoints.best import Best, read_best
-from flowrl.runtime.checkpoints.rundir import sync_records, writing
+from flowrl.runtime.checkpoints.rundir import Best, read_best, sync_records, writing
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.processes.lookout import Lookout
 from flowrl.runtime.driver.processes.orders import Orders

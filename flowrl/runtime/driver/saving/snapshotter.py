@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from flowrl.graph.node import Node
 from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.checkpoints.best import Best
+from flowrl.runtime.checkpoints.rundir import Best
 from flowrl.runtime.driver.processes.orders import Orders
 from flowrl.runtime.driver.saving.shared_devices import SharedDevices
 from flowrl.runtime.ledger.accounting import Accounting

@@ -24,8 +24,8 @@ from flowrl.graph.graph import Graph
 from flowrl.hub import forget_commits, take_commits
 from flowrl.runtime.checkpoints.checkpoint import steps_of
 from flowrl.runtime.checkpoints.rundir import RunDir, leaves
-from flowrl.runtime.samples.kept_answers import UNFINISHED
-from flowrl.runtime.samples.rollout_files import rollout_files
+from flowrl.runtime.samples.rollout_files import columns_of, rollout_files
+from flowrl.runtime.samples.sample_notes import SampleRecord
 from flowrl.user_path import user_path
 
 ELSEWHERE = ("generator.", "time_share")
@@ -159,3 +159,32 @@ def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _stamp(path: Path) -> str:
     found = path.stat()
     return f"{found.st_size} {found.st_mtime_ns}"
+
+
+UNFINISHED = "unfinished.json"
+"""The file that marks a run directory whose answers are taken over: that of a pure evaluation that has not ended."""
+COLUMNS = ("task", "prompt_id", "member", "phase", "step", "reward", "correct", "response_tokens", "spans", "parts")
+AnswerKey = tuple[str, str, int]
+"""task, prompt_id, member"""
+
+
+def kept_answers(run_dir: Path, *, phase: str, step: int) -> dict[AnswerKey, SampleRecord]:
+    """The answers of that evaluation; {} unless the run continues an evaluation.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if not (run_dir / UNFINISHED).is_file():
+        return {}
+    found: dict[AnswerKey, SampleRecord] = {}
+    for file in rollout_files(run_dir):
+        if not (file.held_out and file.first <= step <= file.last):
+            continue
+        for row in columns_of(file.path, COLUMNS).to_pylist():
+            if row["phase"] == phase and row["step"] == step:
+                found[(row["task"], row["prompt_id"], row["member"])] = row | {"parts": dict(row["parts"] or ())}
+    return found
+
+
+def versions_in(record: SampleRecord) -> list[int]:
+    """The versions that sampled an answer, in the order of its tokens; [] for an answer without tokens."""
+    return [span["version"] for span in record["spans"] or () if span["version"] >= 0]

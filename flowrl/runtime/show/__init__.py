@@ -1,1 +1,0 @@
-"""What `flowrl show` and `flowrl samples` print."""
