@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.nodes.episodes.episode_reports import FailingByLength
-from flowrl.runtime.telemetry.alarms import Alarms, AlarmThresholds
+from flowrl.runtime.telemetry.metrics import Alarms, AlarmThresholds
 
 GROUPS_A_LINE = 8
 RETRIES = 2

@@ -36,9 +36,9 @@ from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion
 from flowrl.nodes.sources.row_checks import PromptLimit, place_of, prompt_texts, require_rendered, within
 from flowrl.nodes.sources.row_source import SourceRow, prompt_fields, question_fields, task_fields
 from flowrl.nodes.writers import ProgressCount
+from flowrl.runtime.checkpoints.unfinished_evaluation import AnswerKey, kept_answers, versions_in
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
-from flowrl.runtime.samples.kept_answers import AnswerKey, kept_answers, versions_in
-from flowrl.runtime.samples.sample_record import SampleRecord
+from flowrl.runtime.samples.sample_notes import SampleRecord
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.reward_calls.away import AWAY_S, Patience

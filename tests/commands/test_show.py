@@ -19,11 +19,10 @@ from flowrl.agents.token_pieces import TokenPieces
 from flowrl.cli import main
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes.episodes.episode_reports import fed_roles, spans_of
-from flowrl.runtime.show.episode_text import attempt_text
-from flowrl.runtime.show.show import show
-from flowrl.runtime.telemetry import kept_episodes
-from flowrl.runtime.telemetry.kept_episodes import KeptEpisodes, is_chosen, read_kept, rewind_kept
-from flowrl.runtime.telemetry.safe_text import shown
+from flowrl.runtime.samples import kept_episodes
+from flowrl.runtime.samples.kept_episodes import KeptEpisodes, is_chosen, read_kept, rewind_kept
+from flowrl.runtime.show import attempt_text, show
+from flowrl.runtime.telemetry.standard_streams import shown
 from tests.runtime.runs.test_runtime_episodes import play
 
 NOT_CHOSEN = [name for number in range(2000) if not is_chosen(name := f"g:{number}")]

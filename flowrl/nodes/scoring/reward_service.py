@@ -14,7 +14,7 @@ from flowrl.models import Policy, check_model, resolve
 from flowrl.models.tokens.chat import Messages, Unrendered
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes.scoring.reward_model import OfSteps, reward_of
-from flowrl.runtime.telemetry.safe_text import print_text
+from flowrl.runtime.telemetry.standard_streams import print_text
 from flowrl.tasks.reward_calls.away import Patience
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts
 from flowrl.tasks.reward_calls.reward_client import RewardClient
