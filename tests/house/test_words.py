@@ -50,11 +50,11 @@ GIVEN_UP = {
 ELSEWHERE = {
     "turn": (
         "conversations: tasks, models and nodes that render them, and episodes",
-        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|ledger|audit/|benchmarks/agents|graphs/(agent|self_play)",
+        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/agents|graphs/(agent|self_play)",
     ),
     "turns": (
         "conversations",
-        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|ledger|audit/|benchmarks/(training/reward_accuracy|agents)|graphs/(agent|self_play)",
+        r"tasks/|models/|training/|nodes/|agents/|environments/|episode|runtime/show|ledger|audit/|benchmarks/(training/reward_accuracy|agents)|graphs/(agent|self_play)",
     ),
     "epoch": (
         "passes over data",
