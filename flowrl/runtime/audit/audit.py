@@ -34,9 +34,9 @@ from flowrl.runtime.audit.audit_groups import apply_rules, check_groups
 from flowrl.runtime.audit.audit_lines import check_lines
 from flowrl.runtime.audit.audit_rules import AT_TICKET, RUN_CHECKS, Violation
 from flowrl.runtime.ledger.chain import Sum
+from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, TABLES, open_to_read, read_terms, unreadable
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
-from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
 
 SHOWN_PER_KIND = 20

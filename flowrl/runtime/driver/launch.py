@@ -38,7 +38,7 @@ from flowrl.runtime.driver.preflight import preflight
 from flowrl.runtime.driver.ray_cluster.claims import claims
 from flowrl.runtime.driver.ray_cluster.node_versions import require_same_versions
 from flowrl.runtime.driver.signals import RunSignals
-from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins
 from flowrl.runtime.telemetry.standard_streams import LastingOutput, say

@@ -27,13 +27,13 @@ from typing import Any, Protocol
 from flowrl.channel.tickets import Tickets
 from flowrl.runtime.ledger.admitted_ids import AdmittedIds, LedgerRow
 from flowrl.runtime.ledger.bookings import Bookings
-from flowrl.runtime.ledger.fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
+from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
 from flowrl.runtime.ledger.ledger_client import LedgerClient, Use
 from flowrl.runtime.ledger.ledger_file import LEDGER
 from flowrl.runtime.ledger.long_tables import LongTables
 from flowrl.runtime.ledger.request_ledger import RequestLedger
-from flowrl.runtime.ledger.terms import Terms
+from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger import chain, ledger_file
 from flowrl.runtime.ledger.chain import ROWS_AT_ONCE, Chain
+from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger_segments import Base, attach_new, write_segments
-from flowrl.runtime.ledger.terms import Terms
 
 ALL_TABLES = (*ledger_file.TABLES, *chain.TABLES)
 FOLDED_WITHIN_MS = 500

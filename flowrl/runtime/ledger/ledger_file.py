@@ -20,7 +20,7 @@ from pathlib import Path
 from flowrl.errors import ConfigError
 from flowrl.runtime.ledger import chain, ledger_segments
 from flowrl.runtime.ledger.chain import Chain
-from flowrl.runtime.ledger.terms import COLUMNS, Terms
+from flowrl.runtime.ledger.declared_bounds import COLUMNS, Terms
 
 LEDGER = "ledger.sqlite"
 FORMAT = 3

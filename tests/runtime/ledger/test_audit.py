@@ -19,9 +19,9 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.runtime.audit.audit import _tickets_out, audit
 from flowrl.runtime.audit.audit_rules import CHECKS
+from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Ledger
 from flowrl.runtime.ledger.ledger_file import LEDGER, unreadable
-from flowrl.runtime.ledger.terms import Terms
 from flowrl.runtime.telemetry.metrics import read
 from tests.runtime.ledger.audit_damages import DAMAGES, DAMAGES_OF_TWO
 from tests.runtime.ledger.request_damages import REQUEST_DAMAGES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.ledger.fates import Fates, GroupFates
 from flowrl.runtime.ledger.ledger import Fate
+from flowrl.runtime.ledger.sample_fates import Fates, GroupFates
 
 LOST = Fate(state="filtered", reason="unsure")
 STALE = Fate(4, 0, 3, state="dropped", reason="stale")
