@@ -11,7 +11,7 @@ from flowrl.nodes.scoring.reward_model import OfSteps
 from flowrl.policy_options import PolicyOptions
 from flowrl.role_options import RewardModelSize, TimedReward, too_low, unused
 from flowrl.tasks import Task
-from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.rewards import names_model
 
 

@@ -18,7 +18,7 @@ from flowrl.episode_options import EnvironmentOptions, evaluate_episodes
 from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import EnvironmentSource, GroupAdvantage, RowPart
 from flowrl.tasks import Task
-from flowrl.tasks.name_options import option_text
+from flowrl.tasks.task_syntax import write_option
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AgentTools(GroupedEpisodes):
     def environment(self) -> str:
         """The environment's name."""
         name, _, options = self.task.name.partition(":")
-        return f"tools/{name}:" + ",".join(filter(None, (option_text("tools", self.tools), options)))
+        return f"tools/{name}:" + ",".join(filter(None, (write_option("tools", self.tools), options)))
 
 
 def graph(cfg: AgentTools) -> Graph:

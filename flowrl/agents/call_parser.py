@@ -21,7 +21,7 @@ from flowrl.agents.reply_parts import Extract, ReplyParts, SampledText, Unreadab
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.tokens.chat import Messages
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_code import one_line
 
 ID_LENGTH = 9
 """Number of letters and digits in a call's id; the templates of Mistral's models take exactly 9."""

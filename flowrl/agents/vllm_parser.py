@@ -15,7 +15,7 @@ from typing import Any
 from flowrl.agents.reply_parts import ReplyParts, SampledText, UnreadableReply
 from flowrl.agents.vllm_parser_names import name_problem
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_code import one_line
 
 START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string")
 """Attributes with which vLLM's parsers name the text that a call begins with."""

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.name_options import parse_options, split_name
 from flowrl.tasks.rows import digest, is_held_out
+from flowrl.tasks.task_syntax import parse_options, split_name
 
 DEFAULT_ROWS = 5120
 """Rows of an environment, held-out ones included."""

@@ -24,7 +24,7 @@ from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
-from flowrl.tasks.program_variables import keep_problems, missing_variables
+from flowrl.tasks.user_code import keep_problems, missing_variables
 
 MOST_LEFT = 8
 """Episodes in a row that have left something, after which every process plays only one."""

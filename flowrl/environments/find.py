@@ -12,7 +12,7 @@ from typing import Any
 from flowrl.environments.environment_row import ADAPTERS, EnvironmentName
 from flowrl.environments.protocol import Env
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import one_line, user_module
+from flowrl.tasks.user_code import load_user_module, one_line
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _adapted(name: EnvironmentName) -> FoundEnvironment:
 
 def _own_class(name: EnvironmentName) -> type[Env]:
     where, _, wanted = name.place.rpartition(":")
-    module = user_module(where, owner="environment")
+    module = load_user_module(where, owner="environment")
     kind = getattr(module, wanted, None)
     if isinstance(kind, type) and issubclass(kind, Env) and kind is not Env:
         _check_methods(name, kind)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
-from flowrl.tasks.sticks import SticksRules
+from flowrl.tasks.toy_tasks import SticksRules
 
 
 class Sticks(Env):

@@ -12,7 +12,7 @@ from flowrl.environments.rows_apart import load_rows_apart
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, Rows, Task
 from flowrl.tasks.evaluation_set import EvaluationSet
-from flowrl.tasks.row_reading.indexed_rows import by_id, joined
+from flowrl.tasks.row_reading.indexed_rows import join_rows, rows_by_id
 
 ASKING = ("tools", "openrlhf", "skyrl_gym")
 """Adapters whose environments ask the questions of a task."""
@@ -127,7 +127,7 @@ def _asked_set(name: EnvironmentName, text: str, task: Task) -> tuple[str, Asked
             "reward out, or name a check"
         )
     rows = load_rows_apart(found.task, whole=True)
-    return found.name, AskedSet(found.task, by_id(joined(rows.train, rows.held_out)))
+    return found.name, AskedSet(found.task, rows_by_id(join_rows(rows.train, rows.held_out)))
 
 
 def question_of(row: Row) -> Observation:

@@ -173,7 +173,11 @@ def fetch_snapshot(name: HubName, choose: Choose, is_complete: Callable[[Path], 
     if not (there is not None and whole and pinned_commit(name)):
         if constants.HF_HUB_OFFLINE:
             if there is None or not whole:
-                raise not_cached(name, partly=there is not None)
+                found = "it is not" if there is None else "only some of its files are"
+                raise ConfigError(
+                    f"{name}: HF_HUB_OFFLINE is set, and {found} in the cache {cache_home()}; unset it to download "
+                    "them, or set HF_HOME to a cache that has them"
+                )
         else:
             try:
                 there = _download(name, choose, progress)
@@ -347,15 +351,6 @@ def _refusal(status: int, name: HubName, page: str) -> str:
     if status == 429:
         return f"{name}: {endpoint()} has answered too many requests of this machine; wait some minutes, or {LOGIN}"
     return f"{name}: {endpoint()} answered with status {status}; try again later: what has been downloaded is kept"
-
-
-def not_cached(name: HubName, *, partly: bool) -> ConfigError:
-    """The error for a name that is not in the cache, in a process that may not use the network."""
-    found = "only some of its files are" if partly else "it is not"
-    return ConfigError(
-        f"{name}: HF_HUB_OFFLINE is set, and {found} in the cache {cache_home()}; unset it to download them, or set "
-        "HF_HOME to a cache that has them"
-    )
 
 
 def require_room(name: HubName, num_bytes: int) -> None:

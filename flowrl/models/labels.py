@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.weighted_sums import parse_weights
+from flowrl.tasks.task_syntax import parse_weights
 
 OPTION = "--reward-model.label"
 

@@ -41,11 +41,11 @@ from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.runtime.samples.sample_notes import SampleRecord
 from flowrl.tasks import Row, Rows, Task, check_answers, load_rows
 from flowrl.tasks.evaluation_set import EvaluationSet, too_few
-from flowrl.tasks.reward_calls.away import AWAY_S, Patience
+from flowrl.tasks.reward_calls.http import AWAY_S, Patience
 from flowrl.tasks.reward_calls.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, names_model, open_reward
-from flowrl.tasks.row_reading.indexed_rows import picked, prompt_ids
-from flowrl.tasks.row_reading.other_columns import require_served
+from flowrl.tasks.row_reading.indexed_rows import pick_rows, prompt_ids
+from flowrl.tasks.row_reading.row_loading import require_served
 
 R = TypeVar("R", bound=SourceRow)
 
@@ -426,7 +426,7 @@ def _rendered_rows(rows: Sequence[Row], chat: Chat) -> Sequence[Row]:
             f"none of the {len(rows)} held-out prompts can be rendered, the first, {place_of(rows[0])}: "
             f"{prompt_texts(rows[0]).problem(chat)}; use another template, or set --evaluate 0"
         )
-    return picked(rows, [number for number in range(len(rows)) if number not in refused]) if refused else rows
+    return pick_rows(rows, [number for number in range(len(rows)) if number not in refused]) if refused else rows
 
 
 Answered = tuple[EvaluationRow, Mapping[str, float]]

@@ -24,7 +24,7 @@ from flowrl.graph.ports import In
 from flowrl.messages import Group, Sample, Scored, Trainable
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Task, load_demonstrations, load_rows
-from flowrl.tasks.row_reading.indexed_rows import by_id, joined, prompt_ids
+from flowrl.tasks.row_reading.indexed_rows import join_rows, prompt_ids, rows_by_id
 from flowrl.user_path import user_path
 
 REPORT_EVERY_S = 5.0
@@ -208,7 +208,7 @@ class ResponseWriter(Node):
     async def setup(self) -> None:
         read = load_demonstrations if self.given else load_rows
         rows = await self.blocking(read, self.task, whole=True)
-        self._rows = by_id(joined(rows.train, rows.held_out))
+        self._rows = rows_by_id(join_rows(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
         prompts = self.prompts
         left = None if prompts is None else await self.blocking(prompts.num_left, self.context.seed)
@@ -298,7 +298,7 @@ class PairWriter(Node):
 
     async def setup(self) -> None:
         rows = await self.blocking(load_rows, self.task)
-        self._rows = by_id(joined(rows.train, rows.held_out))
+        self._rows = rows_by_id(join_rows(rows.train, rows.held_out))
         self._file = await self.blocking(self._open)
         self._progress = ProgressCount("pairs", self.context.progress)
 

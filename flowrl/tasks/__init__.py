@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.arithmetic import demonstrate
-from flowrl.tasks.checks import code_tests, maths
 from flowrl.tasks.checks.answer_checks import NEEDED, STRUCTURED, check_references
+from flowrl.tasks.checks.code_tests import check_tests
+from flowrl.tasks.checks.maths import check_formulas
 from flowrl.tasks.reward_calls.judge import place_of
 from flowrl.tasks.rewards import MODEL, Part, needs_rows, parse_reward, row_columns
 from flowrl.tasks.row_reading.row_loading import (
@@ -24,8 +24,8 @@ from flowrl.tasks.row_reading.row_loading import (
     place_of_rows,
 )
 from flowrl.tasks.rows import OF_TASK, Row, Rows, without_weight
-from flowrl.tasks.sticks import SticksRules, demonstrate_move
 from flowrl.tasks.task import Task
+from flowrl.tasks.toy_tasks import SticksRules, demonstrate_move, demonstrate_sum
 
 __all__ = [
     "Demonstrator",
@@ -104,9 +104,9 @@ def check_answers(task: Task, rows: Iterable[Row]) -> None:
     for term, check in checks.items():
         texts = {place: text for place, (text, _) in answers[term].items()}
         if check == "math":
-            maths.check(texts)
+            check_formulas(texts)
         if check == "code":
-            code_tests.check(answers[term])
+            check_tests(answers[term])
         check_references(check, texts)
 
 
@@ -120,7 +120,7 @@ def demonstrator(task: Task) -> Demonstrator:
         return lambda row, rng: demonstrator(Task(row.columns[OF_TASK]))(row, rng)
     if task.source == "sticks":
         return functools.partial(demonstrate_move, options_of(SticksRules, task))
-    return demonstrate if task.source == "arithmetic" else right_answer
+    return demonstrate_sum if task.source == "arithmetic" else right_answer
 
 
 def right_answer(row: Row, rng: random.Random) -> str:

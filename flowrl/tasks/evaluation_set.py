@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.name_options import take_options
-from flowrl.tasks.row_reading.indexed_rows import joined, lowest
+from flowrl.tasks.row_reading.indexed_rows import join_rows, lowest_rows
 from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 from flowrl.tasks.task import Task
+from flowrl.tasks.task_syntax import take_options
 
 NAMED = re.compile(r"([A-Za-z_][\w.-]*)=([^:]*.*)", re.DOTALL)
 OWN_OPTIONS = ("num", "samples", "temperature", "top_p", "top_k", "reward")
@@ -77,24 +77,20 @@ class EvaluationSet:
         for option, value in (("num", found.num), ("samples", found.samples)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"evaluation set {text!r}: {option} is {value!r}; it needs an integer of at least 1")
-        found._check_temperature(text)
-        found._check_truncation(text)
+        found._check_sampling(text)
         return found
 
-    def _check_temperature(self, text: str) -> None:
-        value = self.temperature
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    def _check_sampling(self, text: str) -> None:
+        value, top_p, top_k = self.temperature, self.top_p, self.top_k
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf
+        ):
             raise ConfigError(f"evaluation set {text!r}: temperature is {value!r}; it needs a number from 0 up")
         if value == 0 and self.samples > 1:
             raise ConfigError(
                 f"evaluation set {text!r}: at temperature 0 its {self.samples} answers to a prompt are all the same; "
                 "raise temperature, or set samples=1"
             )
-
-    def _check_truncation(self, text: str) -> None:
-        top_p, top_k = self.top_p, self.top_k
         if top_p is not None and (isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1):
             raise ConfigError(f"evaluation set {text!r}: top_p is {top_p!r}; it needs a number above 0 and at most 1")
         if top_k is not None and (type(top_k) is not int or top_k < 0):
@@ -115,11 +111,11 @@ class EvaluationSet:
 
     def chosen(self, rows: Rows) -> Sequence[Row]:
         """The prompts to ask; they do not depend on the order of the data."""
-        return lowest(self.choice(rows), self.num)
+        return lowest_rows(self.choice(rows), self.num)
 
     def choice(self, rows: Rows) -> Sequence[Row]:
         """The prompts from which those to ask are chosen."""
-        return joined(rows.train, rows.held_out) if self.whole else rows.held_out
+        return join_rows(rows.train, rows.held_out) if self.whole else rows.held_out
 
     @property
     def takes_fewer(self) -> bool:

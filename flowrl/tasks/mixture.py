@@ -16,7 +16,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.reward_calls.judge import Judge, load_judge
-from flowrl.tasks.row_reading.indexed_rows import picked, sources
+from flowrl.tasks.row_reading.indexed_rows import pick_rows, row_sources
 from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 
@@ -58,7 +58,7 @@ def first_rows(rows: Sequence[Row], task: Task, most: int | None) -> Sequence[Ro
     if most is None or most >= len(rows):
         return rows
     shares = _shares(task, most)
-    return picked(rows, [n for term in task.sources for n in of_source[term.text][: shares[term.text]]])
+    return pick_rows(rows, [n for term in task.sources for n in of_source[term.text][: shares[term.text]]])
 
 
 def _shares(task: Task, most: int) -> dict[str, int]:
@@ -80,7 +80,7 @@ def _shares(task: Task, most: int) -> dict[str, int]:
 def _of_each_source(rows: Sequence[Row], task: Task) -> dict[str, list[int]]:
     """The indices of the rows of each source."""
     found: dict[str, list[int]] = {term.text: [] for term in task.sources}
-    for index, source in enumerate(sources(rows)):
+    for index, source in enumerate(row_sources(rows)):
         found[source].append(index)
     return found
 

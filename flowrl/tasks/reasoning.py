@@ -52,7 +52,7 @@ DEFAULT_SIZE = 5120
 """Entries generated, held-out ones included, unless the option `size` says otherwise."""
 
 
-def rows(task: Task) -> Iterator[Row]:
+def generate_rows(task: Task) -> Iterator[Row]:
     """The entries of `task`, in the order of the package."""
     for index, entry in enumerate(_dataset(task.name)):
         try:

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
-from flowrl.tasks.reward_calls.away import PATIENT, Patience
-from flowrl.tasks.reward_calls.conventions import ROW
-from flowrl.tasks.reward_calls.gathered import BATCH, Gathered
+from flowrl.tasks.reward_calls import http
+from flowrl.tasks.reward_calls.http import PATIENT, Patience
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts, load_judge
-from flowrl.tasks.reward_calls.reward_client import RewardClient, route_of
-from flowrl.tasks.reward_calls.signatures import BATCHED, TITLES, Convention, declared, with_function
+from flowrl.tasks.reward_calls.reward_client import GATHERED, Gathered, RewardClient, open_client
+from flowrl.tasks.reward_calls.signatures import BATCHED, ROW, TITLES, Convention, declared_convention, with_function
 from flowrl.tasks.rows import OF_TASK, Row
-from flowrl.tasks.weighted_sums import Term, terms
+from flowrl.tasks.task_syntax import parse_sum
 
 SCHEMES = ("http://", "https://")
 OPENRLHF = "openrlhf+"
@@ -73,21 +72,29 @@ class Part:
     def convention(self) -> Convention | None:
         """The convention of a function; None if it is no function, or if it is not loaded yet and no file declares
         it."""
-        return None if self.urls else self.loaded or declared(self.place)
+        return None if self.urls else self.loaded or declared_convention(self.place)
 
 
 def parse_reward(text: str, *, verifier: str = VERIFIER) -> tuple[Part, ...]:
     """The parts of a reward, with the word `verifier` replaced. Raises ConfigError for an invalid part."""
-    parts = tuple(
-        Part(verifier if term.text == VERIFIER else term.text, term.weight, term.name or _name(term.text))
-        for term in map(_named, terms(text))
-    )
-    for part in parts:
-        _check(part, text)
+    parts = []
+    for term in parse_sum(text):
+        place = with_function(term.text)  # a file without a function is replaced by its one reward function
+        is_http = place.removeprefix(OPENRLHF).startswith(SCHEMES)
+        name = term.name or ("http" if is_http else place.rpartition(":")[2])
+        part = Part(verifier if place == VERIFIER else place, term.weight, name)
+        if wrong := [url for url in part.urls if not url.startswith(SCHEMES) or not url.partition("//")[2]]:
+            raise ConfigError(f"reward {text!r}: {wrong[0]!r} is no address; write http://HOST:PORT/PATH,http://…")
+        if not part.urls and part.place not in (VERIFIER, MODEL) and not part.place.rpartition(":")[0]:
+            raise ConfigError(
+                f"reward {part.place!r} names no function; write file.py:function, package.module:function or "
+                "http://HOST:PORT/PATH"
+            )
+        parts.append(part)
     names = [part.name for part in parts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"reward {text!r} has two parts called {', '.join(twice)}; name them: PLACE as NAME")
-    return parts
+    return tuple(parts)
 
 
 def uses_http(parts: Iterable[Part]) -> bool:
@@ -97,10 +104,10 @@ def uses_http(parts: Iterable[Part]) -> bool:
 
 def names_model(reward: str) -> bool:
     """Whether the text of a reward has a reward model among its parts."""
-    return any(term.text == MODEL for term in terms(reward)) if reward else False
+    return any(term.text == MODEL for term in parse_sum(reward)) if reward else False
 
 
-def gathers(parts: Iterable[Part]) -> bool:
+def gathers_samples(parts: Iterable[Part]) -> bool:
     """Whether one of the parts is a function that expects many samples at once."""
     return any(part.convention in BATCHED for part in parts)
 
@@ -112,8 +119,8 @@ def usual_processes(parts: Iterable[Part]) -> int:
 
 def samples_at_once(parts: Sequence[Part], concurrency: int | None) -> int:
     """How many samples a node asks about at a time; `concurrency` is that of `open_reward`."""
-    if gathers(parts):
-        return BATCH * (usual_processes(parts) if concurrency is None else concurrency)
+    if gathers_samples(parts):
+        return GATHERED * (usual_processes(parts) if concurrency is None else concurrency)
     if concurrency is not None:
         return concurrency
     return HTTP_CONCURRENCY if uses_http(parts) else usual_processes(parts)
@@ -129,7 +136,7 @@ def adapted_text(parts: Iterable[Part]) -> str | None:
     found = []
     for part in parts:
         if part.convention in TITLES:
-            many = f", with up to {BATCH} samples at once" if part.convention in BATCHED else ""
+            many = f", with up to {GATHERED} samples at once" if part.convention in BATCHED else ""
             found.append(f"{part.place} is called as {TITLES[part.convention]} calls it{many}")
         if part.hidden:
             found.append(
@@ -157,7 +164,7 @@ def check_reward(parts: Sequence[Part], rows: Iterable[Row]) -> tuple[Part, ...]
     for row in rows:
         for place, judge in judges.items():
             judge.check_columns(row.columns, row.place)
-            hidden[place] |= judge.hidden(row.columns)
+            hidden[place] |= judge.hidden_columns(row.columns)
     return tuple(
         part
         if part.urls
@@ -184,10 +191,22 @@ def open_reward(
     opened = []
     for part in parts:
         if part.urls:
-            client: RewardClient = _open_http(part, timeout_s, concurrency, retries, patience)
+            client: RewardClient = http.HttpReward(
+                part.urls,
+                timeout_s=timeout_s,
+                retries=http.RETRIES if retries is None else retries,
+                of_openrlhf=part.of_openrlhf,
+                per_url=max(http.REQUESTS_PER_URL, math.ceil((concurrency or 1) / (http.HTTP_BATCH * len(part.urls)))),
+                patience=patience,
+            )
         else:
+            judge = load_judge(part.place)
             number = usual_processes(parts) if concurrency is None else concurrency
-            client = _open(part, timeout_s, number, patience.report)
+            processes = 1 if judge.is_async else number
+            clients = [open_client(judge, timeout_s, asks=part.asks, report=patience.report) for _ in range(processes)]
+            if judge.is_async:  # one process has all calls
+                clients *= number
+            client = Gathered(clients) if judge.convention in BATCHED else Pool(clients)
         opened.append(Weighted(client, dict(part.heads)))
     if not is_sum(parts):
         return opened[0]
@@ -249,8 +268,8 @@ class WeightedSum:
             inner = {f"{part.name}/{name}": part.weight * weight for name, weight in verdict.heads.items()}
             heads |= inner or {part.name: part.weight}
         return Verdicts(
-            self._sum([verdict.rewards for verdict in verdicts]),
-            self._sum([verdict.scores for verdict in verdicts]),
+            self._weigh([verdict.rewards for verdict in verdicts]),
+            self._weigh([verdict.scores for verdict in verdicts]),
             logs,
             heads,
         )
@@ -259,7 +278,7 @@ class WeightedSum:
         for client in self._asked:
             await client.close()
 
-    def _sum(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    def _weigh(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
         weights = [part.weight for part in self._parts]
         return tuple(
             sum(weight * value for weight, value in zip(weights, of_sample, strict=True))
@@ -286,52 +305,6 @@ class Pool:
     async def close(self) -> None:
         for member in self._members:
             await member.close()
-
-
-def _open_http(
-    part: Part, timeout_s: float, concurrency: int | None, retries: int | None, patience: Patience
-) -> RewardClient:
-    from flowrl.tasks.reward_calls import http
-
-    needed = math.ceil((concurrency or 1) / (http.BATCH * len(part.urls)))
-    return http.HttpReward(
-        part.urls,
-        timeout_s=timeout_s,
-        retries=http.RETRIES if retries is None else retries,
-        of_openrlhf=part.of_openrlhf,
-        per_url=max(http.REQUESTS_PER_URL, needed),
-        patience=patience,
-    )
-
-
-def _open(part: Part, timeout_s: float, concurrency: int, report: Callable[[str], None]) -> RewardClient:
-    judge = load_judge(part.place)
-    number = 1 if judge.is_async else concurrency
-    clients = [route_of(judge, timeout_s, asks=part.asks, report=report) for _ in range(number)]
-    if judge.is_async:  # one process has all calls
-        clients *= concurrency
-    return Gathered(clients) if judge.convention in BATCHED else Pool(clients)
-
-
-def _named(term: Term) -> Term:
-    """The term, where a file without a function is replaced by its one reward function."""
-    return replace(term, text=with_function(term.text))
-
-
-def _name(text: str) -> str:
-    return "http" if text.removeprefix(OPENRLHF).startswith(SCHEMES) else text.rpartition(":")[2]
-
-
-def _check(part: Part, whole: str) -> None:
-    if part.urls:
-        wrong = [url for url in part.urls if not url.startswith(SCHEMES) or not url.partition("//")[2]]
-        if wrong:
-            raise ConfigError(f"reward {whole!r}: {wrong[0]!r} is no address; write http://HOST:PORT/PATH,http://…")
-    elif part.place not in (VERIFIER, MODEL) and not part.place.rpartition(":")[0]:
-        raise ConfigError(
-            f"reward {part.place!r} names no function; write file.py:function, package.module:function or "
-            "http://HOST:PORT/PATH"
-        )
 
 
 __all__ = ["BadReward", "Part", "check_reward", "open_reward", "parse_reward", "uses_http"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any, Self
+from functools import cached_property, partial
+from typing import Any, Self, TypeVar
 
 from flowrl.errors import ConfigError
 from flowrl.message_base import scalar_problem
@@ -72,12 +73,12 @@ class Row:
         """Raise ConfigError for values that no message can carry: otherwise they would fail a lane in the middle of the
         run."""
         for turn in self.turns:
-            _check_all("the prompt", turn.values())
-        _check("the column 'tools'", self.tools)
-        _check("the answer", self.reply)
+            _require_sendable_all("the prompt", turn.values())
+        _require_sendable("the column 'tools'", self.tools)
+        _require_sendable("the answer", self.reply)
         for name, value in self.columns.items():
-            _check(f"the column {name!r}", name)
-            _check(f"the column {name!r}", value)
+            _require_sendable(f"the column {name!r}", name)
+            _require_sendable(f"the column {name!r}", value)
 
     def require_short(self) -> None:
         """Raise ConfigError if the columns do not fit into a message: every sample carries the columns of its row."""
@@ -190,7 +191,7 @@ class Rows:
             known = unique.get(row.prompt_id)
             if known is None or row.score > known.score:
                 unique[row.prompt_id] = row
-        return cls._parted(list(unique.values()), read)
+        return cls._part_rows(list(unique.values()), read)
 
     @classmethod
     def every(cls, rows: Iterable[Row]) -> Rows:
@@ -207,10 +208,10 @@ class Rows:
             for same in best
             for n, row in enumerate(same)
         ]
-        return cls._parted(taken, len(found))
+        return cls._part_rows(taken, len(found))
 
     @classmethod
-    def _parted(cls, ordered: Sequence[Row], read: int) -> Rows:
+    def _part_rows(cls, ordered: Sequence[Row], read: int) -> Rows:
         """Both parts of the rows that were taken; `read` is the number of rows that were read."""
         train, held_out = (tuple(r for r in ordered if r.held_out is part) for part in (False, True))
         return cls(train, held_out, repeated=read - len(ordered))
@@ -229,7 +230,7 @@ MAX_NESTED = 32
 """Maximum nesting depth of a column's values."""
 
 
-def _check(where: str, value: Any, nested: int = 0) -> None:
+def _require_sendable(where: str, value: Any, nested: int = 0) -> None:
     if isinstance(value, str | int):
         if problem := scalar_problem(value):
             raise ConfigError(f"{where} holds {problem}")
@@ -240,12 +241,73 @@ def _check(where: str, value: Any, nested: int = 0) -> None:
     elif nested == MAX_NESTED:
         raise ConfigError(f"{where} holds values nested deeper than {MAX_NESTED}; flatten them, or write them as text")
     elif isinstance(value, Mapping):
-        _check_all(where, value, nested + 1)
-        _check_all(where, value.values(), nested + 1)
+        _require_sendable_all(where, value, nested + 1)
+        _require_sendable_all(where, value.values(), nested + 1)
     elif isinstance(value, tuple | list):
-        _check_all(where, value, nested + 1)
+        _require_sendable_all(where, value, nested + 1)
 
 
-def _check_all(where: str, values: Iterable[Any], nested: int = 0) -> None:
+def _require_sendable_all(where: str, values: Iterable[Any], nested: int = 0) -> None:
     for value in values:
-        _check(where, value, nested)
+        _require_sendable(where, value, nested)
+
+
+# How a row's messages are worded
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+NAMED, EMPTY = "{prompt}", "{}"
+FIELD = re.compile(r"\{(\w+)\}")
+KEPT_BACK = ("answer", "chosen", "rejected", "completion")
+"""Columns that a question must not reveal."""
+THOUGHT = "<think>\n{}\n</think>\n\n{}"
+"""A message with its reasoning as the templates of Qwen3, DeepSeek and others write it."""
+WORDED = ("", "inline", "drop")
+"""Values of the option `reasoning`."""
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError for a template that has no place for the prompt."""
+    if template and NAMED not in template and EMPTY not in template:
+        raise ConfigError(f"the task's template {template!r} has no place for the prompt; write {NAMED} where it goes")
+
+
+def word_row(row: AnyRow, source: str, template: str, reasoning: str = "") -> AnyRow:
+    """The row, with the name of its source in a mixture added unless that is "", with its reasoning as `reasoning`
+    says, and with its question put into the template if there is one (`Solve: {prompt}`, which may name other columns).
+    """
+    if source:
+        row = replace(row, columns={**row.columns, OF_TASK: source})
+    if reasoning:
+        row = row.reworded(partial(_word_reasoning, how=reasoning))
+    if template:
+        question = {**row.turns[-1], "content": _fill_template(template, row)}
+        row = replace(row, turns=(*row.turns[:-1], question))
+    return row
+
+
+def _word_reasoning(turns: Sequence[Mapping[str, Any]], how: str) -> Turns:
+    found = []
+    for turn in turns:
+        thoughts = [turn[name].strip("\n") for name in REASONING if name in turn]
+        told = {name: value for name, value in turn.items() if name not in REASONING}
+        if thoughts and how == "inline":
+            told["content"] = THOUGHT.format("\n".join(thoughts), turn["content"].lstrip("\n"))
+        found.append(told)
+    return tuple(found)
+
+
+def _fill_template(template: str, row: Row) -> str:
+    """The template with the row's values. Other braces are unchanged, such as those of \\boxed{}."""
+    if NAMED not in template:
+        template = template.replace(EMPTY, NAMED, 1)
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        if name == "prompt":
+            return row.prompt
+        if name in row.columns and name not in KEPT_BACK:
+            return str(row.columns[name])
+        return found[0]
+
+    return FIELD.sub(value, template)

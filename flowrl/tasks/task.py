@@ -9,10 +9,9 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
-from flowrl.tasks.input_template import WORDED, check_template
-from flowrl.tasks.name_options import option_text, parse_options, split_name
 from flowrl.tasks.rewards import MODEL, VERIFIER, names_model, parse_reward
-from flowrl.tasks.weighted_sums import PLUS, Term, parse_weights, terms
+from flowrl.tasks.rows import WORDED, check_template
+from flowrl.tasks.task_syntax import PLUS, Term, parse_options, parse_sum, parse_weights, split_name, write_option
 from flowrl.user_path import user_path
 
 MADE = ("arithmetic", "sticks")
@@ -50,17 +49,6 @@ class Task:
 
     def __post_init__(self) -> None:
         check_template(self.template)
-        self._check_reasoning()
-        if len(self.sources) > 1:
-            self._check_sources()
-            return
-        if not self.source:
-            raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
-        _ = self.options, self.head_weights
-        if self.reward:
-            parse_reward(self.reward)
-
-    def _check_reasoning(self) -> None:
         if self.reasoning not in WORDED:
             raise ConfigError(f"--task.reasoning is {self.reasoning!r}; choose one of {', '.join(WORDED[1:])}, or none")
         if self.reasoning and len(self.made_sources) == len(self.sources):
@@ -68,16 +56,21 @@ class Task:
                 f"--task.reasoning is {self.reasoning}, but task {self.name!r} makes its rows, which have no "
                 "reasoning; leave it out"
             )
-
-    def _check_sources(self) -> None:
-        for term in self.sources:
-            Task(term.text, self.reward)
-            if term.weight <= 0:
-                raise ConfigError(
-                    f"task {self.name!r}: the weight of {term.text} is {term.weight:g}; it has to be above 0"
-                )
-        if len({term.text for term in self.sources}) < len(self.sources):
-            raise ConfigError(f"task {self.name!r} names a source twice; add up its weights")
+        if len(self.sources) > 1:
+            for term in self.sources:
+                Task(term.text, self.reward)
+                if term.weight <= 0:
+                    raise ConfigError(
+                        f"task {self.name!r}: the weight of {term.text} is {term.weight:g}; it has to be above 0"
+                    )
+            if len({term.text for term in self.sources}) < len(self.sources):
+                raise ConfigError(f"task {self.name!r} names a source twice; add up its weights")
+            return
+        if not self.source:
+            raise ConfigError(f"task {self.name!r} names no source; write e.g. arithmetic or reasoning_gym/chain_sum")
+        _ = self.options, self.head_weights
+        if self.reward:
+            parse_reward(self.reward)
 
     @property
     def head_weights(self) -> Mapping[str, float]:
@@ -87,7 +80,7 @@ class Task:
     @property
     def sources(self) -> tuple[Term, ...]:
         """The sources of a mixture with their weights; for another task, its name as the only source."""
-        return terms(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
+        return parse_sum(self.name) if len(PLUS.split(self.name)) > 1 else (Term(self.name),)
 
     def with_option(self, key: str, value: str, *, unless: str = "") -> Task:
         """The task with this option added to each source that may have files, except where the source already has the
@@ -97,7 +90,7 @@ class Task:
             text, made = term.text, term.text in self.made_sources
             if not made and Task(text).options.keys().isdisjoint({key, unless}):
                 source, options = split_name(text)
-                text = f"{source}:" + ",".join(filter(None, (options, option_text(key, value))))
+                text = f"{source}:" + ",".join(filter(None, (options, write_option(key, value))))
             weight = f"{term.weight!r}*" if term.weight != 1 else ""
             found.append(f"{weight}{text}" + (f" as {term.name}" if term.name else ""))
         return replace(self, name=" + ".join(found))
@@ -157,7 +150,7 @@ class Task:
             return CHECKS[str(check)]
         if self.source.startswith("reasoning_gym/"):
             return "flowrl.tasks.reasoning:score"
-        return "flowrl.tasks.verify:exact_match"
+        return "flowrl.tasks.checks.answer_checks:exact_match"
 
     @property
     def asked_verifiers(self) -> tuple[str, ...]:

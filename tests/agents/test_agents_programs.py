@@ -19,7 +19,7 @@ from flowrl.environments.tools.calculator import calculator
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
-from flowrl.tasks.user_module import user_module
+from flowrl.tasks.user_code import load_user_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def test_the_documentation_has_every_cause() -> None:
 
 
 def test_the_example_offers_the_calculator_of_the_built_in_environment() -> None:
-    example = user_module(str(ROOT / "graphs" / "agents" / "calculator_agent.py"), owner="agent")
+    example = load_user_module(str(ROOT / "graphs" / "agents" / "calculator_agent.py"), owner="agent")
     assert list(named_tools("calculator").descriptions) == [example.CALCULATOR]
 
     def asked(expression: str) -> str:

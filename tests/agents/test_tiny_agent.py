@@ -24,7 +24,7 @@ from flowrl.models.tokens.characters import character_tokenizer, character_vocab
 from flowrl.models.tokens.tool_characters import TOOL_TOKENS, tool_tokenizer
 from flowrl.models.tokens.vocabulary import vocabulary, vocabulary_problem
 from flowrl.tasks import Row, Task, load_rows
-from flowrl.tasks.arithmetic import careless_answer
+from flowrl.tasks.toy_tasks import careless_answer
 from tests.agents.tool_episodes import calculator, play
 
 TASK = Task("arithmetic:min_value=30")

@@ -14,8 +14,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.proxies import exceptions, proxy_of, reach_directly, shown_proxy
-from flowrl.tasks.reward_calls.away import Patience
-from flowrl.tasks.reward_calls.http import HttpReward
+from flowrl.tasks.reward_calls.http import HttpReward, Patience
 from flowrl.tasks.reward_calls.judge import BadReward
 from tests.agents.endpoint_rig import an_endpoint
 from tests.base.small_proxy import SmallProxy, small_proxy

@@ -15,7 +15,7 @@ from flowrl.models.tokens.template_options import check_template
 from flowrl.nodes import PairWriter, RemainingPrompts, ResponseWriter
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.reward_calls.judge import load_judge
-from flowrl.tasks.reward_calls.signatures import declared
+from flowrl.tasks.reward_calls.signatures import declared_convention
 from flowrl.tasks.rewards import parse_reward
 from flowrl.user_path import user_path
 
@@ -23,7 +23,7 @@ NOBODY = "~no_such_user/file"
 ASKED: dict[str, Callable[[], object]] = {
     "a reward": lambda: load_judge(f"{NOBODY}.py:f"),
     "a file of one reward": lambda: parse_reward(f"{NOBODY}.py"),
-    "the convention of a reward": lambda: declared(f"{NOBODY}.py:f"),
+    "the convention of a reward": lambda: declared_convention(f"{NOBODY}.py:f"),
     "rows": lambda: load_rows(Task(f"{NOBODY}.jsonl")),
     "a model": lambda: check_model(Policy(NOBODY)),
     "the shape of a model": lambda: known_shape(Policy(f"{NOBODY}.json")),

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.environments import Action, Env, Observation, Step
-from flowrl.tasks.reward_calls import child
+from flowrl.tasks.user_code import LENGTH, pack_message
 
 KEPT: list[str] = []
 """What a process keeps from one episode to the next."""
@@ -127,13 +127,13 @@ class Obedient(Env):
         return self.written(b"\xff" * 100)
 
     def do_nonsense(self) -> Step:
-        return self.written(child.LENGTH.pack(3) + b"\xc1\xc1\xc1")
+        return self.written(LENGTH.pack(3) + b"\xc1\xc1\xc1")
 
     def do_stranger(self) -> Step:
-        return self.written(child.packed([1, 2]))
+        return self.written(pack_message([1, 2]))
 
     def do_half(self) -> Step:
-        return self.written(child.packed({"answer": {"observation": {"text": 3}}}))
+        return self.written(pack_message({"answer": {"observation": {"text": 3}}}))
 
     def written(self, data: bytes) -> Step:
         """To every socket: one of them leads to the caller."""

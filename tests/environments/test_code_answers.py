@@ -19,7 +19,7 @@ from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.checks.answer_checks import CHECKS
-from flowrl.tasks.checks.code_tests import CodeTests, given_tests, limits, program_of
+from flowrl.tasks.checks.code_tests import CodeTests, given_tests, program_of, time_limits
 from flowrl.tasks.reward_calls.judge import load_judge
 from flowrl.tasks.reward_calls.reward_client import OWN_LIMITS
 from flowrl.tasks.rewards import open_reward
@@ -269,8 +269,8 @@ def test_the_times_are_options_of_the_task_and_columns_of_a_row(tmp_path: Path) 
     assert null.columns["case_s"] == cell.columns["case_s"] == 10
     with pytest.raises(ConfigError, match="the column 'case_s' is 'soon'; it needs a number of seconds above 0"):
         load_rows(Task(written(tmp_path / "text.jsonl", test_list=ASSERTS, case_s="soon")))
-    assert limits() == limits("soon", None) == limits(True, -1) == (6.0, 60.0)
-    assert limits(2, 0.5) == (2.0, 0.5)
+    assert time_limits() == time_limits("soon", None) == time_limits(True, -1) == (6.0, 60.0)
+    assert time_limits(2, 0.5) == (2.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from flowrl.environments.adapters.package import imported
 from flowrl.environments.episode_processes import exchange
 from flowrl.environments.find import find_environment
 from flowrl.errors import ConfigError
-from flowrl.tasks.reward_calls import child
+from flowrl.tasks.user_code import LENGTH, _unpack_message, pack_message
 
 CASES = "tests/environments/environment_cases.py"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -107,7 +107,7 @@ def test_values_come_through_a_connection_as_they_were(step: Step, action: Actio
 
 
 def sent(value: Any) -> Any:
-    return child._unpacked(child.packed(value)[child.LENGTH.size :])
+    return _unpack_message(pack_message(value)[LENGTH.size :])
 
 
 @pytest.mark.parametrize("found", [None, 3, [], {}, {"observation": None}, {"observation": {"txt": ""}}, {"new": 1}])

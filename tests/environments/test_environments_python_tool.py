@@ -38,7 +38,7 @@ from flowrl.errors import ConfigError
 from flowrl.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.recipes.agent_tools import AgentTools
 from flowrl.tasks import Task
-from flowrl.tasks.name_options import parse_options
+from flowrl.tasks.task_syntax import parse_options
 
 pytestmark = pytest.mark.timeout(60)
 KINDS = ("namespaces", "limits")

@@ -17,8 +17,8 @@ from flowrl.environments import Action, EnvironmentRow, Episodes
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram
-from flowrl.tasks.program_variables import MARK, program_variables
-from flowrl.tasks.reward_calls.worker import RewardWorker
+from flowrl.tasks.reward_calls.reward_client import RewardWorker
+from flowrl.tasks.user_code import MARK, program_variables
 from tests.house.test_layout import ROOT, modules, nodes
 
 SECRETS = {
@@ -131,7 +131,7 @@ def test_rewards_do_what_the_runs_user_does_and_have_no_token_of_ray(tmp_path: P
 
     async def ask() -> None:
         worker = RewardWorker(f"{tmp_path}/mine.py:f", timeout_s=20.0)
-        await worker.start()
+        await worker.start_child()
         await worker.close()
 
     asyncio.run(ask())

@@ -12,7 +12,7 @@ from flowrl.environments import Action, Episodes, Step, environment_rows
 from flowrl.environments.sticks_env import SticksAgainst
 from flowrl.errors import ConfigError
 from flowrl.tasks import Task, demonstrator, load_rows
-from flowrl.tasks.sticks import SticksRules
+from flowrl.tasks.toy_tasks import SticksRules
 
 STICKS = "flowrl.environments.sticks_env:Sticks"
 

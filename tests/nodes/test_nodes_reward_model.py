@@ -24,7 +24,7 @@ from flowrl.nodes.scoring.reward_service import AskModel
 from flowrl.nodes.sources.preferences import Preferences, Renderer
 from flowrl.recipes import reward_model as reward_model_graph
 from flowrl.tasks import Row, Task, load_preferences, load_rows, reward_parts
-from flowrl.tasks.reward_calls.halves import may_be_one
+from flowrl.tasks.reward_calls.http import may_be_one_sample
 from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
@@ -359,7 +359,7 @@ def test_a_served_model_that_refuses_a_response_says_so_and_answers_the_others(r
     served = AskModel(load_scorer(refusing))
     with pytest.raises(BadReward, match=r"cannot be scored: the chat template refuses it \(no w5\)") as bad:
         asyncio.run(served.ask(["w1", "w1"], ["w4", "w5"], [{}, {}]))
-    assert may_be_one(bad.value.reason), "its client asks again without it"
+    assert may_be_one_sample(bad.value.reason), "its client asks again without it"
     assert len(asyncio.run(served.ask(["w1"], ["w4"], [{}])).rewards) == 1
 
 

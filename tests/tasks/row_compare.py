@@ -13,12 +13,12 @@ from flowrl.tasks.row_reading import row_loading
 from flowrl.tasks.row_reading.indexed_rows import (
     IndexedRows,
     asked_ids,
-    by_id,
-    joined,
-    lowest,
+    join_rows,
     lowest_asked,
-    matched,
+    lowest_rows,
+    match_rows,
     prompt_ids,
+    rows_by_id,
 )
 
 WHERE = {"memory": 1 << 60, "disk": -1}
@@ -53,10 +53,12 @@ def require_same(memory: Rows, disk: Rows) -> None:
         assert tuple(read) == kept and [row.place for row in read] == [row.place for row in kept] and len(kept) > 1
         assert list(prompt_ids(read)) == [row.prompt_id for row in read] == list(prompt_ids(kept))
         assert list(asked_ids(read)) == [row.asked_id for row in read] == list(asked_ids(kept))
-        assert all(by_id(read)[row.prompt_id] == row for row in kept) and len(by_id(read)) == len(kept)
-        assert tuple(lowest(read, 3)) == lowest(kept, 3) and tuple(lowest_asked(read, 3)) == lowest_asked(kept, 3)
+        assert all(rows_by_id(read)[row.prompt_id] == row for row in kept) and len(rows_by_id(read)) == len(kept)
+        assert tuple(lowest_rows(read, 3)) == lowest_rows(kept, 3) and tuple(lowest_asked(read, 3)) == lowest_asked(
+            kept, 3
+        )
         assert tuple(read[2:5]) == kept[2:5] and read[-1] == kept[-1]
         others = [*range(1, len(kept)), 0]
-        assert dict(matched(read, others)) == matched(kept, others)
+        assert dict(match_rows(read, others)) == match_rows(kept, others)
     assert (disk.repeated, disk.skipped) == (memory.repeated, memory.skipped)
-    assert tuple(joined(disk.train, disk.held_out)) == (*memory.train, *memory.held_out)
+    assert tuple(join_rows(disk.train, disk.held_out)) == (*memory.train, *memory.held_out)

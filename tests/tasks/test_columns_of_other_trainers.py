@@ -24,7 +24,7 @@ from flowrl.nodes import (
     TaskSource,
 )
 from flowrl.tasks import Row, Task, load_demonstrations, load_preferences, load_rows
-from flowrl.tasks.row_reading.other_columns import REFUSED
+from flowrl.tasks.row_reading.row_loading import REFUSED
 from tests.tasks.row_compare import rows_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"

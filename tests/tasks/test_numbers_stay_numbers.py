@@ -186,7 +186,7 @@ INFINITE: dict[str, Any] = {
 
 def verdict(value: Any, form: str) -> float:
     """The reward of a function that returns the value for its one sample."""
-    from flowrl.tasks.reward_calls.judge import Judge, _judge
+    from flowrl.tasks.reward_calls.judge import Judge, make_judge
 
     def one(prompt: str, response: str) -> Any:
         return value if form == "one" else {"reward": 0.0, "logs": {"x": value}}
@@ -198,7 +198,7 @@ def verdict(value: Any, form: str) -> float:
         return {"score": value}
 
     functions: dict[str, Callable[..., Any]] = {"one": one, "log": one, "trl": of_trl, "verl": of_verl}
-    judge: Judge = _judge(f"x.py:{form}", functions[form])
+    judge: Judge = make_judge(f"x.py:{form}", functions[form])
     found = judge(["p"], ["r"], [{"answer": "a"}])
     return found.logs["x"][0] if form == "log" else found.rewards[0]
 

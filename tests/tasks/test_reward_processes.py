@@ -24,7 +24,7 @@ from flowrl.nodes.held_out_answers import AskedFunctions, FunctionScores
 from flowrl.orphans import child_pids, has_ended, run_program
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.reward_calls.judge import BadReward
-from flowrl.tasks.reward_calls.worker import RewardWorker
+from flowrl.tasks.reward_calls.reward_client import RewardWorker
 from flowrl.tasks.rewards import check_reward, open_reward
 from flowrl.testing import NodeRig, sample
 
@@ -267,7 +267,7 @@ def test_a_worker_whose_keeper_is_killed_ends(tmp_path: Path, mark: str) -> None
 def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path, mark: str) -> None:
     code = f"""
         import asyncio, os
-        from flowrl.tasks.reward_calls.worker import RewardWorker
+        from flowrl.tasks.reward_calls.reward_client import RewardWorker
         async def main():
             worker = RewardWorker({written(tmp_path, DAEMONS)!r}, timeout_s=100.0)
             await worker.ask(["p"], ["pid"], [{{}}])

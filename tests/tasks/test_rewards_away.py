@@ -17,8 +17,15 @@ from aiohttp import web
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.nodes import Reward
 from flowrl.tasks import Task
-from flowrl.tasks.reward_calls.away import LONGEST_BACKOFF_S, Outage, Patience, ServersAway, pause_s, retry_after_s
-from flowrl.tasks.reward_calls.http import HttpReward
+from flowrl.tasks.reward_calls.http import (
+    LONGEST_BACKOFF_S,
+    HttpReward,
+    Outage,
+    Patience,
+    ServersAway,
+    pause_s,
+    retry_after_s,
+)
 from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.testing import NodeRecord, NodeRig, run_node, sample
 
@@ -87,7 +94,7 @@ class Watch:
 
 
 def test_a_server_that_goes_away_and_comes_back_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowrl.tasks.reward_calls.away.TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("flowrl.tasks.reward_calls.http.TOLD_AFTER_S", 0.0)
 
     async def scenario() -> None:
         server, watch = Server(), Watch(60.0)
@@ -155,7 +162,7 @@ def test_the_node_ends_the_run_and_fails_no_sample() -> None:
 
 def test_a_checkpoint_is_made_while_no_server_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the run goes on with the same samples when one is back: a line says so, and one that it waits."""
-    monkeypatch.setattr("flowrl.tasks.reward_calls.away.TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("flowrl.tasks.reward_calls.http.TOLD_AFTER_S", 0.0)
 
     async def scenario() -> NodeRecord:
         server = Server()
@@ -251,17 +258,18 @@ def test_retry_after_is_a_number_or_a_date() -> None:
 
 def test_a_pause_that_a_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("flowrl.tasks.reward_calls.away.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("flowrl.tasks.reward_calls.http.time.monotonic", lambda: clock[0])
     lines: list[str] = []
     outage = Outage(["u"], Patience(60.0, report=lines.append))
-    outage.failed("u", "answered 503", 20.0)
-    assert (outage.candidates(), outage.wait_s()) == ([], 20.0)
+    outage.note_failure("u", "answered 503", 20.0)
+    assert (outage.servers_to_ask(), outage.wait_s()) == ([], 20.0)
     clock[0] += 20.0
-    assert outage.candidates() == ["u"]
-    outage.failed("u", "answered 503", 500.0)
+    assert outage.servers_to_ask() == ["u"]
+    outage.note_failure("u", "answered 503", 500.0)
     assert outage.wait_s() == 40.0, "the end of the outage comes before the pause that is asked for"
     clock[0] += 40.0
-    assert outage.is_over() and "could not be reached for 60 s: answered 503" in str(outage.error())
+    with pytest.raises(ServersAway, match="could not be reached for 60 s: answered 503"):
+        outage.require_hope()
     assert lines == ["waits for the reward server u: answered 503; it is tried again for 60 s"]
 
 

@@ -15,12 +15,17 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.nodes import Reward
 from flowrl.tasks import Row, Task, asked_columns, load_rows, reward_parts
-from flowrl.tasks.reward_calls.conventions import adapted, label_of, openrlhf_answer
-from flowrl.tasks.reward_calls.gathered import Gathered
-from flowrl.tasks.reward_calls.http import body_of_openrlhf
-from flowrl.tasks.reward_calls.judge import BadReward, Verdicts, load_judge
-from flowrl.tasks.reward_calls.question import Question
-from flowrl.tasks.reward_calls.signatures import convention_of, declared, with_function
+from flowrl.tasks.reward_calls.http import request_body
+from flowrl.tasks.reward_calls.judge import BadReward, Question, Verdicts, load_judge
+from flowrl.tasks.reward_calls.reward_client import Gathered
+from flowrl.tasks.reward_calls.signatures import (
+    adapt_function,
+    convention_of,
+    declared_convention,
+    label_of,
+    openrlhf_answer,
+    with_function,
+)
 from flowrl.tasks.rewards import open_reward, parse_reward
 from flowrl.testing import run_node, sample
 
@@ -49,9 +54,9 @@ def test_a_convention_is_known_by_the_names_of_parameters(names: list[str], conv
 def test_a_file_is_read_without_being_imported(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("raise RuntimeError\ndef helper(x): ...\ndef reward_func(queries, prompts, labels): ...\n")
-    assert declared(f"{file}:reward_func") == "openrlhf" and declared(f"{file}:helper") is None
+    assert declared_convention(f"{file}:reward_func") == "openrlhf" and declared_convention(f"{file}:helper") is None
     assert with_function(str(file)) == f"{file}:reward_func"
-    assert declared(f"{tmp_path}/absent.py:f") is None
+    assert declared_convention(f"{tmp_path}/absent.py:f") is None
     file.write_text("def f(completions): ...\ndef g(completions): ...\n")
     with pytest.raises(ConfigError, match=r"names a file with f, g; name the function"):
         with_function(str(file))
@@ -87,7 +92,7 @@ def test_trl_gets_texts_or_messages_as_the_rows_have_them(messages: bool) -> Non
         return [0.5]
 
     columns = {name: [value] for name, value in trl_columns(messages=messages).items()}
-    assert adapted(reward, "trl").function(["<|user|>2+2="], ["4"], **columns) == [0.5]
+    assert adapt_function(reward, "trl").function(["<|user|>2+2="], ["4"], **columns) == [0.5]
     ((prompts, completions, answer, kwargs),) = seen
     if messages:
         assert prompts == [[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]]
@@ -121,7 +126,7 @@ def test_an_async_function_is_awaited() -> None:
     async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return float(solution_str == ground_truth)
 
-    call = adapted(compute_score, "verl").function
+    call = adapt_function(compute_score, "verl").function
     assert asyncio.run(call("2+2", "4", answer="4")) == 1.0
 
 
@@ -166,15 +171,15 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_a_function_is_followed_to_its_file(packaged: Path, body: str) -> None:
     (packaged / "rules.py").write_text(body)
-    assert declared(f"{packaged}/rules.py:f") == "trl"
-    assert declared("judges_of_others:f") == declared("judges_of_others.lengths:f") == "trl"
-    assert declared("judges_of_others:g") is declared("judges_of_none:f") is None
+    assert declared_convention(f"{packaged}/rules.py:f") == "trl"
+    assert declared_convention("judges_of_others:f") == declared_convention("judges_of_others.lengths:f") == "trl"
+    assert declared_convention("judges_of_others:g") is declared_convention("judges_of_none:f") is None
     assert not [name for name in sys.modules if name.startswith("judges_of_others")]
 
 
 def test_names_that_go_in_a_circle_are_given_up(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text("a = b\nb = a\n")
-    assert declared(f"{tmp_path}/rules.py:a") is None
+    assert declared_convention(f"{tmp_path}/rules.py:a") is None
 
 
 def test_a_packages_function_is_called_as_its_own_program_calls_it(
@@ -316,7 +321,8 @@ def test_a_server_of_openrlhf_gets_its_fields() -> None:
 
     async def made() -> bytes:
         loop = asyncio.get_running_loop()
-        return body_of_openrlhf([Question("2+2=", "4", {"answer": "4"}, loop.create_future())])
+        question = Question("2+2=", "4", {"answer": "4"}, loop.create_future())
+        return request_body([question], of_openrlhf=True)
 
     body = json.loads(asyncio.run(made()))
     assert (body["query"], body["prompts"], body["labels"], body["responses"]) == (["2+2=4"], ["2+2="], ["4"], ["4"])

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from flowrl.tasks.reward_calls.away import Patience
-from flowrl.tasks.reward_calls.http import HttpReward
+from flowrl.tasks.reward_calls.http import HttpReward, Patience
 from tests.tasks.test_rewards_http import Server, ask, outcomes, served
 
 
@@ -51,12 +50,12 @@ def all_but(bad: dict[int, str]) -> list[float | str]:
 
 def sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """All questions are asked before the first request is sent."""
-    send = HttpReward._send
+    send = HttpReward._send_requests
 
     def later(reward: HttpReward) -> None:
         asyncio.get_running_loop().call_soon(send, reward)
 
-    monkeypatch.setattr(HttpReward, "_send", later)
+    monkeypatch.setattr(HttpReward, "_send_requests", later)
 
 
 @pytest.mark.parametrize(("status", "tries"), [(400, 1), (413, 1), (418, 1), (500, 3)])

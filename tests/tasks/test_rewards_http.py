@@ -19,11 +19,8 @@ from flowrl.models.scorer import ONE_LABEL
 from flowrl.nodes import Reward
 from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, _client
 from flowrl.tasks import Task, reward_parts
-from flowrl.tasks.reward_calls import http
-from flowrl.tasks.reward_calls.away import Patience
-from flowrl.tasks.reward_calls.http import HttpReward
+from flowrl.tasks.reward_calls.http import HttpReward, Patience, RewardServer
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
-from flowrl.tasks.reward_calls.server import RewardServer
 from flowrl.tasks.rewards import open_reward, parse_reward
 
 ROOT = Path(__file__).parents[2]
@@ -187,7 +184,7 @@ def test_a_problem_that_nobody_foresaw_reaches_those_who_wait(monkeypatch: pytes
             assert not pending
             return [str(one.exception()) for one in asks]
 
-    monkeypatch.setattr(http, "as_verdicts", broken)
+    monkeypatch.setattr("flowrl.tasks.reward_calls.http.as_verdicts", broken)
     assert asyncio.run(scenario()) == ["a defect", "a defect"]
 
 
@@ -278,7 +275,7 @@ class Half:
 
 @asynccontextmanager
 async def serving(half: Any) -> Any:
-    runner = web.AppRunner(RewardServer("half", half).app())
+    runner = web.AppRunner(RewardServer("half", half).make_app())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -21,7 +21,7 @@ async def form(prompts, responses):
     return {"rewards": [2.0] * n, "scores": [1.0] * n, "logs": {"dots": [0.5] * n}}
 async def nothing(prompts, responses): return [float("nan")] * len(responses)
 """
-EXACT = "flowrl.tasks.verify:exact_match"
+EXACT = "flowrl.tasks.checks.answer_checks:exact_match"
 
 
 @pytest.fixture

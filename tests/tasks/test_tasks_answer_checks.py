@@ -12,10 +12,9 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, PromptSource, Reward
 from flowrl.tasks import Task, load_rows
-from flowrl.tasks.checks import maths
-from flowrl.tasks.checks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of
+from flowrl.tasks.checks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of, number_of
 from flowrl.tasks.checks.code_tests import program_of
-from flowrl.tasks.checks.written_numbers import number_of
+from flowrl.tasks.checks.maths import is_equal
 from flowrl.tasks.reasoning import extracted, numbers, tagged
 from flowrl.tasks.reward_calls.judge import load_judge
 
@@ -336,4 +335,4 @@ def test_other_numbers_beside_each_other_are_two(said: str, number: str) -> None
 
 def test_math_verify_is_shown_a_box_without_the_blank() -> None:
     pytest.importorskip("math_verify")
-    assert maths.equal(r"so \boxed {42}, or 7", "42") and not maths.equal(r"so \boxed {42}, or 7", "7")
+    assert is_equal(r"so \boxed {42}, or 7", "42") and not is_equal(r"so \boxed {42}, or 7", "7")

@@ -22,7 +22,7 @@ from flowrl.tasks.checks.answer_checks import CHECKS
 from flowrl.tasks.mixture import mixed_order, score
 from flowrl.tasks.reward_calls.judge import Judge, load_judge
 from flowrl.tasks.rewards import PROGRAMS, parse_reward, usual_processes
-from flowrl.tasks.row_reading.tool_shapes import text_of
+from flowrl.tasks.row_reading.message_shapes import reply_text
 from flowrl.tasks.rows import OF_TASK
 from flowrl.testing import run_node
 
@@ -362,9 +362,9 @@ def test_a_misspelt_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     ],
 )
 def test_answers_are_compared_as_mathematics(response: str, answer: str, right: bool) -> None:
-    from flowrl.tasks.checks.maths import equal
+    from flowrl.tasks.checks.maths import is_equal
 
-    assert equal(response, answer) is right
+    assert is_equal(response, answer) is right
 
 
 @pytest.mark.parametrize(
@@ -373,13 +373,13 @@ def test_answers_are_compared_as_mathematics(response: str, answer: str, right: 
 )
 def test_an_answer_is_refused_where_nothing_is_found_in_it(answer: str) -> None:
     """Most answers are judged without a parse, which has to come to the same."""
-    from flowrl.tasks.checks.maths import _right, check
+    from flowrl.tasks.checks.maths import _read_right, check_formulas
 
-    if _right(answer):
-        check({"a": answer})
+    if _read_right(answer):
+        check_formulas({"a": answer})
     else:
         with pytest.raises(ConfigError, match="no number or formula"):
-            check({"a": answer})
+            check_formulas({"a": answer})
 
 
 def test_every_answer_of_a_check_by_mathematics_is_looked_at(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_sft_learns_from_the_completion_and_rewards_compare_with_the_answer(
     task, policy = Task(f"{path}:rows={where}{options}"), Policy("tiny")
     for found in (load_demonstrations(task, whole=True), load_rows(task, whole=True)):
         row = (*found.train, *found.held_out)[0]
-        assert text_of(row.response) == learned and row.columns.get("answer") == compared
+        assert reply_text(row.response) == learned and row.columns.get("answer") == compared
         expected = Chat(tokenizer_of(policy)).completion(row.turns, learned)
         assert (
             Demonstrations(task, policy).rendered(Chat(tokenizer_of(policy)), row)[0].tolist() == expected[0].tolist()

@@ -71,7 +71,7 @@ def test_what_scores_a_set() -> None:
     assert parse("t.jsonl", own).task.verifier == "rules.py:score"
     assert parse("t.jsonl:check=math", own).task.verifier == "flowrl.tasks.checks.maths:score"
     assert parse("t.jsonl:reward=other.py:score,check=math", own).task.verifier == "other.py:score"
-    assert parse("t.jsonl").task.verifier == "flowrl.tasks.verify:exact_match"
+    assert parse("t.jsonl").task.verifier == "flowrl.tasks.checks.answer_checks:exact_match"
 
 
 @pytest.mark.parametrize("text", ["t.jsonl:num=0", "t.jsonl:num=few", "t.jsonl:samples=1.5"])

@@ -19,8 +19,8 @@ from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
 from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_preferences, load_rows
 from flowrl.tasks.row_reading import row_loading, row_stores
-from flowrl.tasks.row_reading.files import Keys, of_record
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows, by_id, prompt_ids
+from flowrl.tasks.row_reading.columns import Keys, make_row
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows, prompt_ids, rows_by_id
 from flowrl.tasks.row_reading.record_formats import Reading
 from flowrl.tasks.row_reading.row_loading import all_rows
 from flowrl.testing import run_node
@@ -52,7 +52,7 @@ def test_rows_are_the_same(load: Callable[..., Rows], options: dict[str, str], s
     require_same(memory, disk)
     assert len(disk.skipped) == 2
     with pytest.raises(KeyError):
-        by_id(disk.train)["0" * 16]
+        rows_by_id(disk.train)["0" * 16]
 
 
 def test_a_source_sends_the_same_in_the_same_order_and_goes_on_after_either(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
     with file.open("r+") as opened:  # rows of the same length
         opened.write("".join(json.dumps({"prompt": f"q {n % 20:02}"}) + "\n" for n in range(1, 21)))
     first = rows._places[0, 1]  # type: ignore[attr-defined]
-    for read in (lambda: rows[0], lambda: by_id(rows)[next(prompt_ids(rows))], lambda: list(rows)):
+    for read in (lambda: rows[0], lambda: rows_by_id(rows)[next(prompt_ids(rows))], lambda: list(rows)):
         with pytest.raises(ConfigError, match=rf"a.jsonl:{first}: {CHANGED}"):
             read()
     file.write_text("{}\n")
@@ -200,11 +200,11 @@ def test_a_file_that_stays_open_is_read_whatever_becomes_of_its_name(
     monkeypatch.setattr(row_stores, "READ_BYTES", 100)
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q {n}"}) + "\n" for n in range(40)))
-    store = row_stores.FileRows(file, "train", partial(of_record, Keys()))
+    store = row_stores.FileRows(file, "train", partial(make_row, Keys()))
     first = list(store.read_rows(Reading()))
     assert [row.prompt for _, row in first] == [f"q {n}" for n in range(40)]
     file.unlink()
-    assert list(zip(store.read_rows(Reading()), store.rows(Reading()), strict=True)) == list(
+    assert list(zip(store.read_rows(Reading()), store.read_rows(Reading()), strict=True)) == list(
         zip(first, first, strict=True)
     )
     monkeypatch.setattr(row_stores, "MOST_OPEN", 0)

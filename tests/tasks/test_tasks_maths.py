@@ -12,8 +12,7 @@ import pytest
 from flowrl.models import Policy
 from flowrl.nodes import PromptSource
 from flowrl.tasks import Task, load_rows
-from flowrl.tasks.checks import maths
-from flowrl.tasks.checks.maths import equal
+from flowrl.tasks.checks.maths import _read_right, is_equal, is_readable
 from flowrl.tasks.row_reading import row_loading
 from flowrl.testing import run_node
 
@@ -52,9 +51,9 @@ TWELVE = [
 
 @pytest.mark.parametrize("text", TWELVE)
 def test_what_is_written_around_a_number_does_not_count(text: str) -> None:
-    assert equal(text, "12") and equal(text, f"9 + 3 = 12\n#### {text.removeprefix('#### ')}")
-    assert equal("So \\boxed{12}", text) and equal("The answer is 12 euros.", text)
-    assert not equal(text, "13") and not equal("\\boxed{13}", text)
+    assert is_equal(text, "12") and is_equal(text, f"9 + 3 = 12\n#### {text.removeprefix('#### ')}")
+    assert is_equal("So \\boxed{12}", text) and is_equal("The answer is 12 euros.", text)
+    assert not is_equal(text, "13") and not is_equal("\\boxed{13}", text)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_what_is_written_around_a_number_does_not_count(text: str) -> None:
     ],
 )
 def test_formulas_and_what_looks_like_them(response: str, answer: str, right: bool) -> None:
-    assert equal(response, answer) is right
+    assert is_equal(response, answer) is right
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_formulas_and_what_looks_like_them(response: str, answer: str, right: bo
     ],
 )
 def test_a_box_after_the_last_mark_comes_first(response: str, answer: str, right: bool) -> None:
-    assert equal(response, answer) is right
+    assert is_equal(response, answer) is right
 
 
 REFERENCES = [
@@ -157,13 +156,13 @@ REFERENCES = [
 
 @pytest.mark.parametrize("answer", REFERENCES)
 def test_whether_an_answer_is_found_is_told_as_a_parse_would(answer: str) -> None:
-    assert maths.is_readable(answer) is bool(maths._right(answer))
+    assert is_readable(answer) is bool(_read_right(answer))
 
 
 def test_whether_there_is_an_answer_is_told_in_time_proportional_to_the_length() -> None:
     for piece in ("#### ", "$ ", "\\(", "\\boxed{", "1 1/", "a**", "√(", "1 234 "):
         began = time.process_time()
-        maths.is_readable(piece * (200_000 // len(piece)))
+        is_readable(piece * (200_000 // len(piece)))
         assert time.process_time() - began < 5.0
 
 
@@ -179,7 +178,7 @@ def half_readable(tmp_path: Path) -> Task:
 def forget() -> None:
     """What this process has read: nodes are in others."""
     row_loading.all_rows.cache_clear()
-    maths._right.cache_clear()
+    _read_right.cache_clear()
 
 
 def test_rows_without_a_formula_are_left_out_in_any_thread_alike(half_readable: Task) -> None:

@@ -30,13 +30,13 @@ from flowrl.nodes import (
 from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
-from flowrl.tasks.arithmetic import Arithmetic
 from flowrl.tasks.row_reading import row_loading, row_stores
 from flowrl.tasks.row_reading.indexed_rows import IndexedRows
 from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.tasks.row_reading.record_formats import ArrayElements, format_records
 from flowrl.tasks.row_reading.row_loading import all_rows
 from flowrl.tasks.row_reading.row_stores import num_bytes_of
+from flowrl.tasks.toy_tasks import Arithmetic
 from flowrl.testing import run_node
 from tests.tasks.row_compare import both, require_same, rows_in
 

@@ -14,12 +14,11 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Task, reward_parts
-from flowrl.tasks.reward_calls import worker
+from flowrl.tasks.reward_calls import reward_client
 from flowrl.tasks.reward_calls.judge import BadReward, Judge, Verdicts, load_judge, place_of
-from flowrl.tasks.reward_calls.reward_client import route_of
-from flowrl.tasks.reward_calls.worker import RewardWorker
+from flowrl.tasks.reward_calls.reward_client import RewardWorker, open_client
 from flowrl.tasks.rewards import open_reward, parse_reward
-from flowrl.tasks.user_module import user_module
+from flowrl.tasks.user_code import load_user_module
 
 
 def judge(tmp_path: Path, source: str, name: str = "f") -> Judge:
@@ -98,9 +97,9 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs the column answer, but the task's rows have entry"):
         needy.check_columns({"entry": 1})
     named = judge(tmp_path, "def f(*, prompt, response, answer): return 1")
-    assert named.required == {"answer"} and named.hidden({"response": "x"}) == frozenset()
+    assert named.required == {"answer"} and named.hidden_columns({"response": "x"}) == frozenset()
     starred = judge(tmp_path, "def f(*, prompt, response, **columns): return 1")
-    assert starred.hidden({"response": "x", "answer": 1}) == {"response"}
+    assert starred.hidden_columns({"response": "x", "answer": 1}) == {"response"}
 
 
 @pytest.mark.parametrize(
@@ -199,13 +198,13 @@ def test_a_decorated_function_is_found_in_its_own_file(tmp_path: Path) -> None:
         f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom deco import timed\n"
         "@timed\ndef score(prompt, response): return 2.0\n"
     )
-    found = user_module(str(tmp_path / "rew.py"), owner="reward").score
+    found = load_user_module(str(tmp_path / "rew.py"), owner="reward").score
     assert place_of(found) == f"{tmp_path / 'rew.py'}:score"
     assert load_judge(place_of(found))(["p"], ["r"], [{}]).rewards == (2.0,)
 
 
 async def asked_once(function: Judge, limit_s: float) -> Verdicts:
-    client = route_of(function, limit_s)
+    client = open_client(function, limit_s)
     try:
         return await client.ask(["p", "q"], ["a", "bb"], [{}, {}])
     finally:
@@ -273,7 +272,7 @@ def test_a_worker_is_killed_on_timeout_and_another_takes_over(tmp_path: Path) ->
 def test_a_worker_that_cannot_load_its_function_says_why(tmp_path: Path) -> None:
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="does not exist"):
-            await RewardWorker(f"{tmp_path}/gone.py:f", timeout_s=5.0).start()
+            await RewardWorker(f"{tmp_path}/gone.py:f", timeout_s=5.0).start_child()
 
     asyncio.run(scenario())
 
@@ -282,7 +281,7 @@ NEVER_LOADED = "import threading\nthreading.Event().wait()\n"
 
 
 def test_a_module_that_hangs_when_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LOADED_WITHIN_S", 0.3)
+    monkeypatch.setattr(reward_client, "LOADED_WITHIN_S", 0.3)
     (tmp_path / "hangs.py").write_text(NEVER_LOADED)
     with pytest.raises(ConfigError, match=r"hangs.py:f is not loaded after 0.3 s; do slow set-up at its first"):
         asyncio.run(RewardWorker(f"{tmp_path}/hangs.py:f", timeout_s=5.0).ask(["p"], ["r"], [{}]))
@@ -319,7 +318,7 @@ def test_a_call_after_one_that_was_cancelled_while_the_function_loaded(tmp_path:
 def test_a_verifier_has_imported_what_it_needs_before_a_call_is_timed(place: str, needs: str) -> None:
     """Such an import takes seconds, and more than a call's ten on a machine that is loaded."""
     ours = "ours, theirs = socket.socketpair(); ours.shutdown(socket.SHUT_WR)"
-    serves = f"from flowrl.tasks.reward_calls.worker_child import serve; serve(theirs, {place!r})"
+    serves = f"from flowrl.tasks.reward_calls.worker_child import serve_calls; serve_calls(theirs, {place!r})"
     code = f"import socket, sys; {ours}; {serves}; assert {needs!r} in sys.modules"
     subprocess.run((sys.executable, "-c", code), stdin=subprocess.DEVNULL, check=True, timeout=100)
 

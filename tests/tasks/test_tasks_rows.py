@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, Rows, Task, load_preferences, load_rows
-from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.rows import MOST_TEXT_BYTES
+from flowrl.tasks.toy_tasks import careless_answer
 
 
 def test_a_name_carries_options_as_python_literals() -> None:

@@ -24,8 +24,7 @@ from flowrl.agents.programs.agent_result import AgentResult
 from flowrl.agents.programs.openai_client import openai_client, warm_up
 from flowrl.environments import Action, Env, EnvironmentFailed, Observation, Step
 from flowrl.errors import ConfigError
-from flowrl.tasks.program_variables import program_variables
-from flowrl.tasks.user_module import user_module
+from flowrl.tasks.user_code import load_user_module, program_variables
 
 Function = Callable[[Any, Mapping[str, Any]], Awaitable[object]]
 READ_BYTES = 1 << 16
@@ -87,7 +86,7 @@ class CommandAgent(ProgramAgent):
 def agent_function(place: str) -> Function:
     """The function `FILE.py:FUNCTION`. Raises ConfigError. A forked process already has it."""
     file, _, name = place.rpartition(":")
-    function = getattr(user_module(file, owner="agent"), name, None)
+    function = getattr(load_user_module(file, owner="agent"), name, None)
     if function is None:
         raise ConfigError(f"the agent's file {file} has no function {name!r}")
     if not inspect.iscoroutinefunction(function):

@@ -25,7 +25,7 @@ from flowrl.environments.protocol import Action, Env, MalformedValue, Observatio
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions, question_of
 from flowrl.errors import ConfigError
 from flowrl.message_base import number_in
-from flowrl.tasks.user_module import user_module
+from flowrl.tasks.user_code import load_user_module
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
 RETURNED = ("rewards", "environment_feedback", "done")
@@ -95,7 +95,7 @@ def _agent_class(name: EnvironmentName) -> type:
         setattr(agent, base.__name__, base)
     for executor in ("SingleTurnAgentExecutor", "MultiTurnAgentExecutor"):
         setattr(agent, executor, AgentExecutorBase)
-    found = vars(user_module(name.place, owner="environment"))
+    found = vars(load_user_module(name.place, owner="environment"))
     kinds = [kind for kind in found.values() if _is_agent(kind)]
     kind = found.get("AgentInstance", kinds[0] if len(kinds) == 1 else None)
     if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "step", None)):

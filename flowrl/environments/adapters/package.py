@@ -11,7 +11,7 @@ from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import no_exit, one_line
+from flowrl.tasks.user_code import one_line, refuse_exit
 
 PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
 """What `flowrl setup environments` installs."""
@@ -20,7 +20,7 @@ PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
 def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
     """The module, untyped; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
     package = f"environment {name.text!r}: the package {distribution}"
-    with no_exit(package):
+    with refuse_exit(package):
         try:
             return importlib.import_module(module)
         except ModuleNotFoundError as problem:

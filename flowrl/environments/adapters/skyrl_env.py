@@ -20,7 +20,7 @@ from flowrl.environments.task_questions import TaskQuestions, asked_task, load_q
 from flowrl.errors import ConfigError
 from flowrl.message_base import number_in
 from flowrl.tasks import Row
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_code import one_line
 
 
 class SkyrlEnv(Env):

@@ -19,7 +19,7 @@ from flowrl.environments.adapters.package import close_names, imported
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_code import one_line
 
 TRIED_PLAYERS = (1, 2)
 

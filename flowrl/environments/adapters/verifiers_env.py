@@ -21,7 +21,7 @@ from flowrl.environments.adapters.package import imported
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import one_line, user_module
+from flowrl.tasks.user_code import load_user_module, one_line
 
 MODEL = "policy"
 """The endpoint's name of the model."""
@@ -84,7 +84,7 @@ def _loaded(name: EnvironmentName) -> Any:
 
 def _module(name: EnvironmentName) -> ModuleType:
     if name.place.endswith(".py"):
-        return user_module(name.place, owner="environment")
+        return load_user_module(name.place, owner="environment")
     module: ModuleType = imported(name, name.place.replace("-", "_"), distribution=name.place)
     return module
 

@@ -34,7 +34,7 @@ from flowrl.environments.player import Player, seed_global_state
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
 from flowrl.orphans import adopt_orphans, child_pids, die_with_parent
-from flowrl.tasks.reward_calls import child
+from flowrl.tasks.user_code import keep_to_this_process, pack_message, receive_message
 
 RESERVE_BYTES = 64 << 20
 """Memory beyond the limit, with which an episode that has run out of memory can report it."""
@@ -56,7 +56,7 @@ def play(
         if os.getppid() != zygote:
             os._exit(1)
         _redirect(output)
-        child.keep_to_this_process(connection)
+        keep_to_this_process(connection)
         _limit_memory(memory_bytes)
         _serve(found, connection, _data_bytes() + int(MOST_KEPT * memory_bytes))
         status = 0
@@ -126,7 +126,7 @@ def _serve(found: FoundEnvironment, connection: socket.socket, most_bytes: int) 
 async def _play_one(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> bool:
     """Play one episode. Returns whether this process plays another one, for which it may have at most `most_bytes` of
     data."""
-    child.keep_to_this_process(connection)
+    keep_to_this_process(connection)
     reader, writer = await asyncio.open_connection(sock=connection)
     executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
     asyncio.get_running_loop().set_default_executor(executor)
@@ -134,7 +134,7 @@ async def _play_one(found: FoundEnvironment, connection: socket.socket, most_byt
     failed = again = False
     while not episode.closed:
         try:
-            request = await child.receive(reader)
+            request = await receive_message(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             return False
         answer = await _answer(episode, request)
@@ -142,7 +142,7 @@ async def _play_one(found: FoundEnvironment, connection: socket.socket, most_byt
         if episode.closed and request["again"] and not failed:
             episode.forget()
             again = answer["answer"] = await _left_nothing(executor) and _data_bytes() <= most_bytes
-        writer.write(child.packed(answer))
+        writer.write(pack_message(answer))
         await writer.drain()
     writer.close()
     await writer.wait_closed()

@@ -19,7 +19,7 @@ from flowrl.environments.failure import CAUSES, EnvironmentFailed
 from flowrl.environments.open_episode import TimeLimit
 from flowrl.environments.protocol import MalformedValue
 from flowrl.errors import ConfigError
-from flowrl.tasks.reward_calls import child
+from flowrl.tasks.user_code import Garbage, pack_message, receive_message
 
 MOST_BYTES = 1 << 28
 """A longer answer of a process is garbage."""
@@ -58,7 +58,7 @@ class EpisodeProcess:
                 return self._checked(await self._exchange(request))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._died(doing) from None
-        except child.Garbage as problem:
+        except Garbage as problem:
             raise self._malformed(str(problem)) from None
         except EnvironmentFailed as failed:
             if failed.cause == "env_timed_out":
@@ -103,9 +103,9 @@ class EpisodeProcess:
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._connection)
         reader, writer = self._streams
-        writer.write(child.packed(request))
+        writer.write(pack_message(request))
         await writer.drain()
-        return await child.receive(reader, most_bytes=MOST_BYTES)
+        return await receive_message(reader, most_bytes=MOST_BYTES)
 
     def _checked(self, reply: Any) -> Any:
         fields = reply if isinstance(reply, dict) else {}
@@ -115,7 +115,7 @@ class EpisodeProcess:
             raise ConfigError(str(fields["refused"]))
         if fields.get("cause") in CAUSES:
             raise EnvironmentFailed(fields["cause"], f"{self._name}: {fields.get('text')}")
-        raise child.Garbage("the process answered with neither a result nor a cause")
+        raise Garbage("the process answered with neither a result nor a cause")
 
     def _malformed(self, text: str) -> EnvironmentFailed:
         self.kill()

@@ -23,7 +23,7 @@ import msgpack
 
 from flowrl.environments.episode_processes.output import Output, with_tail
 from flowrl.errors import ConfigError
-from flowrl.tasks.program_variables import program_variables
+from flowrl.tasks.user_code import program_variables
 
 MESSAGE_BYTES = 1 << 16
 """Control messages are shorter than this."""

@@ -32,7 +32,7 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxSettings,
 )
 from flowrl.errors import ConfigError
-from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, limits, program_of
+from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, CodeTests, given_tests, program_of, time_limits
 
 T = TypeVar("T")
 MEMORY_BYTES = 512 << 20
@@ -87,7 +87,7 @@ def judged_in(
     before = [_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
     tests = [given_tests(right, entry) for right, entry in zip(answer, entries, strict=True)]
     programs = [program_of(response) for response in responses]
-    times = [limits(*of_row) for of_row in zip(cases, totals, strict=True)]
+    times = [time_limits(*of_row) for of_row in zip(cases, totals, strict=True)]
     tried = _finished(_all(kind, [*zip(before, programs, tests, times, strict=True)]))
     return {
         "rewards": [float(one.passed == 1.0) for one in tried],

@@ -23,7 +23,7 @@ from flowrl.environments.tools.tool import CALL_S, OBSERVATION_BYTES, Tool, Tool
 from flowrl.environments.tools.tool_description import ToolDescription, describe
 from flowrl.environments.tools.tool_source import ToolSource
 from flowrl.errors import ConfigError
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_code import one_line
 
 SHOWN = 60
 """The most characters of a name or value from the policy that are repeated to it."""

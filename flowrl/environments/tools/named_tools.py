@@ -14,8 +14,8 @@ from flowrl.environments.tools.mcp_tools import McpServer
 from flowrl.environments.tools.sandbox import PythonTool
 from flowrl.environments.tools.tool_source import ToolSource
 from flowrl.errors import ConfigError
-from flowrl.tasks.name_options import parse_options
-from flowrl.tasks.user_module import user_module
+from flowrl.tasks.task_syntax import parse_options
+from flowrl.tasks.user_code import load_user_module
 
 PLUS_OUTSIDE_QUOTES = re.compile(r"""\+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""")
 
@@ -35,7 +35,7 @@ def _named(name: str) -> Tools:
         close = difflib.get_close_matches(built_in, BUILT_IN, 1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(BUILT_IN)}, and your own: FILE.py:NAME"
         raise ConfigError(f"there is no tool {name!r}; {hint}")
-    found = getattr(user_module(where, owner="tool"), wanted, None)
+    found = getattr(load_user_module(where, owner="tool"), wanted, None)
     if isinstance(found, Tools):
         return found
     if isinstance(found, list | tuple):

@@ -21,8 +21,8 @@ from flowrl.models.character_models.warm_start import Recipe
 from flowrl.models.tokens.chat import Chat
 from flowrl.models.tokens.tool_characters import tool_tokenizer
 from flowrl.tasks import Row
-from flowrl.tasks.arithmetic import careless_answer
 from flowrl.tasks.task import Task
+from flowrl.tasks.toy_tasks import careless_answer
 
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",

@@ -15,7 +15,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.models.policy import Policy
 from flowrl.models.tokens.chat import template_end
-from flowrl.tasks.name_options import parse_options
+from flowrl.tasks.task_syntax import parse_options
 from flowrl.user_path import user_path
 
 NONE = "none"

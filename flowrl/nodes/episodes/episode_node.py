@@ -40,7 +40,7 @@ from flowrl.nodes.episodes.episode_reports import EpisodeReports
 from flowrl.nodes.generation.generator import Generator
 from flowrl.nodes.generation.vllm_sampler import EVALUATION
 from flowrl.nodes.scoring.reward import Shaping
-from flowrl.tasks.program_variables import keep_problems
+from flowrl.tasks.user_code import keep_problems
 
 NO_TURN = "no_turn"
 """The reason for dropping an episode that opponents of the policy ended before the policy's first turn."""

@@ -22,7 +22,7 @@ from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter, Judge
 from flowrl.nodes.scoring.reward_functions import COMPARED_S, Comparisons, FailingRewards
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
-from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.training.advantages import all_equal, require_one_seat, trainable, whole_reward
 

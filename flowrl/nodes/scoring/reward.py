@@ -21,7 +21,7 @@ from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
 from flowrl.tasks import Task, reward_parts
-from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import adapted_text, names_model, samples_at_once
 

@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Context
 from flowrl.messages import Sample
 from flowrl.tasks import KnownRows, Row, Task, asked_columns, load_rows
-from flowrl.tasks.reward_calls.away import AWAY_S, Patience
+from flowrl.tasks.reward_calls.http import AWAY_S, Patience
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.reward_calls.reward_client import RewardClient
 from flowrl.tasks.reward_calls.signatures import SECOND
@@ -33,7 +33,7 @@ from flowrl.tasks.rewards import (
     parse_reward,
     uses_http,
 )
-from flowrl.tasks.row_reading.indexed_rows import joined
+from flowrl.tasks.row_reading.indexed_rows import join_rows
 
 FIX_FUNCTION = "fix the function, its signature and its result"
 
@@ -60,7 +60,7 @@ class RewardFunctions:
     def preflight(self) -> str | None:
         """Load the functions, check their columns in every row, and try the reward on the first row."""
         found = load_rows(self._task, whole=True)
-        rows = joined(found.train, found.held_out)
+        rows = join_rows(found.train, found.held_out)
         self.parts = check_reward(self.parts, rows)
         asyncio.run(self._trial(rows[0]))
         return adapted_text(self.parts)
@@ -151,7 +151,7 @@ class Comparisons:
         if wrong:
             raise ConfigError(f"{wrong[0]} compares no two answers; it needs the parameters (prompts, firsts, seconds)")
         rows = load_rows(self._task, whole=True)
-        row = joined(rows.train, rows.held_out)[0]
+        row = join_rows(rows.train, rows.held_out)[0]
         check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])
         asyncio.run(self._trial(row))
 

@@ -35,7 +35,7 @@ from flowrl.nodes.scoring.reward import Shaping
 from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems
 from flowrl.tasks import KnownRows, Row, Task, parts_of
-from flowrl.tasks.reward_calls.away import AWAY_S
+from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, named_parts
 from flowrl.training.layouts import Decision, refused

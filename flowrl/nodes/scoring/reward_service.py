@@ -15,12 +15,11 @@ from flowrl.models.tokens.chat import Messages, Unrendered
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes.scoring.reward_model import OfSteps, reward_of
 from flowrl.runtime.telemetry.standard_streams import print_text
-from flowrl.tasks.reward_calls.away import Patience
+from flowrl.tasks.reward_calls.http import Patience, RewardServer
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts
 from flowrl.tasks.reward_calls.reward_client import RewardClient
-from flowrl.tasks.reward_calls.server import RewardServer
 from flowrl.tasks.rewards import check_reward, open_reward, parse_reward
-from flowrl.tasks.weighted_sums import parse_weights
+from flowrl.tasks.task_syntax import parse_weights
 
 if TYPE_CHECKING:
     from flowrl.models.scorer import Scorer
@@ -199,7 +198,7 @@ async def _serve(server: RewardServer, options: ServeOptions) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(server.app())
+    runner = web.AppRunner(server.make_app())
     await runner.setup()
     try:
         await web.TCPSite(runner, options.host, options.port).start()

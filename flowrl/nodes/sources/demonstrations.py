@@ -33,9 +33,9 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
-from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
-from flowrl.tasks.row_reading.other_columns import RowUse
-from flowrl.tasks.row_reading.tool_shapes import text_of
+from flowrl.tasks.row_reading.indexed_rows import join_rows, lowest_rows, rows_by_id
+from flowrl.tasks.row_reading.message_shapes import reply_text
+from flowrl.tasks.row_reading.row_loading import RowUse
 
 Trained = Literal["all", "last"]
 
@@ -111,7 +111,7 @@ class Demonstrations(Node):
         check_tools(self.policy, rows)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
-        tried = joined(rows, load_demonstrations(self.task).held_out) if self.part == "train" else rows
+        tried = join_rows(rows, load_demonstrations(self.task).held_out) if self.part == "train" else rows
         said = (require_rendered(self.policy, self.task, tried, self._texts), end_problem(self.policy))
         return "; ".join(text for text in said if text) or None
 
@@ -130,7 +130,7 @@ class Demonstrations(Node):
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
         rows = await self.blocking(self._read_rows)
-        self._rows = by_id(rows)
+        self._rows = rows_by_id(rows)
         self._dropped = DroppedRows(
             len(rows), self.max_tokens, option="max_tokens", task=self.task.name, context=self.context
         )
@@ -138,7 +138,7 @@ class Demonstrations(Node):
     def _read_rows(self) -> Sequence[Row]:
         found = load_demonstrations(self.task, whole=self.part == "all")
         if self.part == "all":
-            return joined(found.train, found.held_out)
+            return join_rows(found.train, found.held_out)
         return found.train if self.part == "train" else found.held_out
 
     async def run(self) -> None:
@@ -170,7 +170,7 @@ class Demonstrations(Node):
             epoch=prompt.epoch,
             member=prompt.member,
             prompt_text=prompt.text,
-            response_text=text_of(row.response),
+            response_text=reply_text(row.response),
             generator=f"{self.name}/{self.context.replica}",
             columns=prompt.columns,
         )
@@ -185,7 +185,7 @@ class Demonstrations(Node):
     def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
         chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
         rows = load_demonstrations(self.task).held_out
-        answered = [row for row in lowest(rows, most) if row.has_response]
+        answered = [row for row in lowest_rows(rows, most) if row.has_response]
         samples = rendered_alone(answered, lambda row: self._held_out_sample(row, chat))
         return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
 
@@ -196,7 +196,7 @@ class Demonstrations(Node):
             group_id=row.prompt_id,
             prompt_id=row.prompt_id,
             prompt_text=row.prompt,
-            response_text=text_of(row.response),
+            response_text=reply_text(row.response),
         )
 
 

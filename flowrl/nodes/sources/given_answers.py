@@ -32,9 +32,8 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.tasks import Row, Task, load_demonstrations, load_rows
-from flowrl.tasks.row_reading.indexed_rows import by_id, joined
-from flowrl.tasks.row_reading.shapes import with_messages
-from flowrl.tasks.row_reading.tool_shapes import text_of
+from flowrl.tasks.row_reading.indexed_rows import join_rows, rows_by_id
+from flowrl.tasks.row_reading.message_shapes import reply_text, with_messages
 from flowrl.tasks.rows import OF_TASK
 
 
@@ -88,7 +87,7 @@ class GivenAnswers(Node):
     def _asked_rows(self) -> Sequence[Row]:
         """The rows whose prompts come."""
         found = load_rows(self.task, whole=self.part == "all")
-        return joined(found.train, found.held_out) if self.part == "all" else found.train
+        return join_rows(found.train, found.held_out) if self.part == "all" else found.train
 
     def _refuse_long(self, chat: Chat) -> None:
         lengths = rendered_alone(self._asked_rows(), lambda row: len(self._rendered(chat, row)[0]))
@@ -96,7 +95,7 @@ class GivenAnswers(Node):
 
     def _all_rows(self) -> Sequence[Row]:
         found = load_rows(self.task, whole=True)
-        return joined(found.train, found.held_out)
+        return join_rows(found.train, found.held_out)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
@@ -104,7 +103,7 @@ class GivenAnswers(Node):
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
         rows = await self.blocking(self._all_rows)
-        self._rows = by_id(rows)
+        self._rows = rows_by_id(rows)
         self._dropped = DroppedRows(
             len(rows), self.max_tokens, option="max_answer_tokens", task=self.task.name, context=self.context
         )
@@ -143,7 +142,7 @@ class GivenAnswers(Node):
         token_ids, mask = self._rendered(self._chat, row)
         return Sample.of(
             prompt,
-            response_text=text_of(row.response),
+            response_text=reply_text(row.response),
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),
@@ -176,7 +175,7 @@ class GivenResponses(Node):
                 f"{source} makes its rows, which have no responses to be scored; name a file of responses with --task"
             )
         found = load_demonstrations(self.task, whole=True)
-        rows = joined(found.train, found.held_out)
+        rows = join_rows(found.train, found.held_out)
         if lacking := [row for row in rows if not isinstance(row.columns.get(self.column), str)]:
             columns = ", ".join(lacking[0].columns) or "the prompt alone"
             raise ConfigError(
@@ -203,8 +202,8 @@ class GivenResponses(Node):
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
         self._chat = Chat(tokenizer, self.task.system_prompt)
         found = await self.blocking(load_demonstrations, self.task, whole=True)
-        rows = joined(found.train, found.held_out)
-        self._rows = by_id(rows)
+        rows = join_rows(found.train, found.held_out)
+        self._rows = rows_by_id(rows)
         self._dropped = DroppedRows(
             len(rows), self.max_tokens, option="max_tokens", task=self.task.name, context=self.context
         )

@@ -22,7 +22,7 @@ from flowrl.models.tokens.plain_tokens import pieces, text_tokens
 from flowrl.nodes.sources.demonstrations import given_sample
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_texts
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows, Ints, hexadecimal, lowest
+from flowrl.tasks.row_reading.indexed_rows import IndexedRows, Ints, hex_digests, lowest_rows
 
 CutBy = Literal["split", "wrapped"]
 
@@ -139,7 +139,7 @@ class TextDataset(Node):
             )
 
     def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
-        rows = lowest(self.texts.read().held_out, None)
+        rows = lowest_rows(self.texts.read().held_out, None)
         found = self.texts.sequences(rows, progress).lowest(most)
         return [
             _sample(one.token_ids, "", sample_id=one.prompt_id, group_id=one.prompt_id, prompt_id=one.prompt_id)
@@ -184,7 +184,7 @@ class TextPieces(Sequence[TextPiece]):
 
     def prompt_ids(self) -> Iterator[str]:
         """The `prompt_id` of each sequence, without reading the sequence."""
-        return hexadecimal(self._ids)
+        return hex_digests(self._ids)
 
     def lowest(self, most: int) -> list[TextPiece]:
         """Up to `most` sequences: those with the lowest ids."""

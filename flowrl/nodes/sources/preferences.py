@@ -33,9 +33,17 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Row, Rows, Task, load_preferences
-from flowrl.tasks.row_reading.indexed_rows import Digests, asked_ids, by_id, joined, lowest_asked, matched, prompt_ids
-from flowrl.tasks.row_reading.other_columns import RowUse
-from flowrl.tasks.row_reading.tool_shapes import text_of
+from flowrl.tasks.row_reading.indexed_rows import (
+    Digests,
+    asked_ids,
+    join_rows,
+    lowest_asked,
+    match_rows,
+    prompt_ids,
+    rows_by_id,
+)
+from flowrl.tasks.row_reading.message_shapes import reply_text
+from flowrl.tasks.row_reading.row_loading import RowUse
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ class PreferenceDataset(Node):
     def preflight(self) -> str | None:
         check_model(self.data.policy)
         rows = self.data.rows()
-        both = joined(rows.train, rows.held_out)
+        both = join_rows(rows.train, rows.held_out)
         check_tools(self.data.policy, both)
         if self.data.kind == "labelled":
             mismatches(rows.train)
@@ -195,7 +203,7 @@ class Renderer:
         self._truncates = data.too_long == "truncate"
         self._chat = chat
         self._scored = data.scored
-        self.rows = by_id(rows)
+        self.rows = rows_by_id(rows)
         self._unrendered: set[str] = set()
         """Ids of rows whose completions cannot be rendered, as far as they were met as mismatches."""
         self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
@@ -250,7 +258,7 @@ class Renderer:
             member=member,
             group_size=2 if self._kind == "pairs" else 1,
             prompt_text=row.prompt,
-            response_text=text_of(reply),
+            response_text=reply_text(reply),
             token_ids=token_ids,
             policy_mask=mask,
             behavior_logprobs=np.zeros(len(token_ids), np.float32),
@@ -293,7 +301,7 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     following = ends[np.searchsorted(ends, np.arange(len(order))) % len(ends)] + 1
     found = np.zeros_like(order)
     found[order] = order[following % len(order)]
-    return matched(rows, found)
+    return match_rows(rows, found)
 
 
 def _digests(found: Iterable[str]) -> Digests:

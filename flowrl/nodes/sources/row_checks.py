@@ -34,7 +34,7 @@ from flowrl.models.tokens.chat import Chat, Messages, ReplyMessage, Unrendered
 from flowrl.models.tokens.steps import require_steps
 from flowrl.orphans import die_with_parent
 from flowrl.tasks import Row, Task
-from flowrl.tasks.row_reading.indexed_rows import picked
+from flowrl.tasks.row_reading.indexed_rows import pick_rows
 from flowrl.tasks.rows import OF_TASK
 
 TRIAL_S = 60.0
@@ -266,7 +266,7 @@ def within(rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, ta
     if not num_long or limit.too_long == "truncate":
         return rows, num_long
     if fitting and limit.too_long == "drop":
-        return picked(rows, fitting), num_long
+        return pick_rows(rows, fitting), num_long
     bound, change = f"{limit.option} = {most}", "raise it"
     if limit.tokens is None:
         bound, change = f"the {most} tokens that the model's context has room for", "shorten them"

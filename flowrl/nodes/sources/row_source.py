@@ -39,8 +39,8 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.tasks import Row, Rows, Task, check_answers, conversation, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
-from flowrl.tasks.row_reading.indexed_rows import joined, prompt_ids
-from flowrl.tasks.row_reading.other_columns import RowUse, require_served
+from flowrl.tasks.row_reading.indexed_rows import join_rows, prompt_ids
+from flowrl.tasks.row_reading.row_loading import RowUse, require_served
 from flowrl.training.advantages import all_equal
 
 RowPart = Literal["train", "held_out", "all"]
@@ -220,7 +220,7 @@ class RowSource(Node):
 
     def of_part(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
         """All rows of `part`."""
-        return joined(train, held_out) if self.part == "all" else train if self.part == "train" else held_out
+        return join_rows(train, held_out) if self.part == "all" else train if self.part == "train" else held_out
 
     def state(self) -> Mapping[str, Any]:
         cursor = {"epoch": self._epoch, "position": self._position, "order": self._digests.get(self._epoch, "")}

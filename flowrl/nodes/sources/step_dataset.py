@@ -25,7 +25,7 @@ from flowrl.nodes.sources.row_checks import (
     require_rendered,
 )
 from flowrl.tasks import Row, Task, load_demonstrations
-from flowrl.tasks.row_reading.indexed_rows import by_id, joined, lowest
+from flowrl.tasks.row_reading.indexed_rows import join_rows, lowest_rows, rows_by_id
 
 STEPS, LABELS = ("steps", "completions"), "labels"
 """Columns of a row: its steps, a list of texts or one text with separators, and a label for each."""
@@ -62,7 +62,7 @@ class StepDataset(Node):
     def preflight(self) -> str | None:
         check_model(self.policy)
         found = load_demonstrations(self.task)
-        rows = joined(found.train, found.held_out)
+        rows = join_rows(found.train, found.held_out)
         for row in rows:
             labelled_steps(row, self.separator)
         if self.too_long == "error" and not self.policy.built_in:
@@ -75,7 +75,7 @@ class StepDataset(Node):
 
     def _refuse_long(self, chat: Chat) -> None:
         found = load_demonstrations(self.task)
-        rows = joined(found.train, found.held_out)
+        rows = join_rows(found.train, found.held_out)
         lengths = rendered_alone(rows, lambda row: len(self.sample(chat, row, sample_id="", group_id="").token_ids))
         refuse_long(lengths, self.max_tokens, option="max_length", task=self.task.name)
 
@@ -90,7 +90,7 @@ class StepDataset(Node):
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat)
         found = await self.blocking(load_demonstrations, self.task)
-        self._rows = by_id(found.train)
+        self._rows = rows_by_id(found.train)
         self._dropped = DroppedRows(
             len(found.train), self.max_tokens, option="max_length", task=self.task.name, context=self.context
         )
@@ -132,7 +132,7 @@ class HeldOutSteps(Node):
 
     def _render(self) -> tuple[Trainable, ...]:
         chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
-        rows = lowest(load_demonstrations(self.data.task).held_out, self.num_rows)
+        rows = lowest_rows(load_demonstrations(self.data.task).held_out, self.num_rows)
         made = rendered_alone(
             rows, lambda row: self.data.sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id)
         )

@@ -13,16 +13,17 @@ Both limits are options of the task, `FILE:check=code,case_s=10,total_s=120`, or
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.checks.code_pieces import NoTests, completed
 
 FENCE = re.compile(r"^[ \t]*+(```+)([^`\n]*+)(?:\n|\Z)", re.MULTILINE)
 PYTHON = re.compile(r"\s*(?:\{?\.?(?:python[23]?|py[23]?)\b.*)?", re.IGNORECASE)
@@ -35,7 +36,7 @@ ENDING_S = 5.0
 """Seconds for the rest of a call: its process ends the last interpreter and sends the answer."""
 
 
-def limits(case_s: Any = None, total_s: Any = None) -> tuple[float, float]:
+def time_limits(case_s: Any = None, total_s: Any = None) -> tuple[float, float]:
     """The limits of a row with these columns; a value that is no time is replaced by the default."""
     case, total = (one if is_time(one) else usual for one, usual in ((case_s, CASE_S), (total_s, TOTAL_S)))
     return float(case), float(total)
@@ -44,7 +45,7 @@ def limits(case_s: Any = None, total_s: Any = None) -> tuple[float, float]:
 def call_s(columns: Sequence[Mapping[str, Any]]) -> float:
     """The longest time, in seconds, of a call for samples with these columns; as many run at a time as there are
     cores."""
-    longest = max((limits(total_s=row.get("total_s"))[1] for row in columns), default=0.0)
+    longest = max((time_limits(total_s=row.get("total_s"))[1] for row in columns), default=0.0)
     return math.ceil(len(columns) / (os.cpu_count() or 1)) * longest + ENDING_S
 
 
@@ -64,11 +65,11 @@ class CodeTests:
 def program_of(response: str) -> str:
     """The last fenced block that names Python, else the last block that names no language, else the whole response. A
     block that is not closed counts only if there is no closed one of its kind."""
-    ordered = sorted(_blocks(response), key=lambda block: block[:2])
+    ordered = sorted(_code_blocks(response), key=lambda block: block[:2])
     return ordered[-1][2] if ordered else response
 
 
-def _blocks(response: str) -> Iterator[tuple[bool, bool, str]]:
+def _code_blocks(response: str) -> Iterator[tuple[bool, bool, str]]:
     """(whether it names Python, whether it is closed, its text) of each block of Python or without a language."""
     opened: re.Match[str] | None = None
     for fence in FENCE.finditer(response):
@@ -89,13 +90,13 @@ def _names_python(fence: re.Match[str]) -> bool:
 
 def given_tests(answer: Any, entry_point: str | None = None) -> CodeTests | None:
     """The tests that an answer holds, None if it holds none. `entry_point` is the function that `check` is given."""
-    found = _read(answer, entry_point)
+    found = _read_tests(answer, entry_point)
     return None if isinstance(found, NoTests) else found
 
 
-def check(answers: Mapping[str, tuple[Any, Any]]) -> None:
+def check_tests(answers: Mapping[str, tuple[Any, Any]]) -> None:
     """Raise ConfigError if a row has no tests. `answers` are the answers and entry points of the rows, by place."""
-    read = ((place, _read(*given)) for place, given in answers.items())
+    read = ((place, _read_tests(*given)) for place, given in answers.items())
     wrong = {place: found for place, found in read if isinstance(found, NoTests)}
     for place, missing in wrong.items():
         raise ConfigError(
@@ -106,39 +107,156 @@ def check(answers: Mapping[str, tuple[Any, Any]]) -> None:
 
 def missing_tests(answer: Any, entry_point: Any) -> str:
     """What an answer lacks to serve as tests of a program; "" if nothing."""
-    found = _read(answer, entry_point)
+    found = _read_tests(answer, entry_point)
     return found.needed if isinstance(found, NoTests) else ""
 
 
-def _read(answer: Any, entry_point: Any) -> CodeTests | NoTests:
-    found = _structured(answer)
+def _read_tests(answer: Any, entry_point: Any) -> CodeTests | NoTests:
+    found = answer
+    if isinstance(answer, str) and answer.lstrip().startswith(("[", "{")):  # a list or mapping as JSON text
+        with suppress(ValueError, RecursionError):
+            found = json.loads(answer)
+    if isinstance(found, Mapping):
+        inputs, outputs = found.get("inputs"), found.get("outputs")
+        if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in (inputs, outputs)):
+            return NoTests()
+        assert inputs is not None and outputs is not None
+        texts = all(isinstance(one, str) for one in (*inputs, *outputs))
+        if not inputs or len(inputs) != len(outputs) or not texts:
+            return NoTests()
+        return CodeTests(cases=tuple(zip(inputs, outputs, strict=True)))
     pieces = (found,) if isinstance(found, str) else found
+    if not isinstance(pieces, Sequence) or not pieces or not all(isinstance(one, str) for one in pieces):
+        return NoTests()
     try:
-        if isinstance(found, Mapping):
-            return _cases(found)
-        if not isinstance(pieces, Sequence) or not pieces or not all(isinstance(one, str) for one in pieces):
-            raise NoTests()
-        return CodeTests(completed(pieces, entry_point))
+        return CodeTests(complete_pieces(pieces, entry_point))
     except NoTests as missing:
         return missing
 
 
-def _structured(answer: Any) -> Any:
-    """The list or mapping that a text holds as JSON, else the answer itself."""
-    if not isinstance(answer, str) or not answer.lstrip().startswith(("[", "{")):
-        return answer
+# Code that tests a program, completed so that running it calls the program
+#
+# HumanEval's `test` only defines a function `check`, so a call with the row's entry point is added here, unless the
+# code itself calls `check`. BigCodeBench's `test` only defines a `unittest.TestCase`, so code that runs its tests is
+# added here. Code that only defines something and calls nothing would pass every program.
+
+
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+INERT = SCOPES | ast.Import | ast.ImportFrom | ast.Pass
+RUN_CASES = """
+import io as _io, unittest as _unittest
+_found = map(_unittest.defaultTestLoader.loadTestsFromTestCase, ({names},))
+_outcome = _unittest.TextTestRunner(_io.StringIO()).run(_unittest.TestSuite(_found))
+assert _outcome.testsRun and _outcome.wasSuccessful()
+"""
+
+
+class NoTests(Exception):
+    """An answer has nothing that can tell a right program from a wrong one. Says what is needed, and which change fixes
+    it."""
+
+    def __init__(
+        self,
+        needed: str = "tests (a list of asserts, code, or inputs and outputs) in every answer",
+        fix: str = "name the column that has it with answer=, or choose another check",
+    ) -> None:
+        super().__init__(needed)
+        self.needed, self.fix = needed, fix
+
+
+def complete_pieces(pieces: Sequence[str], entry_point: str | None) -> tuple[str, ...]:
+    """The pieces with the missing calls added. Raises NoTests."""
+    done = [_with_case_runner(piece) for piece in pieces]
+    bodies = [ast.parse(piece).body for piece in done]
+    everything = [node for body in bodies for node in body]
+    if "check" not in _names_reached(everything):
+        done = [
+            f"{piece}\n{_check_call(entry_point)}" if _defines_check(body) else piece
+            for piece, body in zip(done, bodies, strict=True)
+        ]
+    if done == list(pieces) and not any(map(_does_something, everything)):
+        raise NoTests(
+            "tests that run, where this code only defines something", "add asserts or calls, or make it a TestCase"
+        )
+    return tuple(done)
+
+
+def _with_case_runner(text: str) -> str:
+    """The piece with its test cases run at its end, and without a runner of its own: `unittest.main()`, which finds no
+    tests in the interpreter of a sandbox, and the usual `if` around it. Raises NoTests."""
     try:
-        return json.loads(answer)
-    except (ValueError, RecursionError):
-        return answer
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise NoTests() from None
+    if not tree.body:
+        raise NoTests()
+    cases: list[str] = []
+    """The classes that inherit from unittest.TestCase, directly or through one another."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base) for base in node.bases]
+            if any(base.endswith("TestCase") or base in cases for base in bases):
+                cases.append(node.name)
+    if not cases:
+        return text
+    kept = []
+    for node in tree.body:
+        if isinstance(node, ast.If):
+            is_runner = ast.unparse(node.test).startswith("__name__ ==")
+        else:
+            called = node.value if isinstance(node, ast.Expr) else None
+            is_runner = isinstance(called, ast.Call) and ast.unparse(called.func) in ("unittest.main", "main")
+        kept += [] if is_runner else [node]
+    text = text if len(kept) == len(tree.body) else ast.unparse(ast.Module(kept, []))
+    return text + RUN_CASES.format(names=", ".join(cases))
 
 
-def _cases(answer: Mapping[str, Any]) -> CodeTests:
-    inputs, outputs = answer.get("inputs"), answer.get("outputs")
-    if not all(isinstance(one, Sequence) and not isinstance(one, str) for one in (inputs, outputs)):
-        raise NoTests()
-    assert inputs is not None and outputs is not None
-    texts = all(isinstance(one, str) for one in (*inputs, *outputs))
-    if not inputs or len(inputs) != len(outputs) or not texts:
-        raise NoTests()
-    return CodeTests(cases=tuple(zip(inputs, outputs, strict=True)))
+def _names_reached(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that this code uses when it runs, including those inside the functions and classes that it uses."""
+    defined = [node for node in body if isinstance(node, SCOPES)]
+    left: list[ast.stmt] = [node for node in body if not isinstance(node, SCOPES)]
+    found: set[str] = set()
+    while left:
+        used = {one.id for one in ast.walk(left.pop()) if isinstance(one, ast.Name)} - found
+        found |= used
+        left += [node for node in defined if node.name in used]
+    return found
+
+
+def _defines_check(body: Iterable[ast.stmt]) -> bool:
+    """Whether a function `check` is defined that can be called with the function to be tested."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == "check":
+            positional = [*node.args.posonlyargs, *node.args.args]
+            takes_some = bool(positional or node.args.vararg)
+            if takes_some and len(positional) - len(node.args.defaults) <= 1 and None not in node.args.kw_defaults:
+                return True
+    return False
+
+
+def _check_call(entry_point: str | None) -> str:
+    if not entry_point:
+        raise NoTests(
+            "the function that check(), which this code defines, is called with",
+            "name it in a column entry_point, or call check() in the tests",
+        )
+    call = f"check({entry_point})"
+    try:
+        ast.parse(call, mode="eval")
+    except (SyntaxError, ValueError):
+        raise NoTests(
+            f"a function to call check() with, where entry_point is {entry_point!r}", "correct that column"
+        ) from None
+    return call
+
+
+def _does_something(node: ast.AST) -> bool:
+    """Whether the statement does more than define something."""
+    if isinstance(node, INERT):
+        return False
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
+        return any(isinstance(one, ast.Call) for one in ast.walk(node))
+    if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+        inner = (getattr(node, name, []) for name in ("body", "handlers", "orelse", "finalbody"))
+        return any(_does_something(one) for part in inner for one in part)
+    return True

@@ -15,16 +15,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.message_base import number_in
-from flowrl.tasks.reward_calls.conventions import OF_TRL, adapted, by_position
-from flowrl.tasks.reward_calls.signatures import Convention, convention_of
-from flowrl.tasks.user_module import one_line, user_module
+from flowrl.tasks.reward_calls.signatures import OF_TRL, Convention, adapt_function, by_position, convention_of
+from flowrl.tasks.user_code import load_user_module, one_line
 
 RowColumns = Sequence[Mapping[str, Any]]
 
@@ -55,11 +54,53 @@ class Verdicts:
             return self
         return replace(self, heads={name: weights.get(name, weight) for name, weight in self.heads.items()}).summed()
 
+    def of_sample(self, index: int) -> Verdicts:
+        """The verdict about one of several samples."""
+        logs = {name: (values[index],) for name, values in self.logs.items()}
+        return Verdicts((self.rewards[index],), (self.scores[index],), logs, self.heads)
+
     def summed(self) -> Verdicts:
         """These verdicts with the weighted sum of the heads as reward."""
         parts = [[weight * value for value in self.logs[name]] for name, weight in self.heads.items()]
         summed = tuple(map(sum, zip(*parts, strict=True)))
         return replace(self, rewards=summed, scores=summed)
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One sample that waits for its verdict."""
+
+    prompt: str
+    response: str
+    columns: Mapping[str, Any]
+    verdict: asyncio.Future[Verdicts]
+
+    @classmethod
+    def make_all(cls, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> list[Question]:
+        """A question for each sample. Called where an event loop runs."""
+        loop = asyncio.get_running_loop()
+        return [
+            cls(prompt, response, dict(row), loop.create_future())
+            for prompt, response, row in zip(prompts, responses, columns, strict=True)
+        ]
+
+    def answer(self, verdict: Verdicts) -> None:
+        """Hand out the verdict, if it is still waited for."""
+        if not self.verdict.done():
+            self.verdict.set_result(verdict)
+
+    def give_up(self) -> None:
+        """Nobody waits any more. A failure counts as retrieved: of several, only the first one is raised."""
+        if not self.verdict.cancel():
+            self.verdict.exception()
+
+
+def fail_questions(questions: Iterable[Question], problem: Callable[[], Exception]) -> None:
+    """Hand a problem to those of `questions` that still wait. An exception that is raised twice collects tracebacks, so
+    `problem` may make one for each."""
+    for question in questions:
+        if not question.verdict.done():
+            question.verdict.set_exception(problem())
 
 
 @dataclass(frozen=True)
@@ -111,28 +152,28 @@ class Judge:
                 f"{', '.join(columns) or 'none'}; rename the parameter, give it a default, or add the column"
             )
 
-    def hidden(self, columns: Mapping[str, Any]) -> frozenset[str]:
+    def hidden_columns(self, columns: Mapping[str, Any]) -> frozenset[str]:
         """Those of `columns` that the function would take but cannot be given."""
         return self.own & columns.keys() if self.wanted is None else frozenset()
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         """Call the function in this thread. Raises BadReward."""
         try:
-            answer = self._call(prompts, responses, columns)
+            answer = self._call_function(prompts, responses, columns)
         except Exception as problem:  # the boundary to the user's function
-            raise _raised(self.place, problem) from problem
-        return self._verdicts(answer, len(responses))
+            raise _raised_problem(self.place, problem) from problem
+        return self._read_verdicts(answer, len(responses))
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
         """Call an `async` function. Raises BadReward."""
         try:
-            called = self._call(prompts, responses, columns)
-            answer = await (asyncio.gather(*map(_awaited, called)) if self.single else _awaited(called))
+            called = self._call_function(prompts, responses, columns)
+            answer = await (asyncio.gather(*map(_await_answer, called)) if self.single else _await_answer(called))
         except Exception as problem:  # the boundary to the user's function
-            raise _raised(self.place, problem) from problem
-        return self._verdicts(answer, len(responses))
+            raise _raised_problem(self.place, problem) from problem
+        return self._read_verdicts(answer, len(responses))
 
-    def _call(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Any:
+    def _call_function(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Any:
         chosen = [
             {name: value for name, value in row.items() if name not in self.own}
             if self.wanted is None
@@ -145,26 +186,26 @@ class Judge:
         lists = {name: [row.get(name) for row in chosen] for name in names}
         return self.function(list(prompts), list(responses), **lists)
 
-    def _verdicts(self, answer: Any, num: int) -> Verdicts:
+    def _read_verdicts(self, answer: Any, num: int) -> Verdicts:
         if self.single:
-            return joined([as_verdicts(self.place, _listed(self.place, one), 1) for one in answer])
+            return join_verdicts([as_verdicts(self.place, _as_lists(self.place, one), 1) for one in answer])
         return as_verdicts(self.place, answer, num)
 
 
 def as_verdicts(place: str, answer: Any, num: int) -> Verdicts:
     """Check what a function returned for `num` samples. Raises BadReward that names the returned value."""
     if not isinstance(answer, Mapping):
-        rewards = _numbers(place, "rewards", answer, num)
+        rewards = _read_numbers(place, "rewards", answer, num)
         return Verdicts(rewards, rewards)
     if "rewards" not in answer:
-        return _of_heads(place, answer, num)
-    rewards = _numbers(place, "rewards", answer["rewards"], num)
-    scores = rewards if answer.get("scores") is None else _numbers(place, "scores", answer["scores"], num)
-    logs = _logs(place, answer, "lists")
-    return Verdicts(rewards, scores, {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
+        return _read_heads(place, answer, num)
+    rewards = _read_numbers(place, "rewards", answer["rewards"], num)
+    scores = rewards if answer.get("scores") is None else _read_numbers(place, "scores", answer["scores"], num)
+    logs = _read_logs(place, answer, "lists")
+    return Verdicts(rewards, scores, {str(k): _read_numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items()})
 
 
-def _logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, Any]:
+def _read_logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, Any]:
     """The logs of an answer; None means no logs. Raises BadReward if they have no names."""
     logs = answer.get("logs")
     if not isinstance(logs, Mapping | None):
@@ -172,7 +213,7 @@ def _logs(place: str, answer: Mapping[Any, Any], needed: str) -> Mapping[Any, An
     return logs or {}
 
 
-def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
+def _read_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
     """The verdicts of a mapping of heads to their numbers."""
     names = [str(name) for name in answer if name != "logs"]
     if not names or not {"reward", "score", "scores"}.isdisjoint(names):
@@ -181,21 +222,23 @@ def _of_heads(place: str, answer: Mapping[Any, Any], num: int) -> Verdicts:
             f"{place} returned a mapping of {', '.join(names) or 'nothing'}; it needs the key 'rewards', or a number "
             "under each name, which are added up",
         )
-    heads = {str(name): _numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"}
-    logs = _logs(place, answer, "lists")
-    logged = {str(k): _numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
+    heads = {
+        str(name): _read_numbers(place, str(name), values, num) for name, values in answer.items() if name != "logs"
+    }
+    logs = _read_logs(place, answer, "lists")
+    logged = {str(k): _read_numbers(place, f"logs[{k!r}]", v, num) for k, v in logs.items() if str(k) not in heads}
     return Verdicts((), (), {**logged, **heads}, dict.fromkeys(heads, 1.0)).summed()
 
 
 def load_judge(place: str) -> Judge:
     """The function at `file.py:function` or `package.module:function`. Raises ConfigError."""
     where, _, name = place.rpartition(":")
-    module = user_module(where, owner="reward")
+    module = load_user_module(where, owner="reward")
     function = getattr(module, name, None)
     if not callable(function):
         known = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
         raise ConfigError(f"{where} has no function {name!r}; it has {', '.join(known) or 'none'}")
-    return _judge(place, function)
+    return make_judge(place, function)
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -213,8 +256,14 @@ def place_of(function: Callable[..., Any]) -> str:
     return f"{Path(file).resolve()}:{name}"
 
 
-def _judge(place: str, function: Callable[..., Any]) -> Judge:
-    parameters = _parameters(place, function)
+def make_judge(place: str, function: Callable[..., Any]) -> Judge:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"reward {place} has a signature that Python cannot read, as functions in C often have; call it in a "
+            "function of your own, def f(prompts, responses), and name that"
+        ) from None
     names = [p.name for p in parameters]
     convention = convention_of(names)
     if convention is None:
@@ -224,7 +273,7 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
             "(prompts, completions) or verl (data_source, solution_str, ground_truth)"
         )
     if convention != "flowrl":
-        foreign = adapted(function, convention)
+        foreign = adapt_function(function, convention)
         if unknown := sorted(foreign.required.intersection(OF_TRL)):
             raise ConfigError(
                 f"reward {place} needs {', '.join(unknown)}, which TRL hands over and flowrl does not have; give the "
@@ -245,18 +294,7 @@ def _judge(place: str, function: Callable[..., Any]) -> Judge:
     )
 
 
-def _parameters(place: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function. Raises ConfigError if Python does not know them."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"reward {place} has a signature that Python cannot read, as functions in C often have; call it in a "
-            "function of your own, def f(prompts, responses), and name that"
-        ) from None
-
-
-def _numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
+def _read_numbers(place: str, what: str, values: Any, num: int) -> tuple[float, ...]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, str) or not isinstance(values, Sequence):
@@ -285,20 +323,23 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-def _listed(place: str, answer: Any) -> Any:
+def _as_lists(place: str, answer: Any) -> Any:
     """One sample's answer in the format for lists."""
     if not isinstance(answer, Mapping):
         return [answer]
     plural = {"reward": "rewards", "score": "scores"}
     listed: dict[str, Any] = {plural.get(k, str(k)): [v] for k, v in answer.items() if k != "logs"}
-    return {**listed, "logs": {k: [v] for k, v in _logs(place, answer, "numbers").items()}}
+    return {**listed, "logs": {k: [v] for k, v in _read_logs(place, answer, "numbers").items()}}
 
 
-def joined(parts: Sequence[Verdicts]) -> Verdicts:
+def join_verdicts(parts: Sequence[Verdicts]) -> Verdicts:
     """Merge verdicts of one sample each into one; a log that a sample lacks counts as 0."""
     heads = {name: weight for part in parts for name, weight in part.heads.items()}
     if heads:  # a sample with one number gets it as a head of its own, so that the heads add up
-        parts = [part if part.heads else _as_head(part) for part in parts]
+        parts = [
+            part if part.heads else replace(part, logs={**part.logs, "reward": part.rewards}, heads={"reward": 1.0})
+            for part in parts
+        ]
         heads = {name: weight for part in parts for name, weight in part.heads.items()}
     names = dict.fromkeys(name for part in parts for name in part.logs)
     return Verdicts(
@@ -309,11 +350,7 @@ def joined(parts: Sequence[Verdicts]) -> Verdicts:
     )
 
 
-def _as_head(verdict: Verdicts) -> Verdicts:
-    return replace(verdict, logs={**verdict.logs, "reward": verdict.rewards}, heads={"reward": 1.0})
-
-
-async def _awaited(called: Awaitable[Any]) -> Any:
+async def _await_answer(called: Awaitable[Any]) -> Any:
     """What an `async` function returns. SystemExit becomes a RuntimeError: it would end the event loop."""
     try:
         return await called
@@ -321,7 +358,7 @@ async def _awaited(called: Awaitable[Any]) -> Any:
         raise RuntimeError(f"it called sys.exit({end.code!r})") from None
 
 
-def _raised(place: str, problem: Exception) -> BadReward:
+def _raised_problem(place: str, problem: Exception) -> BadReward:
     return BadReward("reward_raised", f"{place} raised {one_line(problem)}")
 
 

@@ -1,4 +1,4 @@
-"""The child of a `RewardWorker`: it loads one function and answers its calls. See `worker` for the protocol.
+"""The child of a `RewardWorker`: it loads one function and answers its calls. See `reward_client` for the protocol.
 
 A synchronous function is called in the main thread, one call after the other. The calls of an `async` function share
 the main thread's event loop; one other thread reads the requests, and another one reports what blocks the loop.
@@ -21,19 +21,19 @@ from typing import IO, Any, NoReturn
 
 from flowrl.errors import ConfigError
 from flowrl.orphans import child_pids
-from flowrl.tasks.reward_calls import child
 from flowrl.tasks.reward_calls.judge import BadReward, Judge, Verdicts, load_judge
+from flowrl.tasks.user_code import keep_to_this_process, read_message, write_message
 
 BLOCKED_S = 1.0
 """An event loop that stands still for this long is reported."""
 
 
-def run(connection: socket.socket, place: str, *asks: str) -> NoReturn:
+def run_child(connection: socket.socket, place: str, *asks: str) -> NoReturn:
     """The whole life of the process. It does not wait for threads and processes, as the interpreter's own end does."""
     status = 1
     try:
-        child.keep_to_this_process(connection)
-        serve(connection, place, *asks)
+        keep_to_this_process(connection)
+        serve_calls(connection, place, *asks)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -47,32 +47,32 @@ def run(connection: socket.socket, place: str, *asks: str) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def serve(connection: socket.socket, place: str, *asks: str) -> None:
+def serve_calls(connection: socket.socket, place: str, *asks: str) -> None:
     """Load the function, and answer its calls until the connection ends; `asks` are verifiers that the function
     asks."""
     inbox, outbox = connection.makefile("rb"), connection.makefile("wb")
     try:
         judge = load_judge(place)
-        prepare(place)
+        prepare_verifier(place)
         for verifier in asks:
             load_judge(verifier)
-            prepare(verifier)
+            prepare_verifier(verifier)
     except ConfigError as problem:
-        child.write(outbox, {"error": str(problem)})
+        write_message(outbox, {"error": str(problem)})
         return
-    child.write(outbox, {})
+    write_message(outbox, {})
     if judge.is_async:
-        asyncio.run(AwaitedCalls(judge, inbox, outbox).serve())
+        asyncio.run(AwaitedCalls(judge, inbox, outbox).serve_calls())
         return
-    while (request := child.read(inbox)) is not None:
+    while (request := read_message(inbox)) is not None:
         try:
-            answer = told(judge(request["prompts"], request["responses"], request["columns"]))
+            answer = verdict_data(judge(request["prompts"], request["responses"], request["columns"]))
         except BadReward as bad:
-            answer = told_problem(bad)
-        child.write(outbox, {"call": request["call"], **answer})
+            answer = problem_data(bad)
+        write_message(outbox, {"call": request["call"], **answer})
 
 
-def prepare(place: str) -> None:
+def prepare_verifier(place: str) -> None:
     """Let one of flowrl's verifiers import what it needs. Otherwise its first call does so, which has a limit of some
     seconds."""
     module = place.partition(":")[0]
@@ -89,52 +89,52 @@ class AwaitedCalls:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._threads = CountedThreads()
 
-    async def serve(self) -> None:
+    async def serve_calls(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(self._threads)
         self._of_loop = threading.get_ident()
         self._over = self._loop.create_future()
-        for work in (self._read, self._watch):
+        for work in (self._read_requests, self._watch_loop):
             threading.Thread(target=work, name=f"flowrl-{work.__name__}", daemon=True).start()
         await self._over
 
-    def _read(self) -> None:
-        while (request := child.read(self._inbox)) is not None:
-            self._loop.call_soon_threadsafe(self._take, request)
+    def _read_requests(self) -> None:
+        while (request := read_message(self._inbox)) is not None:
+            self._loop.call_soon_threadsafe(self._take_request, request)
         os._exit(0)  # even if the loop is blocked
 
-    def _take(self, request: dict[str, Any]) -> None:
+    def _take_request(self, request: dict[str, Any]) -> None:
         number = request["call"]
         if "prompts" in request:
-            self._tasks[number] = self._loop.create_task(self._call(number, request))
+            self._tasks[number] = self._loop.create_task(self._answer_call(number, request))
         elif number in self._tasks:
             self._tasks[number].cancel()
 
-    async def _call(self, number: int, request: dict[str, Any]) -> None:
+    async def _answer_call(self, number: int, request: dict[str, Any]) -> None:
         try:
-            answer = told(await self._judge.ask(request["prompts"], request["responses"], request["columns"]))
+            answer = verdict_data(await self._judge.ask(request["prompts"], request["responses"], request["columns"]))
         except BadReward as bad:
-            answer = told_problem(bad)
+            answer = problem_data(bad)
         except asyncio.CancelledError:
             # A later call may not find the threads and processes of this one, so the caller has to know of them.
             answer = {"left": bool(self._threads.num_busy or child_pids())}
         del self._tasks[number]
-        self._write({"call": number, **answer})
+        self._write_message({"call": number, **answer})
 
-    def _write(self, message: dict[str, Any]) -> None:
+    def _write_message(self, message: dict[str, Any]) -> None:
         with self._writing:
-            child.write(self._outbox, message)
+            write_message(self._outbox, message)
 
-    def _watch(self) -> None:
+    def _watch_loop(self) -> None:
         """Report what blocks the loop, and that it goes on."""
         ended = threading.Event()
         while not ended.wait(BLOCKED_S):
             alive = threading.Event()
             self._loop.call_soon_threadsafe(alive.set)
             if not alive.wait(BLOCKED_S):
-                self._write({"blocked": _user_line(self._of_loop)})
+                self._write_message({"blocked": _user_line(self._of_loop)})
                 alive.wait()
-                self._write({"blocked": ""})
+                self._write_message({"blocked": ""})
 
 
 class CountedThreads(ThreadPoolExecutor):
@@ -155,13 +155,13 @@ class CountedThreads(ThreadPoolExecutor):
         return call
 
 
-def told(verdicts: Verdicts) -> dict[str, Any]:
+def verdict_data(verdicts: Verdicts) -> dict[str, Any]:
     """The verdicts as plain data."""
     values = {"rewards": verdicts.rewards, "scores": verdicts.scores, "logs": dict(verdicts.logs)}
     return {**values, "heads": dict(verdicts.heads)}
 
 
-def told_problem(bad: BadReward) -> dict[str, Any]:
+def problem_data(bad: BadReward) -> dict[str, Any]:
     """The failure of a call as plain data."""
     return {"error": str(bad), "reason": bad.reason}
 
@@ -184,4 +184,4 @@ def _user_line(thread: int) -> str:
 
 
 if __name__ == "__main__":
-    run(socket.socket(fileno=int(sys.argv[-1])), *sys.argv[1:-1])
+    run_child(socket.socket(fileno=int(sys.argv[-1])), *sys.argv[1:-1])

@@ -1,27 +1,31 @@
 """Rows that stay on disk: memory holds the place of each row, and the row is read when it is requested.
 
-`row_index` finds the places and digests of the rows in one pass over all data; they take 64 bytes a row. The rows are
-read from the stores of `row_stores`.
+One pass over all data finds the places and digests of the rows, which take 64 bytes a row. The rows are read from the
+stores of `row_stores`. Which rows are taken, their order and their part are the same as for rows in memory
+(`Rows.split` and `Rows.every`). In a mixture, rows are chosen within each source first, and then among those of all
+sources.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.input_template import asked_of_source
 from flowrl.tasks.row_reading.record_formats import Reading
 from flowrl.tasks.row_reading.row_stores import RowAddress, RowStore, row_changed
-from flowrl.tasks.rows import OF_TASK, Demonstration, Row
+from flowrl.tasks.rows import HELD_OUT_ONE_IN, OF_TASK, Demonstration, Row, Rows, word_row
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
 R = TypeVar("R")
 
 
@@ -41,7 +45,7 @@ class StoredRows:
 
     def finished(self, store: int, row: Row) -> Row:
         """A row of a store with its source's name, put into the task's template."""
-        return asked_of_source(row, self.sources[store], self._template, self._reasoning)
+        return word_row(row, self.sources[store], self._template, self._reasoning)
 
     def row(self, store: int, *address: int) -> Row:
         """One row. Raises ConfigError if its file has changed."""
@@ -110,7 +114,7 @@ class IndexedRows(Sequence[Row]):
 
     def prompt_ids(self) -> Iterator[str]:
         """The `prompt_id` of each row, without reading the row."""
-        return hexadecimal(self.ids)
+        return hex_digests(self.ids)
 
     def sources(self) -> Iterator[str]:
         """The source of each row of a mixture."""
@@ -152,14 +156,14 @@ class _ById(Mapping[str, Row]):
         return len(self._rows)
 
 
-def joined(rows: Sequence[R], others: Sequence[R]) -> Sequence[R]:
+def join_rows(rows: Sequence[R], others: Sequence[R]) -> Sequence[R]:
     """`rows` and then `others`, which are parts of the same rows."""
     if isinstance(rows, IndexedRows) and isinstance(others, IndexedRows):
         return cast("Sequence[R]", rows.joined(others))
     return (*rows, *others)
 
 
-def picked(rows: Sequence[R], indices: Sequence[int]) -> Sequence[R]:
+def pick_rows(rows: Sequence[R], indices: Sequence[int]) -> Sequence[R]:
     """The rows at these indices, in this order."""
     if isinstance(rows, IndexedRows):
         return cast("Sequence[R]", rows.taken(np.array(indices, np.int64)))
@@ -171,19 +175,19 @@ def prompt_ids(rows: Iterable[Any]) -> Iterator[str]:
     return rows.prompt_ids() if isinstance(rows, KnownById) else (row.prompt_id for row in rows)
 
 
-def by_id(rows: Sequence[Row]) -> Mapping[str, Row]:
+def rows_by_id(rows: Sequence[Row]) -> Mapping[str, Row]:
     """Prompt id -> row."""
     return rows.by_id if isinstance(rows, IndexedRows) else {row.prompt_id: row for row in rows}
 
 
-def matched(rows: Sequence[Row], found: Ints) -> Mapping[str, Row]:
+def match_rows(rows: Sequence[Row], found: Ints) -> Mapping[str, Row]:
     """Prompt id of each row -> the row at the index that `found` has for it."""
     if isinstance(rows, IndexedRows):
         return rows.matched(found)
     return {row.prompt_id: rows[index] for row, index in zip(rows, found, strict=True)}
 
 
-def lowest(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
+def lowest_rows(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
     """Up to `most` rows, those with the lowest prompt ids, which do not depend on the order of the data."""
     if isinstance(rows, IndexedRows):
         return rows.lowest(most)
@@ -199,14 +203,114 @@ def lowest_asked(rows: Sequence[Row], most: int | None) -> Sequence[Row]:
 
 def asked_ids(rows: Iterable[Row]) -> Iterator[str]:
     """The `asked_id` of each row."""
-    return hexadecimal(rows.asked) if isinstance(rows, IndexedRows) else (row.asked_id for row in rows)
+    return hex_digests(rows.asked) if isinstance(rows, IndexedRows) else (row.asked_id for row in rows)
 
 
-def sources(rows: Iterable[Row]) -> Iterator[str]:
+def row_sources(rows: Iterable[Row]) -> Iterator[str]:
     """The source of each row of a mixture."""
     return rows.sources() if isinstance(rows, IndexedRows) else (row.columns[OF_TASK] for row in rows)
 
 
-def hexadecimal(digests: Digests) -> Iterator[str]:
+def hex_digests(digests: Digests) -> Iterator[str]:
     """Digests as text."""
     return (f"{int(one):016x}" for one in digests)
+
+
+# Finding the rows
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Rows as they were read; entry i of each array belongs to row i."""
+
+    places: Ints
+    """Store, number, offset, bytes and member of each row."""
+    ids: Digests
+    asked: Digests
+    """The `asked_id` of each row, which decides its part."""
+    scores: Floats
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def taken(self, indices: Ints) -> Scan:
+        """These rows, in this order."""
+        return Scan(self.places[indices], self.ids[indices], self.asked[indices], self.scores[indices])
+
+
+class _Found:
+    """The entries of a scan while it is made."""
+
+    def __init__(self) -> None:
+        self._ids, self._asked, self._scores = array("Q"), array("Q"), array("d")
+
+    def add(self, row: Row) -> None:
+        self._ids.append(int(row.prompt_id, 16))
+        self._asked.append(int(row.asked_id, 16))
+        self._scores.append(row.score)
+
+    def scan(self, places: Ints) -> Scan:
+        ids, asked = (np.frombuffer(column, np.uint64) for column in (self._ids, self._asked))
+        return Scan(places, ids, asked, np.frombuffer(self._scores, np.float64))
+
+
+def scan_source(
+    stored: StoredRows, stores: range, reading: Reading, note: Callable[[Row], None], *, every: bool, mixed: bool
+) -> tuple[Scan, int]:
+    """The rows of the stores of one source, and 0; in a mixture only the rows that are taken, and the number of other
+    rows, which repeat their prompts. `note` is called with every row. Raises ConfigError."""
+    own, asked, places = _Found(), _Found(), array("q")
+    for store in stores:
+        for address, row in stored.read(store, reading):
+            note(row)
+            places.extend((store, *address))
+            if mixed:
+                own.add(row)
+            asked.add(stored.finished(store, row))
+    found = np.frombuffer(places, np.int64).reshape(-1, 5)
+    if not mixed:
+        return asked.scan(found), 0
+    among_own = own.scan(found)
+    taken, _ = _choose_rows(among_own, every=every)
+    trained_first = np.argsort(_is_held_out(among_own.asked[taken]), kind="stable")
+    return asked.scan(found).taken(taken[trained_first]), len(found) - len(taken)
+
+
+def part_rows(stored: StoredRows, scans: Sequence[Scan], *, every: bool) -> Rows:
+    """Both parts of the rows of all sources; with `every` including rows that repeat a prompt, as in `Rows.every`."""
+    found = scans[0]
+    if len(scans) > 1:
+        found = Scan(*(np.concatenate([getattr(scan, name) for scan in scans]) for name in Scan.__annotations__))
+    indices, occurrences = _choose_rows(found, every=every)
+    held_out = _is_held_out(found.asked[indices])
+    train, others = (
+        _index_chosen(stored, found.taken(indices[held_out == part]), occurrences[held_out == part])
+        for part in (False, True)
+    )
+    return Rows(train, others, repeated=len(found) - len(indices))
+
+
+def _is_held_out(asked: Digests) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = asked % HELD_OUT_ONE_IN == 0
+    return found
+
+
+def _index_chosen(stored: StoredRows, taken: Scan, occurrences: Ints) -> IndexedRows:
+    rows = IndexedRows(stored, taken.places, taken.ids, taken.asked, occurrences)
+    for index in np.flatnonzero(occurrences > 0):  # only these are read again: their ids are not the prompt's
+        rows.ids[index] = int(rows.found(int(index)).prompt_id, 16)
+    return rows
+
+
+def _choose_rows(found: Scan, *, every: bool) -> tuple[Ints, Ints]:
+    """(indices of the rows taken, in order; the number of each among the rows of its prompt, or -1 without `every`)."""
+    groups: Any
+    groups, firsts, group = np.unique(found.asked if every else found.ids, return_index=True, return_inverse=True)
+    best = np.full(len(groups), -np.inf)
+    np.maximum.at(best, group, found.scores)
+    indices = np.flatnonzero(found.scores == best[group])
+    indices = indices[np.lexsort((indices, firsts[group[indices]]))]
+    _, starts, number = np.unique(firsts[group[indices]], return_index=True, return_inverse=True)
+    if not every:
+        return indices[starts], np.full(len(starts), -1)
+    return indices, np.arange(len(indices)) - starts[number]

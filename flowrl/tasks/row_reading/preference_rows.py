@@ -6,32 +6,30 @@ depends only on the prompt: no prompt is both trained on and held out.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from flowrl.tasks.arithmetic import careless_answer
-from flowrl.tasks.row_reading.files import (
+from flowrl.tasks.row_reading.columns import (
     CONVERSATIONS,
     Keys,
-    answer_of,
-    conversation,
+    answer_value,
     is_missing,
+    make_conversation,
     opened_columns,
-    plain,
     plain_reply,
+    plain_value,
+    require_prompt,
     require_score,
     score_of,
     tools_of,
 )
+from flowrl.tasks.row_reading.message_shapes import reply_text, with_system
 from flowrl.tasks.row_reading.record_formats import Malformed, RawRow, missing_column
-from flowrl.tasks.row_reading.shapes import with_system
-from flowrl.tasks.row_reading.tool_shapes import text_of
-from flowrl.tasks.rows import Row, Turns
+from flowrl.tasks.rows import Row, Turns, digest
+from flowrl.tasks.toy_tasks import careless_answer
 
 Kind = Literal["pairs", "labelled"]
 PAIR = ("chosen", "rejected")
@@ -58,90 +56,74 @@ class Preference(Row):
     @cached_property
     def prompt_id(self) -> str:
         """A hash of the conversation and its completions, as 16 hex digits."""
-        content = [*self.asked, *(self.columns[name] for name in (*PAIR, *LABELLED) if name in self.columns)]
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return digest([*self.asked, *(self.columns[name] for name in (*PAIR, *LABELLED) if name in self.columns)])
 
 
-def careless(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
+def careless_preferences(asked: Iterable[Row], kind: Kind) -> Iterator[Preference]:
     """Sums with the right answer chosen and the answer without carrying rejected; other sums are left out."""
     for row in asked:
         wrong = careless_answer(row.prompt)
         if wrong != row.answer:
             pair = Preference(row.turns, {**row.columns, "chosen": row.answer, "rejected": wrong})
-            yield from (pair,) if kind == "pairs" else _both(pair)
+            yield from (pair,) if kind == "pairs" else _both_completions(pair)
 
 
-def of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
+def make_preferences(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
     """The preferences of one record. A pair makes two labelled completions.
 
     Raises Malformed, and LowScore if the record's score is below `min_score`.
     """
-    found = _of_record(kind, keys, place, record)
-    require_score(place, score_of(place, record, keys), keys)
-    return found
-
-
-def _of_record(kind: Kind, keys: Keys, place: str, record: RawRow) -> tuple[Preference, ...]:
-    told = keys.opened(record)
-    if kind == "labelled" and not (keys.chosen in record and keys.rejected in record):
-        before = _prompt(place, told, keys, (keys.completion,))
-        turns = with_system(before, record)
-        tools = tools_of(place, record, keys)
-        judged = {
-            "completion": _completion(place, told, keys, "completion", (turns, before)),
-            "label": _label(place, record, keys),
-        }
-        opened = _opened(record, told, keys, (keys.completion,))
-        one = Preference(turns, _others(place, record, keys, tools) | judged, tools=tools, place=place, opened=opened)
-        one.require_short()
-        return (one,)
-    before = _prompt(place, told, keys, (keys.chosen, keys.rejected))
+    told = keys.open_messages(record)
+    is_single = kind == "labelled" and not (keys.chosen in record and keys.rejected in record)
+    completions = (keys.completion,) if is_single else (keys.chosen, keys.rejected)
+    before = _read_prompt(place, told, keys, completions)
     turns = with_system(before, record)
-    chosen, rejected = (_completion(place, told, keys, name, (turns, before)) for name in PAIR)
-    if chosen == rejected:
-        raise Malformed(f"{place}: chosen and rejected are the same, {text_of(chosen)[:60]!r}; leave the row out")
+    names = ("completion",) if is_single else PAIR
+    judged: dict[str, Any] = {name: _read_completion(place, told, keys, name, (turns, before)) for name in names}
+    if is_single:
+        judged["label"] = _read_label(place, record, keys)
+    elif judged["chosen"] == judged["rejected"]:
+        same = reply_text(judged["chosen"])
+        raise Malformed(f"{place}: chosen and rejected are the same, {same[:60]!r}; leave the row out")
     tools = tools_of(place, record, keys)
-    columns = _others(place, record, keys, tools) | {"chosen": chosen, "rejected": rejected}
-    opened = _opened(record, told, keys, (keys.chosen, keys.rejected))
-    pair = Preference(turns, columns, tools=tools, place=place, opened=opened)
-    pair.require_short()
-    return (pair,) if kind == "pairs" else _both(pair)
+    asked = (keys.prompt_column,) if keys.prompt_column in record else (keys.messages_column, CONVERSATIONS)
+    opened = opened_columns(record, told, (*asked, *completions))
+    columns = _other_columns(place, record, keys, tools) | judged
+    found = Preference(turns, columns, tools=tools, place=place, opened=opened)
+    found.require_short()
+    require_score(place, score_of(place, record, keys), keys)
+    return (found,) if is_single or kind == "pairs" else _both_completions(found)
 
 
-def _both(pair: Preference) -> tuple[Preference, ...]:
+def _both_completions(pair: Preference) -> tuple[Preference, ...]:
     """The two completions of a pair as separate rows; the column `pair` distinguishes them from others."""
     columns = {name: value for name, value in pair.columns.items() if name not in PAIR} | {"pair": pair.prompt_id}
     judged = ({**columns, "completion": pair.columns[name], "label": name == "chosen"} for name in PAIR)
     return tuple(Preference(pair.turns, one, tools=pair.tools, place=pair.place, opened=pair.opened) for one in judged)
 
 
-def _opened(record: RawRow, told: RawRow, keys: Keys, completions: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns that hold messages as text, of those from which a preference is made."""
-    asked = (keys.prompt_column,) if keys.prompt_column in record else (keys.messages_column, CONVERSATIONS)
-    return opened_columns(record, told, (*asked, *completions))
-
-
-def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
+def _read_prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) -> Turns:
     """The messages before the completion: those of the column that an option names, or of the prompt, else those with
     which all whole conversations begin, else those of a conversation."""
     named = {option: column for option in ("prompt", "messages") if (column := getattr(keys, option))}
     for option, column in named.items():
         if column in record:
             told = record[column]
-            return conversation(place, told, "prompt") if option == "prompt" else _asked(place, told, column)
+            return make_conversation(place, told, "prompt") if option == "prompt" else _asked(place, told, column)
     for option, column in named.items():
         raise missing_column(place, record, column, option)
     if keys.prompt_column in record:
-        return conversation(place, record[keys.prompt_column], "prompt")
+        return make_conversation(place, record[keys.prompt_column], "prompt")
     for column in columns:
         if column not in record:
-            raise _lacks(place, record, column, column)
+            raise _completion_problem(place, record, column, column)
     found = [record.get(column) for column in columns]
     wholes = [whole for whole in found if isinstance(whole, list) and len(whole) > 1]
     if wholes and len(wholes) == len(columns):
-        told = [conversation(place, whole, column, may_end=True) for whole, column in zip(wholes, columns, strict=True)]
-        return conversation(place, list(told[0][: _shared(told)]), f"{columns[0]} without its completion")
+        told = [
+            make_conversation(place, one, column, may_end=True) for one, column in zip(wholes, columns, strict=True)
+        ]
+        return make_conversation(place, list(told[0][: _num_shared(told)]), f"{columns[0]} without its completion")
     for column in (keys.messages_column, CONVERSATIONS):
         if column in record:
             return _asked(place, record[column], column)
@@ -153,15 +135,11 @@ def _prompt(place: str, record: RawRow, keys: Keys, columns: tuple[str, ...]) ->
 
 def _asked(place: str, told: object, column: str) -> Turns:
     """The messages of a conversation; a last turn of the assistant's is an answer, which the completions replace."""
-    turns = conversation(place, told, f"column {column!r}", may_end=True)
-    if turns[-1]["role"] != "assistant":
-        return turns
-    if len(turns) < 2:
-        raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
-    return turns[:-1]
+    turns = make_conversation(place, told, f"column {column!r}", may_end=True)
+    return turns if turns[-1]["role"] != "assistant" else require_prompt(place, turns, column)
 
 
-def _shared(told: Sequence[Turns]) -> int:
+def _num_shared(told: Sequence[Turns]) -> int:
     """Number of messages in the prompt: the longest common beginning after which all continue with an assistant's
     message."""
     most = min(map(len, told)) - 1
@@ -169,7 +147,7 @@ def _shared(told: Sequence[Turns]) -> int:
     return next((n for n in range(number, 0, -1) if all(one[n]["role"] == "assistant" for one in told)), most)
 
 
-def _completion(place: str, record: RawRow, keys: Keys, name: str, prompts: Sequence[Turns]) -> str | Turns:
+def _read_completion(place: str, record: RawRow, keys: Keys, name: str, prompts: Sequence[Turns]) -> str | Turns:
     """A completion, given as text or as turns that start with the assistant's, with or without the prompt's turns
     before: `prompts` are these turns, with and without the row's own system message.
 
@@ -178,7 +156,7 @@ def _completion(place: str, record: RawRow, keys: Keys, name: str, prompts: Sequ
     column: str = getattr(keys, name)
     found = record.get(column)
     if isinstance(found, list) and found:
-        told = conversation(place, found, column, may_end=True)
+        told = make_conversation(place, found, column, may_end=True)
         told = next((told[len(turns) :] for turns in prompts if told[: len(turns)] == turns), told)
         ends = (told[0]["role"], told[-1]["role"]) if told else ()
         found = plain_reply(place, told, column) if ends == ("assistant", "assistant") else None
@@ -186,10 +164,10 @@ def _completion(place: str, record: RawRow, keys: Keys, name: str, prompts: Sequ
             return found
     if isinstance(found, str) and found.strip():
         return found
-    raise _lacks(place, record, column, name)
+    raise _completion_problem(place, record, column, name)
 
 
-def _lacks(place: str, record: RawRow, column: str, option: str) -> Malformed:
+def _completion_problem(place: str, record: RawRow, column: str, option: str) -> Malformed:
     there = f"is {str(record[column])[:60]!r}" if column in record else f"is missing (there are {', '.join(record)})"
     return Malformed(
         f"{place}: the column {column!r} {there}; it needs text, or the assistant's turn, alone or after the "
@@ -197,7 +175,7 @@ def _lacks(place: str, record: RawRow, column: str, option: str) -> Malformed:
     )
 
 
-def _label(place: str, record: RawRow, keys: Keys) -> bool:
+def _read_label(place: str, record: RawRow, keys: Keys) -> bool:
     found = record.get(keys.label)
     if isinstance(found, str):  # a cell of a CSV file
         found = {"true": True, "1": True, "false": False, "0": False}.get(found.strip().lower(), found)
@@ -210,14 +188,14 @@ def _label(place: str, record: RawRow, keys: Keys) -> bool:
     return bool(found)
 
 
-def _others(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, Any]:
+def _other_columns(place: str, record: RawRow, keys: Keys, tools: Turns) -> dict[str, Any]:
     """The other columns, which rewards may need. Raises Malformed if an option names an answer that is missing."""
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")
     used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system"}
     used |= {keys.chosen, keys.rejected, keys.completion, keys.label}
     used |= set() if keys.prompt_column in record else {CONVERSATIONS}
-    columns = {key: plain(value) for key, value in record.items() if key not in used}
+    columns = {key: plain_value(value) for key, value in record.items() if key not in used}
     if not is_missing(answer := record.get(keys.answer_column)):
-        columns["answer"] = answer_of(answer)
+        columns["answer"] = answer_value(answer)
     return columns | ({"tools": tools} if tools else {})

@@ -14,41 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from flowrl.errors import ConfigError
 from flowrl.hub import HubName
-from flowrl.tasks.arithmetic import Arithmetic
-from flowrl.tasks.input_template import asked_of_source
-from flowrl.tasks.row_reading import files, preference_rows, text_rows
-from flowrl.tasks.row_reading.files import Keys
-from flowrl.tasks.row_reading.indexed_rows import StoredRows, by_id, joined
+from flowrl.tasks.row_reading.columns import Keys, TextKeys, make_row, make_text_row
+from flowrl.tasks.row_reading.indexed_rows import StoredRows, join_rows, part_rows, rows_by_id, scan_source
+from flowrl.tasks.row_reading.preference_rows import Kind, careless_preferences, make_preferences
 from flowrl.tasks.row_reading.record_formats import FORMATS, RawRow, Reading, read_records
 from flowrl.tasks.row_reading.row_files import files_of, hub_dataset, is_file_task, require_there
-from flowrl.tasks.row_reading.row_index import rows_of, scan_source
 from flowrl.tasks.row_reading.row_stores import FileRows, HeldRows, RowStore, num_bytes_of
-from flowrl.tasks.row_reading.text_rows import TextKeys
-from flowrl.tasks.rows import Row, Rows
-from flowrl.tasks.sticks import SticksRules
+from flowrl.tasks.rows import OF_TASK, WEIGHT, Row, Rows, word_row
 from flowrl.tasks.task import Task
+from flowrl.tasks.toy_tasks import Arithmetic, SticksRules
 
 Options = TypeVar("Options")
 AUTO_BYTES = 256 << 20
 """Rows of files that together have more bytes than this stay on disk, unless the task says otherwise."""
 
 
-@dataclass(frozen=True)
-class RowKind:
-    """The kind of rows that a node wants: the options that say where they are in a record, and how to make them from
-    it."""
-
-    keys: type[Keys] | type[TextKeys]
-    of_record: Callable[[Any, str, RawRow], tuple[Row, ...]]
-    generated: Callable[[Task], Iterable[Row]]
-    """The rows of a source without files. Raises ConfigError if the source cannot generate any."""
-    every: bool = False
-    """Whether rows that repeat a prompt are also taken."""
+# What nodes load
 
 
 def load_rows(task: Task, *, whole: bool = False) -> Rows:
@@ -59,19 +45,6 @@ def load_rows(task: Task, *, whole: bool = False) -> Rows:
     return _with_training_rows(task, all_rows(task), whole)
 
 
-UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
-"""Rows that `all_rows` has loaded for tasks without repeated prompts, while they are still referenced elsewhere."""
-
-
-@functools.lru_cache(maxsize=8)
-def all_rows(task: Task) -> Rows:
-    """`load_rows` of a task that may have no training rows."""
-    found = _loaded(task, _with_answers(task))
-    if not found.repeated:
-        UNREPEATED[task] = found
-    return found
-
-
 def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
     """`load_rows` for learning from the answers: rows of files that answer the same prompt differently are all
     taken."""
@@ -80,18 +53,66 @@ def load_demonstrations(task: Task, *, whole: bool = False) -> Rows:
     return _with_training_rows(task, all_demonstrations(task), whole)
 
 
+def load_texts(task: Task, *, whole: bool = False) -> Rows:
+    """The texts of `task`, each as the prompt of a row, including repeated ones; the split is by text."""
+    if len(task.sources) > 1:
+        raise ConfigError(f"task {task.name!r} is a mixture, and texts are read from one; name a pattern of files")
+    return _with_training_rows(task, all_texts(task), whole)
+
+
+@functools.lru_cache(maxsize=8)
+def load_preferences(task: Task, kind: Kind) -> Rows:
+    """The pairs of `task`, or its labelled completions (a pair makes two); the split is by prompt.
+
+    `arithmetic` prefers right answers to answers without carrying.
+    """
+
+    def generate(source: Task) -> Iterable[Row]:
+        if source.source == "arithmetic":
+            return careless_preferences(_generate_rows(source), kind)
+        raise ConfigError(
+            f"task {source.name!r} has no preferences: it is neither arithmetic, nor a file ({FORMATS}) or dataset "
+            "directory on this machine, nor a dataset of the Hub; name one with the columns chosen and rejected, or "
+            "completion and label"
+        )
+
+    found = _load_sources(task, RowKind(Keys, partial(make_preferences, kind), generate))
+    return _with_training_rows(task, found, whole=False)
+
+
+UNREPEATED: WeakValueDictionary[Task, Rows] = WeakValueDictionary()
+"""Rows that `all_rows` has loaded for tasks without repeated prompts, while they are still referenced elsewhere."""
+
+
+@functools.lru_cache(maxsize=8)
+def all_rows(task: Task) -> Rows:
+    """`load_rows` of a task that may have no training rows."""
+    found = _load_sources(task, _kind_with_answers(task))
+    if not found.repeated:
+        UNREPEATED[task] = found
+    return found
+
+
 @functools.lru_cache(maxsize=8)
 def all_demonstrations(task: Task) -> Rows:
     """`load_demonstrations` of a task that has files, and may have no training rows.
 
     If no row repeats a prompt, they are the rows of `load_rows`, and are not read again.
     """
-    return UNREPEATED.get(task) or _loaded(task, _with_answers(task, every=True))
+    return UNREPEATED.get(task) or _load_sources(task, _kind_with_answers(task, every=True))
 
 
-def _with_answers(task: Task, *, every: bool = False) -> RowKind:
-    """Rows with the answers that the reward of the whole task needs, even if the task is a mixture."""
-    return RowKind(Keys, partial(files.of_record, compared=task.compares), _generated, every)
+@functools.lru_cache(maxsize=4)
+def all_texts(task: Task) -> Rows:
+    """`load_texts` of a task that may have no texts to train on."""
+
+    def generate(source: Task) -> Iterable[Row]:
+        raise ConfigError(
+            f"task {source.name!r} has no texts: it is neither a file ({FORMATS}), pattern or dataset directory on "
+            "this machine, nor a dataset of the Hub; name one with the column text"
+        )
+
+    return _load_sources(task, RowKind(TextKeys, make_text_row, generate, every=True))
 
 
 class KnownRows:
@@ -104,8 +125,8 @@ class KnownRows:
 
     def __init__(self, task: Task) -> None:
         found = load_demonstrations(task, whole=True)
-        self._rows = joined(found.train, found.held_out)
-        self._by_id = by_id(self._rows)
+        self._rows = join_rows(found.train, found.held_out)
+        self._by_id = rows_by_id(self._rows)
 
     def get(self, prompt_id: str) -> Row | None:
         """The row of a sample; None if the task has no row with this prompt id."""
@@ -116,28 +137,32 @@ class KnownRows:
         return list(itertools.islice((row for row in self._rows if row.prompt_id == row.asked_id), most))
 
 
-def load_texts(task: Task, *, whole: bool = False) -> Rows:
-    """The texts of `task`, each as the prompt of a row, including repeated ones; the split is by text."""
-    if len(task.sources) > 1:
-        raise ConfigError(f"task {task.name!r} is a mixture, and texts are read from one; name a pattern of files")
-    return _with_training_rows(task, all_texts(task), whole)
+def _with_training_rows(task: Task, found: Rows, whole: bool) -> Rows:
+    """Returns `found`. Raises ConfigError if it has no training rows, unless `whole`."""
+    if not found.train and not whole:
+        raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
+    return found
 
 
-@functools.lru_cache(maxsize=4)
-def all_texts(task: Task) -> Rows:
-    """`load_texts` of a task that may have no texts to train on."""
-    return _loaded(task, RowKind(TextKeys, text_rows.of_record, _no_texts, every=True))
+# How they are read
 
 
-@functools.lru_cache(maxsize=8)
-def load_preferences(task: Task, kind: preference_rows.Kind) -> Rows:
-    """The pairs of `task`, or its labelled completions (a pair makes two); the split is by prompt.
+@dataclass(frozen=True)
+class RowKind:
+    """The kind of rows that a node wants: the options that say where they are in a record, and how to make them from
+    it."""
 
-    `arithmetic` prefers right answers to answers without carrying.
-    """
-    made = partial(preference_rows.of_record, kind)
-    found = _loaded(task, RowKind(Keys, made, partial(_generated_preferences, kind)))
-    return _with_training_rows(task, found, whole=False)
+    keys: type[Keys] | type[TextKeys]
+    make: Callable[[Any, str, RawRow], tuple[Row, ...]]
+    generate: Callable[[Task], Iterable[Row]]
+    """The rows of a source without files. Raises ConfigError if the source cannot generate any."""
+    every: bool = False
+    """Whether rows that repeat a prompt are also taken."""
+
+
+def _kind_with_answers(task: Task, *, every: bool = False) -> RowKind:
+    """Rows with the answers that the reward of the whole task needs, even if the task is a mixture."""
+    return RowKind(Keys, partial(make_row, compared=task.compares), _generate_rows, every)
 
 
 class OneSource:
@@ -176,19 +201,25 @@ class OneSource:
         """Size of its files."""
         return sum(num_bytes_of(path, self.keys.split) for path in self.paths)
 
-    def rows(self) -> Iterator[Row]:
+    def read_rows(self) -> Iterator[Row]:
         """Every row, read or generated. Raises ConfigError, and Malformed if `reading` stops at malformed records."""
         if self.place is None:
-            yield from self._kind.generated(self.task)
+            yield from self._kind.generate(self.task)
             return
         for path in self.paths:
             for place, record in read_records(path, self.keys.split, self.reading):
-                make = partial(self._kind.of_record, self.keys, place, record)
+                make = partial(self._kind.make, self.keys, place, record)
                 for row in self.reading.attempt_at(place, make) or ():
-                    self.note(row)
+                    self.note_opened(row)
                     yield row
 
-    def note(self, row: Row) -> None:
+    def open_stores(self, on_disk: bool) -> Sequence[RowStore]:
+        """The stores that single rows are read from. Raises ConfigError."""
+        if not on_disk:
+            return (HeldRows([*self.read_rows()]),)
+        return [FileRows(path, self.keys.split, partial(self._kind.make, self.keys)) for path in self.paths]
+
+    def note_opened(self, row: Row) -> None:
         """Remember which of the row's columns hold messages as text."""
         if row.opened:
             self._opened.update(dict.fromkeys(row.opened))
@@ -203,20 +234,7 @@ class OneSource:
             for column in self._opened
         )
 
-    def chosen(self) -> Rows:
-        """The rows in memory that are taken from one source of a mixture."""
-        found = (Rows.every if self.every else Rows.split)(self.rows())
-        self.repeated = found.repeated
-        return found
-
-    def stores(self, on_disk: bool) -> Sequence[RowStore]:
-        """The stores that single rows are read from. Raises ConfigError."""
-        if not on_disk:
-            return (HeldRows([*self.rows()]),)
-        of_record = partial(self._kind.of_record, self.keys)
-        return [FileRows(path, self.keys.split, of_record) for path in self.paths]
-
-    def require(self, number: int) -> None:
+    def require_rows(self, number: int) -> None:
         """Raise ConfigError if there is no row."""
         if not number:
             skipped = self.reading.skipped
@@ -226,19 +244,19 @@ class OneSource:
             raise ConfigError(f"task {self.task.name!r} has no rows at all{said}; add rows, or name other data")
 
 
-def _with_training_rows(task: Task, found: Rows, whole: bool) -> Rows:
-    """Returns `found`. Raises ConfigError if it has no training rows, unless `whole`."""
-    if not found.train and not whole:
-        raise ConfigError(f"task {task.name!r} has no training rows ({len(found.held_out)} are held out); add rows")
-    return found
-
-
-def _loaded(task: Task, kind: RowKind) -> Rows:
+def _load_sources(task: Task, kind: RowKind) -> Rows:
     """The rows of all sources, with the counts and errors of rows left out. Raises ConfigError if a source has none."""
     mixed = len(task.sources) > 1
     sources = [OneSource(Task(term.text) if mixed else task, kind, term.text * mixed) for term in task.sources]
-    on_disk = _stay_on_disk(sources)
-    found = _indexed(task, kind, sources, on_disk) if any(on_disk) else _held(task, kind, sources)
+    wanted = [source.where for source in sources]
+    in_sum = 0
+    if "auto" in wanted:
+        in_sum = sum(source.num_bytes for source, where in zip(sources, wanted, strict=True) if where != "memory")
+    on_disk = [where == "disk" or (where == "auto" and in_sum > AUTO_BYTES) for where in wanted]
+    if any(on_disk):
+        found = _index_rows(task, kind, sources, on_disk)
+    else:
+        found = (Rows.every if kind.every else Rows.split)(_held_rows(task, sources))
     readings = [source.reading for source in sources]
     return dataclasses.replace(
         found,
@@ -249,50 +267,38 @@ def _loaded(task: Task, kind: RowKind) -> Rows:
     )
 
 
-def _stay_on_disk(sources: Sequence[OneSource]) -> list[bool]:
-    """For each source, whether its rows stay in their files."""
-    wanted = [source.where for source in sources]
-    if "auto" not in wanted:
-        return [where == "disk" for where in wanted]
-    in_sum = sum(source.num_bytes for source, where in zip(sources, wanted, strict=True) if where != "memory")
-    return [where == "disk" or (where == "auto" and in_sum > AUTO_BYTES) for where in wanted]
+def _held_rows(task: Task, sources: Sequence[OneSource]) -> Iterator[Row]:
+    """The rows in memory of all sources, put into the task's template; in a mixture only those that are taken from
+    each, those for training first."""
+    for source in sources:
+        rows: Iterable[Row] = source.read_rows()
+        if len(sources) > 1:
+            taken = (Rows.every if source.every else Rows.split)(rows)
+            source.repeated = taken.repeated
+            rows = (*taken.train, *taken.held_out)
+        number = 0
+        for row in rows:
+            number += 1
+            yield word_row(row, source.name, task.template, task.reasoning)
+        source.require_rows(number)
 
 
-def _indexed(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: Sequence[bool]) -> Rows:
-    stores = [source.stores(stays) for source, stays in zip(sources, on_disk, strict=True)]
+def _index_rows(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: Sequence[bool]) -> Rows:
+    """The rows of all sources, of which some stay on disk."""
+    stores = [source.open_stores(stays) for source, stays in zip(sources, on_disk, strict=True)]
     names = [source.name for source, own in zip(sources, stores, strict=True) for _ in own]
     stored = StoredRows([store for own in stores for store in own], names, task.template, task.reasoning)
     scans, first = [], 0
     for source, own in zip(sources, stores, strict=True):
         places = range(first, first := first + len(own))
-        note, every = source.note, source.every
+        note, every = source.note_opened, source.every
         scan, source.repeated = scan_source(stored, places, source.reading, note, every=every, mixed=len(sources) > 1)
+        source.require_rows(len(scan))
         scans.append(scan)
-        source.require(len(scans[-1]))
-    return rows_of(stored, scans, every=kind.every)
+    return part_rows(stored, scans, every=kind.every)
 
 
-def _held(task: Task, kind: RowKind, sources: Sequence[OneSource]) -> Rows:
-    return (Rows.every if kind.every else Rows.split)(_asked(task, sources))
-
-
-def _asked(task: Task, sources: Sequence[OneSource]) -> Iterator[Row]:
-    """The rows in memory of all sources, put into the task's template; in a mixture only those that are taken from
-    each."""
-    for source in sources:
-        number = 0
-        for row in source.rows() if len(sources) == 1 else _both_parts(source.chosen()):
-            number += 1
-            yield asked_of_source(row, source.name, task.template, task.reasoning)
-        source.require(number)
-
-
-def _both_parts(rows: Rows) -> Iterator[Row]:
-    yield from rows.train
-    yield from rows.held_out
-
-
-def _generated(task: Task) -> Iterable[Row]:
+def _generate_rows(task: Task) -> Iterable[Row]:
     if task.source == "arithmetic":
         return options_of(Arithmetic, task).rows()
     if task.source == "sticks":
@@ -300,30 +306,13 @@ def _generated(task: Task) -> Iterable[Row]:
     if task.source.startswith("reasoning_gym/"):
         from flowrl.tasks import reasoning
 
-        return reasoning.rows(task)
+        return reasoning.generate_rows(task)
     close = difflib.get_close_matches(task.source, ["arithmetic", "sticks", "reasoning_gym/chain_sum"], 1, 0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
         f"there is no task {task.source!r}: it is neither arithmetic, nor sticks, nor reasoning_gym/NAME, nor a file "
         f"({FORMATS}), pattern or dataset directory on this machine, nor OWNER/NAME, as datasets of the Hub are named."
         f"{hint}"
-    )
-
-
-def _generated_preferences(kind: preference_rows.Kind, task: Task) -> Iterable[Row]:
-    if task.source == "arithmetic":
-        return preference_rows.careless(_generated(task), kind)
-    raise ConfigError(
-        f"task {task.name!r} has no preferences: it is neither arithmetic, nor a file ({FORMATS}) or dataset "
-        "directory on this machine, nor a dataset of the Hub; name one with the columns chosen and rejected, or "
-        "completion and label"
-    )
-
-
-def _no_texts(task: Task) -> Iterable[Row]:
-    raise ConfigError(
-        f"task {task.name!r} has no texts: it is neither a file ({FORMATS}), pattern or dataset directory on this "
-        "machine, nor a dataset of the Hub; name one with the column text"
     )
 
 
@@ -348,3 +337,74 @@ def options_of(kind: type[Options], task: Task) -> Options:
         if not isinstance(value, (int, float) if wanted is float else wanted):
             raise ConfigError(f"task {task.name!r}: option {key} is {value!r} and needs {wanted.__name__}")
     return kind(**task.options)
+
+
+# Columns that other trainers read
+
+
+RowUse = Literal["prompts", "responses", "preferences"]
+"""What is done with rows: prompts are asked (the columns go to rewards), responses are learned from, preferences are
+compared."""
+LEARNED: tuple[RowUse, ...] = ("responses", "preferences")
+EVERYWHERE: tuple[RowUse, ...] = ("prompts", *LEARNED)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+REFUSED: Mapping[str, tuple[tuple[RowUse, ...], str]] = {
+    **dict.fromkeys(MEDIA, (EVERYWHERE, "policies read text alone; take the column, or such rows, out of the data")),
+    "chat_template_kwargs": (
+        EVERYWHERE,
+        "variables of the chat template are the same for all rows; take the column out of the data, and set them with "
+        "--chat-template-kwargs",
+    ),
+    "functions": (
+        EVERYWHERE,
+        "definitions of tools are read from the column 'tools'; write FILE:tools=functions, or tools=none if it has "
+        "another meaning",
+    ),
+    WEIGHT: (
+        LEARNED,
+        "a row has no weight in the loss, only its messages have one; repeat rows or leave rows out, and take the "
+        "column out of the data",
+    ),
+    "label": (
+        ("responses",),
+        "its completion is undesirable, and would be imitated; leave such rows out, train with kto, or write "
+        "FILE:answer=completion to learn from all completions",
+    ),
+    **dict.fromkeys(
+        ("completion_mask", "assistant_masks"),
+        (LEARNED, "what is trained is told by the messages' roles and weights; take the column out of the data"),
+    ),
+}
+"""Column that would be lost in silence here -> (where rows with a value in it are refused, what to do). docs/data.md
+has a table of what becomes of other trainers' columns."""
+
+
+def require_served(task: Task, rows: Iterable[Row], use: RowUse) -> None:
+    """Raise ConfigError for the first row with a column that another trainer would read, and this one would not."""
+    wanted = {name: advice for name, (uses, advice) in REFUSED.items() if use in uses}
+    mixed = len(task.sources) > 1
+    options: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if wanted.keys().isdisjoint(row.columns):
+            continue
+        source = str(row.columns[OF_TASK]) if mixed else task.name
+        if source not in options:
+            options[source] = Task(source).options
+        for name, advice in wanted.items():
+            if name in row.columns and _is_lost(name, row.columns, options[source]):
+                raise ConfigError(
+                    f"{row.place or source}: the row has {name} = {str(row.columns[name])[:40]!r}, which is not read "
+                    f"here: {advice}"
+                )
+
+
+def _is_lost(name: str, columns: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether the column's value says something that other trainers heed."""
+    value = columns[name]
+    if name == "functions":
+        return "tools" not in options and bool(value)
+    if name == WEIGHT:
+        return isinstance(value, int | float) and value != 1
+    if name == "label":
+        return value is False and "completion" in columns and "answer" not in options
+    return value is not None and value != "" and (not isinstance(value, tuple | Mapping) or len(value) > 0)

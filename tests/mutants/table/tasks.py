@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="openrlhf_queries_lack_the_response",
         fault="OpenRLHF's queries are prompts alone",
-        function="_of_openrlhf.call",
+        function="_call_as_openrlhf.call",
         before="queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]",
         after="queries = [prompt + response[:0] for prompt, response in zip(prompts, responses, strict=True)]",
         test="tests/tasks/test_rewards_conventions.py::test_openrlhf_gets_queries_prompts_and_labels_at_once",
@@ -40,9 +40,9 @@ MUTANTS = (
     Mutant(
         name="part_of_a_preference_by_its_completions",
         fault="on disk a preference is held out by its completions, too, so a prompt is trained and held out",
-        function="rows_of",
-        before="held_out = _held_out(found.asked[indices])",
-        after="held_out = _held_out(found.ids[indices])",
+        function="part_rows",
+        before="held_out = _is_held_out(found.asked[indices])",
+        after="held_out = _is_held_out(found.ids[indices])",
         test="tests/tasks/test_tasks_on_disk.py::test_preferences_are_the_same",
     ),
     Mutant(

@@ -26,8 +26,7 @@ from pydantic import ValidationError
 from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.tools.tool import ToolError
 from flowrl.proxies import proxy_of
-from flowrl.tasks.program_variables import program_variables
-from flowrl.tasks.user_module import one_line
+from flowrl.tasks.user_code import one_line, program_variables
 
 Found = TypeVar("Found")
 LOST = (-32000, -32600)

@@ -1,7 +1,8 @@
 """Makes rows from records: which column holds what, in the common shapes of data.
 
 A record has a prompt and an answer, a conversation (`messages`, or ShareGPT's `conversations`), or Alpaca's
-`instruction`, `input` and `output`. Every record has a place, such as `train.jsonl:17`, which errors name.
+`instruction`, `input` and `output`; or it is a text without roles. Every record has a place, such as `train.jsonl:17`,
+which errors name.
 """
 
 from __future__ import annotations
@@ -16,22 +17,30 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.message_base import scalar_problem
-from flowrl.tasks.checks.answer_checks import CHECKS
-from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time
-from flowrl.tasks.row_reading.record_formats import LowScore, Malformed, RawRow, column_hint, missing_column
-from flowrl.tasks.row_reading.shapes import (
+from flowrl.tasks.checks.answer_checks import CHECKS, NEEDED
+from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time, missing_tests
+from flowrl.tasks.checks.maths import is_readable
+from flowrl.tasks.row_reading.message_shapes import (
     ALPACA,
     ROLES,
-    alpaca,
+    alpaca_prompt,
+    from_sharegpt,
     is_alpaca,
     is_turn,
-    messages,
-    of_sharegpt,
+    make_definitions,
+    make_turns,
+    reply_text,
     with_messages,
     with_system,
 )
-from flowrl.tasks.row_reading.tool_shapes import definitions, text_of
-from flowrl.tasks.row_reading.usable_answers import lacking
+from flowrl.tasks.row_reading.record_formats import (
+    LowScore,
+    Malformed,
+    NothingInIt,
+    RawRow,
+    column_hint,
+    missing_column,
+)
 from flowrl.tasks.rows import Row, Turns
 
 MALFORMED, WHERE, TEXTS = ("stop", "skip"), ("auto", "memory", "disk"), ("messages", "raw")
@@ -94,7 +103,7 @@ class Keys:
     than 256 MiB."""
 
     def __post_init__(self) -> None:
-        require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE, text=TEXTS)
+        _require_choices(self, check=tuple(CHECKS), malformed=MALFORMED, rows=WHERE, text=TEXTS)
         for name, value in self.code_limits.items():
             if self.check != "code":
                 raise ConfigError(f"option {name} of a task is for check=code, and this one has check={self.check}")
@@ -116,7 +125,7 @@ class Keys:
         """The column of the answer, whether an option names it or not."""
         return self.answer or "answer"
 
-    def opened(self, record: RawRow) -> RawRow:
+    def open_messages(self, record: RawRow) -> RawRow:
         """The record with the messages that its columns of conversations and responses hold as text."""
         if self.text == "raw":
             return record
@@ -131,47 +140,97 @@ class Keys:
         return {name: value for name, (value, usual) in given.items() if value != usual}
 
 
-def require_choices(keys: object, **choices: tuple[str, ...]) -> None:
+@dataclass(frozen=True)
+class TextKeys:
+    """Options of a task whose rows are texts."""
+
+    text: str = "text"
+    """The column that holds the text."""
+    split: str = "train"
+    """Datasets with several splits: the one to read."""
+    config: str = ""
+    """Datasets of the Hub with several configurations: the one to read."""
+    malformed: str = "stop"
+    """Rows that cannot be used: stop before training, or skip and count them."""
+    rows: str = "auto"
+    """Where texts and their tokens are: memory; disk; auto, which is disk for files of more than 256 MiB."""
+
+    def __post_init__(self) -> None:
+        _require_choices(self, malformed=MALFORMED, rows=WHERE)
+
+
+def _require_choices(keys: object, **choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless each of these options has one of its values."""
     for name, known in choices.items():
         if getattr(keys, name) not in known:
             raise ConfigError(f"option {name} of a task is {getattr(keys, name)!r}; it needs {', or '.join(known)}")
 
 
-def of_record(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -> tuple[Row, ...]:
+# Rows
+
+
+def make_text_row(keys: TextKeys, place: str, record: RawRow) -> tuple[Row, ...]:
+    """The row of one record that is a text without roles. Raises Malformed."""
+    text = record.get(keys.text)
+    if not isinstance(text, str):
+        there = f"is {str(text)[:60]!r}" if keys.text in record else f"is missing (there are {', '.join(record)})"
+        raise Malformed(
+            f"{place}: the column {keys.text!r} {there}; it needs text; to use another column, name it after the "
+            "task's name: FILE:text=COLUMN"
+        )
+    row = Row(({"role": "user", "content": text},), place=place)
+    if not text.strip():
+        raise NothingInIt(f"{place}: the text is empty")
+    return (row,)
+
+
+def make_row(keys: Keys, place: str, record: RawRow, *, compared: bool = True) -> tuple[Row, ...]:
     """The row of one record. Raises Malformed, and LowScore if the record's score is below `min_score`.
 
     `compared`: the task's own verifier compares responses with its answer.
     """
-    row = _row(place, record, keys)
-    row.require_short()
-    require_score(place, row.score, keys)
-    if keys.malformed == "skip" and (needed := lacking(keys.check, row, compared=compared)):
-        raise Malformed(f"{place}: the answer is {str(row.answer)[:60]!r}, and check={keys.check} needs {needed}")
-    return (row,)
-
-
-def _row(place: str, record: RawRow, keys: Keys) -> Row:
-    told = keys.opened(record)
+    told = keys.open_messages(record)
     column = _asking_column(place, record, keys)
-    turns, reference = _asked(place, told, keys, column)
+    turns, reference = _read_question(place, told, keys, column)
     tools = tools_of(place, record, keys)
-    return Row(
+    columns = _columns_for_rewards(place, record, keys, column, reference)
+    other = next((name for name in CONVERSED if isinstance(told.get(name), list)), "")
+    row = Row(
         turns,
-        _columns(place, record, keys, column, reference) | ({"tools": tools} if tools else {}),
+        columns | ({"tools": tools} if tools else {}),
         score_of(place, record, keys),
         as_messages=not isinstance(told[column], str),
         tools=tools,
         reply=reference.reply,
         place=place,
         opened=opened_columns(record, told, (column, *reference.columns)),
-        unread=_unread(told) if column == keys.prompt_column else "",
+        unread=other if column == keys.prompt_column else "",
     )
+    row.require_short()
+    require_score(place, row.score, keys)
+    if keys.malformed == "skip" and (needed := _missing_in_answer(keys.check, row, compared=compared)):
+        raise Malformed(f"{place}: the answer is {str(row.answer)[:60]!r}, and check={keys.check} needs {needed}")
+    return (row,)
 
 
-def _unread(record: RawRow) -> str:
-    """The column with a conversation that a record has besides its prompt."""
-    return next((name for name in CONVERSED if isinstance(record.get(name), list)), "")
+def _missing_in_answer(check: str, row: Row, *, compared: bool) -> str:
+    """What the check needs and the row's answer does not have; "" if nothing is missing. `malformed=skip` leaves such
+    rows out; without it, `flowrl.tasks.check_answers` reports them before a run.
+
+    A row without an answer lacks nothing: it is a prompt for a teacher, or for a reward that needs no answer. An answer
+    that is a list or mapping lacks nothing either, unless the task's own verifier compares with it (`compared`).
+    """
+    if row.answer is None:
+        return ""
+    if check == "code":
+        return missing_tests(row.answer, row.columns.get("entry_point"))
+    if not row.text_answer:
+        return "a text" if compared else ""
+    answer = str(row.answer)
+    if check == "math":
+        return "" if is_readable(answer) else "a number or formula"
+    needed, find = NEEDED.get(check, ("", bool))
+    return needed if needed and find(answer) is None else ""
 
 
 def opened_columns(record: RawRow, told: RawRow, columns: Iterable[str]) -> tuple[str, ...]:
@@ -179,26 +238,21 @@ def opened_columns(record: RawRow, told: RawRow, columns: Iterable[str]) -> tupl
     return tuple(name for name in columns if told.get(name) is not record.get(name))
 
 
-def _columns(place: str, record: RawRow, keys: Keys, column: str, reference: RightResponse) -> dict[str, Any]:
-    """What rewards receive: the answer, and the columns that the record's shape does not use."""
+def _columns_for_rewards(
+    place: str, record: RawRow, keys: Keys, column: str, reference: RightResponse
+) -> dict[str, Any]:
+    """What rewards receive: the answer, and the columns that the record's shape does not use; with check=code the time
+    limits for the row's programs, its own or else those of the task's options."""
     used = {keys.prompt_column, keys.messages_column, keys.answer_column, "answer", "system", column}
     used |= {*ALPACA} if _is_alpacas(column, keys) else set()
-    found = {key: plain(value) for key, value in record.items() if key not in used}
-    if keys.check == "code":
-        found = {**found, **_times(place, record, keys)}
-    return found if reference.answer is None else {**found, "answer": reference.answer}
-
-
-def _times(place: str, record: RawRow, keys: Keys) -> dict[str, Any]:
-    """The columns with the time limits for a row's programs: the row's own, else those of the task's options."""
-    found: dict[str, Any] = {}
-    for name in ("case_s", "total_s"):
-        value = _number(record.get(name))
+    found = {key: plain_value(value) for key, value in record.items() if key not in used}
+    for name in ("case_s", "total_s") if keys.check == "code" else ():
+        value = _number_in_cell(record.get(name))
         if value is not None and not is_time(value):
             raise Malformed(f"{place}: the column {name!r} is {value!r}; it needs a number of seconds above 0")
         if (limit := keys.code_limits.get(name) if value is None else value) is not None:
             found[name] = limit
-    return found
+    return found if reference.answer is None else {**found, "answer": reference.answer}
 
 
 def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
@@ -207,20 +261,10 @@ def tools_of(place: str, record: RawRow, keys: Keys) -> Turns:
         return ()
     if keys.tools not in record and keys.tools != "tools":
         raise missing_column(place, record, keys.tools, "tools")
-    return definitions(place, record.get(keys.tools), keys.tools)
+    return make_definitions(place, record.get(keys.tools), keys.tools)
 
 
-@dataclass(frozen=True)
-class RightResponse:
-    """What a record says about the response to its prompt."""
-
-    answer: Any = None
-    """What rewards compare with: text, a number, or a list or mapping such as a program's tests. None: nothing."""
-    reply: Turns = ()
-    """The response to learn from, unless it is the text of `answer`: the record has a response apart from the answer,
-    or the response calls tools."""
-    columns: tuple[str, ...] = ()
-    """Where the two were found."""
+# Questions
 
 
 def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
@@ -241,16 +285,32 @@ def _asking_column(place: str, record: RawRow, keys: Keys) -> str:
     raise Malformed(f"{place}: no column {wanted!r}; {hint} (after the task's name: FILE:{option}=COLUMN){other}")
 
 
-def _asked(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, RightResponse]:
+def _read_question(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, RightResponse]:
     """The messages before the response, and what the record says about the response."""
     if _is_alpacas(column, keys):
-        turns = conversation(place, alpaca(place, record), "instruction with its input and history")
-        reference = _reference(place, record, keys, response=OUTPUT)
+        told = alpaca_prompt(place, record)
+        turns = make_conversation(place, told, "instruction with its input and history")
+        reference = _read_answer(place, record, keys, response=OUTPUT)
     elif column == keys.messages or column not in (keys.prompt_column, INSTRUCTION):
-        turns, reference = _messages(place, record, keys, column)
+        turns = make_conversation(place, record[column], f"column {column!r}", may_end=True)
+        if turns[-1]["role"] != "assistant":
+            reference = _read_answer(place, record, keys)
+        else:
+            last, turns = turns[-1:], require_prompt(place, turns, column)
+            reference = (
+                _read_answer(place, record, keys) if keys.answer else _response_of_turns(place, last, "last message")
+            )
     else:
-        turns, reference = conversation(place, record[column], "prompt"), _reference(place, record, keys)
+        turns = make_conversation(place, record[column], "prompt")
+        reference = _read_answer(place, record, keys)
     return with_system(turns, record), reference
+
+
+def require_prompt(place: str, turns: Turns, column: str) -> Turns:
+    """The turns before the last one, which is the answer. Raises Malformed if there are none."""
+    if len(turns) < 2:
+        raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
+    return turns[:-1]
 
 
 def _is_alpacas(column: str, keys: Keys) -> bool:
@@ -258,36 +318,18 @@ def _is_alpacas(column: str, keys: Keys) -> bool:
     return column == INSTRUCTION and column not in (keys.prompt, keys.messages)
 
 
-def _messages(place: str, record: RawRow, keys: Keys, column: str) -> tuple[Turns, RightResponse]:
-    turns = conversation(place, record[column], f"column {column!r}", may_end=True)
-    if turns[-1]["role"] != "assistant":
-        return turns, _reference(place, record, keys)
-    if len(turns) < 2:
-        raise Malformed(f"{place}: the column {column!r} holds only an answer; it needs the prompt before the answer")
-    if keys.answer:
-        return turns[:-1], _reference(place, record, keys)
-    return turns[:-1], _of_turns(place, turns[-1:], "last message")
-
-
-def plain_reply(place: str, turns: Turns, what: str) -> str | Turns:
-    """The text of a reply that is one message of text, else its turns. Raises Malformed for an empty one."""
-    if len(turns) == 1 and turns[0].keys() == {"role", "content"}:
-        return _text(place, turns[0]["content"], what)
-    return turns
-
-
-def conversation(place: str, value: object, what: str, *, may_end: bool = False) -> Turns:
+def make_conversation(place: str, value: object, what: str, *, may_end: bool = False) -> Turns:
     """The turns of a text or of a list of turns, also in ShareGPT's form. With `may_end` the last may be the
     assistant's.
 
     Raises Malformed.
     """
-    value = of_sharegpt(value)
+    value = from_sharegpt(value)
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
     if isinstance(value, list) and value and all(is_turn(turn) for turn in value):
         if may_end or value[-1]["role"] != "assistant":
-            return messages(place, value, what)
+            return make_turns(place, value, what)
         raise Malformed(f"{place}: the {what} ends with the assistant's turn; end it with the user's")
     raise Malformed(
         f"{place}: the {what} is {str(value)[:60]!r}; it needs text, or a list of {{'role': ..., 'content': text}} "
@@ -295,44 +337,73 @@ def conversation(place: str, value: object, what: str, *, may_end: bool = False)
     )
 
 
-def _reference(place: str, record: RawRow, keys: Keys, *, response: str = COMPLETION) -> RightResponse:
+# Answers
+
+
+@dataclass(frozen=True)
+class RightResponse:
+    """What a record says about the response to its prompt."""
+
+    answer: Any = None
+    """What rewards compare with: text, a number, or a list or mapping such as a program's tests. None: nothing."""
+    reply: Turns = ()
+    """The response to learn from, unless it is the text of `answer`: the record has a response apart from the answer,
+    or the response calls tools."""
+    columns: tuple[str, ...] = ()
+    """Where the two were found."""
+
+
+def _read_answer(place: str, record: RawRow, keys: Keys, *, response: str = COMPLETION) -> RightResponse:
     """What the columns say: the one that an option names, else `answer`, else that of the `response`. If there are
     both of the latter, the answer is what responses are compared with, and the response is what is learned from."""
     if keys.answer and keys.answer not in record:
         raise missing_column(place, record, keys.answer, "answer")
     if keys.answer or is_missing(record.get(response)):
-        return _referred(place, record, keys.answer_column)
-    learned = _referred(place, record, response)
+        return _response_in_column(place, record, keys.answer_column)
+    learned = _response_in_column(place, record, response)
     if "answer" not in record:
         return learned
-    compared = _referred(place, record, "answer")
+    compared = _response_in_column(place, record, "answer")
     if not isinstance(learned.answer, str):  # a column of this name that holds no response
         return compared
     reply = learned.reply or ({"role": "assistant", "content": learned.answer},)
     return RightResponse(compared.answer, reply, ("answer", response))
 
 
-def _referred(place: str, record: RawRow, column: str) -> RightResponse:
-    """What one column says."""
+def _response_in_column(place: str, record: RawRow, column: str) -> RightResponse:
     value = record.get(column)
     if isinstance(value, list) and value and all(map(is_turn, value)) and value[-1]["role"] == "assistant":
-        found = _of_turns(place, messages(place, value, column), column)
+        found = _response_of_turns(place, make_turns(place, value, column), column)
         return RightResponse(found.answer, found.reply, (column,))
     if is_missing(value):
         return RightResponse()
-    return RightResponse(_text(place, value, "answer") if isinstance(value, str) else answer_of(value), (), (column,))
+    answer = _require_text(place, value, "answer") if isinstance(value, str) else answer_value(value)
+    return RightResponse(answer, (), (column,))
 
 
-def _of_turns(place: str, turns: Turns, what: str) -> RightResponse:
+def _response_of_turns(place: str, turns: Turns, what: str) -> RightResponse:
     reply = plain_reply(place, turns, what)
-    return (
-        RightResponse(reply) if isinstance(reply, str) else RightResponse(_text(place, text_of(reply), "answer"), reply)
-    )
+    if isinstance(reply, str):
+        return RightResponse(reply)
+    return RightResponse(_require_text(place, reply_text(reply), "answer"), reply)
 
 
-def answer_of(value: Any) -> Any:
+def plain_reply(place: str, turns: Turns, what: str) -> str | Turns:
+    """The text of a reply that is one message of text, else its turns. Raises Malformed for an empty one."""
+    if len(turns) == 1 and turns[0].keys() == {"role", "content"}:
+        return _require_text(place, turns[0]["content"], what)
+    return turns
+
+
+def _require_text(place: str, text: str, what: str) -> str:
+    if not text.strip():
+        raise Malformed(f"{place}: the {what} is empty, so there is nothing to learn from or to compare with")
+    return text
+
+
+def answer_value(value: Any) -> Any:
     """The answer as the record has it; as text if it is a number of more digits than a message can carry."""
-    found = plain(value)
+    found = plain_value(value)
     return str(value) if isinstance(found, int) and scalar_problem(found) else found
 
 
@@ -341,10 +412,7 @@ def is_missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _text(place: str, text: str, what: str) -> str:
-    if not text.strip():
-        raise Malformed(f"{place}: the {what} is empty, so there is nothing to learn from or to compare with")
-    return text
+# Scores and other values
 
 
 def require_score(place: str, score: float, keys: Keys) -> None:
@@ -358,7 +426,7 @@ def score_of(place: str, record: RawRow, keys: Keys) -> float:
     finite number."""
     if keys.score not in record and keys.score not in ("score", NO_SCORE):
         raise missing_column(place, record, keys.score, "score")
-    value = _number(record.get(keys.score, 0.0))
+    value = _number_in_cell(record.get(keys.score, 0.0))
     if isinstance(value, bool | int | float) and -sys.float_info.max <= value <= sys.float_info.max:
         return float(value)
     if keys.score == "score" and keys.min_score == -math.inf:  # a column that happens to have this name
@@ -366,12 +434,12 @@ def score_of(place: str, record: RawRow, keys: Keys) -> float:
     raise Malformed(f"{place}: the score is {value!r}; it needs a finite number")
 
 
-def _number(value: Any) -> Any:
+def _number_in_cell(value: Any) -> Any:
     """The number that a cell of a CSV file holds as text; any other value unchanged."""
     return float(value) if isinstance(value, str) and NUMERAL.fullmatch(value) else value
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Convert to values that a message can carry: lists become tuples, decimals become numbers; dates and similar
     values become text."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -379,7 +447,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Decimal) and value.is_finite():
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): plain_value(inner) for key, inner in value.items()}
     if isinstance(value, Iterable):
-        return tuple(plain(inner) for inner in value)
+        return tuple(plain_value(inner) for inner in value)
     return str(value)

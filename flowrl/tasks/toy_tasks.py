@@ -1,9 +1,12 @@
-"""The built-in game of sticks: two players alternately take 1 to `take` sticks, and the player who takes the last one
-wins.
+"""The two built-in tasks, small enough that a character model of a few hundred thousand weights can learn them.
 
-As a task, the prompt is what a player has seen and done so far, and the answer is a winning move, if there is one. The
-demonstrations are imperfect on purpose: most are random allowed moves. A model that imitates them knows the rules and
-plays badly; self-play, which only sees who wins, can teach it to win within minutes.
+`arithmetic` asks for sums. `sticks` is a game: two players alternately take 1 to `take` sticks, and the player who
+takes the last one wins; the prompt is what a player has seen and done so far, and the answer is a winning move, if
+there is one.
+
+Their demonstrations are imperfect on purpose: two sums in three forget every carry, and most moves are random allowed
+ones. A model that imitates them knows the rules and plays badly. RL, which only sees right or wrong, or who wins, can
+teach it to carry, or to win, within minutes.
 """
 
 from __future__ import annotations
@@ -15,8 +18,66 @@ from dataclasses import dataclass
 from flowrl.errors import ConfigError
 from flowrl.tasks.rows import Row
 
+CARELESS = 2 / 3
+"""The share of demonstrations that forget to carry and to borrow."""
 KNOWING = 1 / 5
-"""The share of demonstrations that are chosen to win, where a winning move exists."""
+"""The share of demonstrated moves that are chosen to win, where a winning move exists."""
+GAMES = 400
+"""Number of games that are played to get the rows of one length."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Options of `arithmetic`: every problem `a+b=` with `min_value` <= a, b <= `max_value`.
+
+    `seed` sets their order.
+    """
+
+    max_value: int = 99
+    operators: str = "+"
+    """Any of `+` and `-`; differences are never negative."""
+    seed: int = 0
+    min_value: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_value < 1:
+            raise ConfigError(f"arithmetic: max_value is {self.max_value} and needs at least 1")
+        if not 0 <= self.min_value < self.max_value:
+            raise ConfigError(
+                f"arithmetic: min_value is {self.min_value} and needs at least 0 and less than max_value, "
+                f"which is {self.max_value}"
+            )
+        if not self.operators or set(self.operators) - set("+-"):
+            raise ConfigError(f"arithmetic: operators is {self.operators!r}; it may hold + and -")
+
+    def rows(self) -> Iterator[Row]:
+        """All problems, shuffled."""
+        numbers = range(self.min_value, self.max_value + 1)
+        problems = [
+            (f"{a}{op}{b}=", str(a + b if op == "+" else a - b))
+            for op in self.operators
+            for a in numbers
+            for b in numbers
+            if op == "+" or a >= b
+        ]
+        random.Random(self.seed).shuffle(problems)
+        for question, answer in problems:
+            yield Row.ask(question, answer=answer)
+
+
+def careless_answer(question: str) -> str:
+    """The answer to `a+b=` or `a-b=` digit by digit, without any carry or borrow."""
+    operator = "+" if "+" in question else "-"
+    left, right = question.rstrip("=").split(operator)
+    width = max(len(left), len(right))
+    sign = 1 if operator == "+" else -1
+    pairs = zip(left.zfill(width), right.zfill(width), strict=True)
+    return str(int("".join(str((int(a) + sign * int(b)) % 10) for a, b in pairs)))
+
+
+def demonstrate_sum(row: Row, rng: random.Random) -> str:
+    """The answer of an imperfect teacher."""
+    return careless_answer(row.prompt) if rng.random() < CARELESS else str(row.answer)
 
 
 @dataclass(frozen=True)
@@ -77,10 +138,6 @@ class SticksRules:
             return None
         answer = str(self.winning(left) or rng.choice(self.moves(left)))
         return Row((*messages, {"role": "user", "content": str(left)}), {"answer": answer, "left": left})
-
-
-GAMES = 400
-"""Number of games that are played to get the rows of one length."""
 
 
 def demonstrate_move(rules: SticksRules, row: Row, rng: random.Random) -> str:
