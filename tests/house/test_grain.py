@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,9 @@ LIMITS: Mapping[str, float] = {
     "longest chain of option classes": 16,
     "modules of more than 900 lines": 0,
     "modules whose name says no subject": 3,
+    "names of flowrl with the word host": 24,
+    "names of channel and runtime with the word session": 6,
+    "names of channel and runtime with the word loss": 3,
     "Python files directly in tests": 2,
     "Python files directly in benchmarks": 2,
 }
@@ -156,6 +160,18 @@ def option_chain(code: list[Module]) -> int:
     return max(len(chain(kind.name)) for module in code if module.path.parts[0] == "graphs" for kind in module.classes)
 
 
+def names_with(word: str, code: list[Module], *folders: str) -> list[str]:
+    """Functions and classes of these folders that have the word, or its plural, in their names (CONTRIBUTING.md)."""
+    inside = [m for m in code if m.path.as_posix().startswith(folders)]
+    names = (name for m in inside for name in [*m.functions, *(kind.name for kind in m.classes)])
+    plural = f"{word}es" if word.endswith("s") else f"{word}s"
+    return [name for name in names if {word, plural} & {part.lower() for part in WORD.findall(name)}]
+
+
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+ENGINE = ("flowrl/channel/", "flowrl/runtime/")
+
+
 def figures(root: Path) -> dict[str, float]:
     """Each figure of `LIMITS`, of the tree at `root`."""
     code = modules(root, "flowrl", "graphs")
@@ -168,6 +184,9 @@ def figures(root: Path) -> dict[str, float]:
         "longest chain of option classes": option_chain(code),
         "modules of more than 900 lines": sum(module.length > LONG for module in every),
         "modules whose name says no subject": sum(module.path.stem in NO_SUBJECT for module in every),
+        "names of flowrl with the word host": len(names_with("host", code, "flowrl/")),
+        "names of channel and runtime with the word session": len(names_with("session", code, *ENGINE)),
+        "names of channel and runtime with the word loss": len(names_with("loss", code, *ENGINE)),
         "Python files directly in tests": len(list((root / "tests").glob("*.py"))),
         "Python files directly in benchmarks": len(list((root / "benchmarks").glob("*.py"))),
     }
@@ -228,6 +247,9 @@ def test_the_figures_of_a_small_tree(tree: Path) -> None:
         "longest chain of option classes": 3,
         "modules of more than 900 lines": 1,
         "modules whose name says no subject": 1,
+        "names of flowrl with the word host": 0,
+        "names of channel and runtime with the word session": 0,
+        "names of channel and runtime with the word loss": 0,
         "Python files directly in tests": 1,
         "Python files directly in benchmarks": 1,
     }
@@ -237,3 +259,11 @@ def test_a_module_that_would_make_its_owner_long_is_no_satellite(tree: Path) -> 
     owner = tree / "flowrl" / "room" / "owner.py"
     owner.write_text(owner.read_text() + "x = 1\n" * (WITH_ITS_OWNER - 100))
     assert satellites(modules(tree, "flowrl", "graphs")) == []
+
+
+def test_words_within_names_are_seen() -> None:
+    text = "class HostLosses:\n    def ghost(self): ...\n    def lose_sessions(self): ...\n    def host(self): ...\n"
+    code = [Module(Path("flowrl/channel/a.py"), text), Module(Path("flowrl/agents/b.py"), text)]
+    assert names_with("host", code, "flowrl/") == ["host", "HostLosses"] * 2
+    assert names_with("loss", code, *ENGINE) == ["HostLosses"]
+    assert names_with("session", code, *ENGINE) == ["lose_sessions"]
