@@ -17,7 +17,7 @@ from flowrl.graph.drawing.draw import draw
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.models import Policy
-from tests.house.documents import DOCUMENTS, ROOT, links, slugs_on_github, slugs_on_the_site
+from tests.house.documents import DOCUMENTS, PAGES, ROOT, links, slugs_on_github, slugs_on_the_site
 
 NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 
@@ -69,6 +69,11 @@ def test_a_link_that_leads_nowhere_is_seen() -> None:
     assert leads_somewhere(page, "#evaluation") and leads_somewhere(page, "credit.md#seats")
     for link in ("no_such.md", "#no-such-heading", "credit.md#no-such-heading", "../../elsewhere.md"):
         assert not leads_somewhere(page, link)
+
+
+def test_the_index_lists_all_pages() -> None:
+    listed = {link.partition("#")[0] for link in links((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
+    assert {page.name for page in PAGES} - {"index.md"} - listed == set()
 
 
 def test_the_picture_of_the_readme_is_what_draw_makes(tmp_path: Path) -> None:
