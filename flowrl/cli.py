@@ -177,15 +177,16 @@ def tune(args: Sequence[str]) -> int:
 
 
 def audit(args: Sequence[str]) -> int:
-    """`flowrl audit RUN_DIR`: prints "audit: ok" or every violation."""
-    if len(args) != 1 or args[0].startswith("-"):
-        raise ConfigError("flowrl audit needs one run directory: flowrl audit runs/NAME")
-    path = Path(args[0])
+    """`flowrl audit RUN_DIR [--whole]`: prints "audit: ok" or every violation."""
+    names = [arg for arg in args if arg != "--whole"]
+    if len(names) != 1 or names[0].startswith("-"):
+        raise ConfigError("flowrl audit needs one run directory: flowrl audit runs/NAME [--whole]")
+    path = Path(names[0])
     if not path.is_dir():
         raise ConfigError(f"there is no run directory {path}; name the one given to flowrl run --run-dir")
-    from flowrl.runtime.audit.audit import audit as prove
+    from flowrl.runtime.audit.audit import continue_audit
 
-    report = prove(path)
+    report = continue_audit(path, whole="--whole" in args)
     print_text(report)
     return 0 if report.ok else 1
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import tyro
 
 from benchmarks.runs.ledger import GROUPS, MEMBERS, TERMS, admit, generate, train
-from flowrl.runtime.audit.audit import audit
+from flowrl.runtime.audit.audit import continue_audit
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.ledger import chain, ledger_file
 from flowrl.runtime.ledger.chain import Commit, Sum
@@ -31,7 +31,7 @@ from flowrl.runtime.ledger.ledger_segments import segments_of
 from flowrl.runtime.telemetry.metrics import line_hash
 
 PER_STEP = MEMBERS * GROUPS
-NUMBERS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {} - 1) "
+NUMBERS = "WITH RECURSIVE n(i) AS (SELECT {} UNION ALL SELECT i + 1 FROM n WHERE i < {} - 1) "
 GROUP, VERSION, TOKENS = f"printf('group%08d', i / {MEMBERS})", f"max(i / {PER_STEP} - 1, 0)", f"100 + i % {MEMBERS}"
 SAMPLE, STEP = f"{GROUP} || '/' || (i % {MEMBERS})", f"i / {PER_STEP} + 1"
 ROWS = {
@@ -66,32 +66,46 @@ def timed(what: str) -> Iterator[None]:
 
 
 def make_ledger(run_dir: Path, samples: int) -> Path:
-    """A finished run's records."""
+    """A run's records."""
     path = run_dir / "ledger.sqlite"
     run_dir.mkdir(parents=True, exist_ok=True)
     Ledger(path, TERMS).close()
-    with closing(ledger_file.open_to_write(path)) as db, open(run_dir / "metrics.jsonl", "w") as lines:
+    add_samples(run_dir, 0, samples)
+    return path
+
+
+def add_samples(run_dir: Path, begin: int, end: int) -> None:
+    """Add the samples with the numbers `begin` to `end` - 1, which end with a step, in one commit."""
+    with (
+        closing(ledger_file.open_to_write(run_dir / "ledger.sqlite")) as db,
+        open(run_dir / "metrics.jsonl", "a") as lines,
+    ):
         db.execute("PRAGMA synchronous = OFF")
         newest = chain.newest(db)
         assert newest is not None
         db.execute("BEGIN")
+        last = {table: db.execute(f"SELECT COALESCE(MAX(rowid), -1) FROM {table}").fetchone()[0] for table in ROWS}
         for table, query in ROWS.items():
-            count = samples // MEMBERS if table == "tickets" else samples
-            db.execute(f"INSERT INTO {table} {NUMBERS.format(count)}{query.format(groups=GROUPS)}")
-        for step in range(1, samples // PER_STEP + 1):
+            numbers = (begin // MEMBERS, end // MEMBERS) if table == "tickets" else (begin, end)
+            db.execute(f"INSERT INTO {table} {NUMBERS.format(*numbers)}{query.format(groups=GROUPS)}")
+        for step in range(begin // PER_STEP + 1, end // PER_STEP + 1):
             tokens = GROUPS * sum(100 + member for member in range(MEMBERS))
             figures = {"step": step, "tokens_trained": tokens, "staleness_max": min(step - 1, 1)}
             line = json.dumps(figures | {"ledger_head": newest.head})
             lines.write(line + "\n")
             db.execute("INSERT INTO steps VALUES ('trainer', ?, 0, 1e9, ?)", (step, line_hash(line)))
-        sums = {table: Sum.of(db.execute(f"SELECT * FROM {table}")) for table in ledger_file.TABLES}
+        sums = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in chain.read_contents(db)}
+        for table, before in last.items():
+            added = Sum.of(db.execute(f"SELECT * FROM {table} WHERE rowid > ?", (before,)))
+            old = sums[table]
+            sums[table] = Sum(old.num_rows + added.num_rows, (old.row_hashes + added.row_hashes) % chain.MODULUS)
+        sums["steps"] = Sum.of(db.execute("SELECT * FROM steps"))
         contents = [sums[table].row(table) for table in sorted(sums)]
         commit = Commit.after(newest, time.time(), chain.digest_of(contents))
         db.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?, ?)", contents)
         db.execute("INSERT INTO commits VALUES (?, ?, ?, ?)", astuple(commit))
         db.execute("COMMIT")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return path
 
 
 def write_checkpoint(ledger: Ledger, directory: Path) -> None:
@@ -108,16 +122,26 @@ def write_checkpoint(ledger: Ledger, directory: Path) -> None:
     ledger.published(final)
 
 
+def measure_audits(directory: Path, samples: int) -> int:
+    """Audits of everything, of nothing new, and of a further hundredth. Returns how many samples that is."""
+    further = max(samples // 100 // PER_STEP, 1) * PER_STEP
+    for what in ("a whole audit", "a second one, of nothing new", f"one after {further} further samples"):
+        if "further" in what:
+            add_samples(directory, samples, samples + further)
+        with timed(what):
+            report = continue_audit(directory, whole="whole" in what)
+        assert report.ok and bool(report.notes) == ("whole" not in what), str(report)
+    return further
+
+
 def measure(directory: Path, options: Options) -> None:
-    path, samples = directory / "ledger.sqlite", options.samples
+    path, samples = directory / "ledger.sqlite", options.samples // PER_STEP * PER_STEP
     if not path.exists():
         with timed(f"making {samples} samples"):
             make_ledger(directory, samples)
     print(f"{samples} samples: {path.stat().st_size >> 20} MiB")
     if options.audit:
-        with timed("audit"):
-            report = audit(directory)
-        assert report.ok, str(report)
+        samples += measure_audits(directory, samples)
     ledger = Ledger(path)
     with timed("the first checkpoint"):
         write_checkpoint(ledger, directory)

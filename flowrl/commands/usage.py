@@ -26,8 +26,9 @@ usage: flowrl COMMAND
   tune  GRAPH [--steps N] [--verify N] [--budget MINUTES] [--run-dir DIR] [--dry-run] [--json] [--field value ...]
         measure the stages of a graph in short runs, predict the step of every placement that fits (cores, GPUs,
         replicas, staleness, turns), verify the first ones, and write a file that run --config takes
-  audit RUN_DIR
-        prove a run's ledger and its staleness bound from its own records
+  audit RUN_DIR [--whole]
+        prove a run's ledger and its staleness bound from its own records; goes on from where the last audit stopped,
+        and proves that what that one has seen is unchanged. --whole begins anew
   samples RUN_DIR [--step N] [--best|--worst|--failed] [--held-out] [--diff STEP] [--limit N] [--json]
         print what the model said: prompts, responses, rewards, and what became of each sample
   show  RUN_DIR [SAMPLE] [--plain]

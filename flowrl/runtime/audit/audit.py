@@ -7,7 +7,8 @@ with which it was sampled; no trained token was older than the bound in force at
 older than those held when its group was admitted; there were never more groups in flight than tickets; and every row
 is as the run's commits left it. `metrics.jsonl` and the checkpoints must agree with the ledger.
 
-The audit only reads, so it can check a run in progress. Rows stay in the database; only violations are kept in memory.
+The audit changes no record, so it can check a run in progress. Rows stay in the database; only violations are kept in
+memory. `continue_audit` leaves a seal for the next audit (audit_seal).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ from flowrl.runtime.audit.audit_chain import (
 )
 from flowrl.runtime.audit.audit_groups import apply_rules, check_groups
 from flowrl.runtime.audit.audit_lines import check_lines
-from flowrl.runtime.audit.audit_rules import AT_TICKET, RUN_CHECKS, Violation
-from flowrl.runtime.ledger.chain import Sum
-from flowrl.runtime.ledger.declared_bounds import Terms
-from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, TABLES, open_to_read, read_terms, unreadable
+from flowrl.runtime.audit.audit_rules import AT_TICKET, ENDED, RUN_CHECKS, Violation
+from flowrl.runtime.audit.audit_seal import SEAL, RowRanges, Seal
+from flowrl.runtime.audit.table_pages import Pages
+from flowrl.runtime.ledger import chain
+from flowrl.runtime.ledger.declared_bounds import COLUMNS, Terms
+from flowrl.runtime.ledger.ledger_file import DAMAGE, LEDGER, open_to_read, read_terms, unreadable
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
 from flowrl.runtime.telemetry.metrics import METRICS, whole_lines
 
@@ -50,6 +53,10 @@ class AuditReport:
 
     violations: list[Violation] = field(default_factory=list)
     figures: dict[str, int | None] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    """Sentences about the audit itself."""
+    seal: Seal | None = None
+    """What the next audit may go on from."""
 
     @property
     def ok(self) -> bool:
@@ -57,6 +64,7 @@ class AuditReport:
 
     def __str__(self) -> str:
         lines = [f"{name:<24}{'–' if value is None else value}" for name, value in self.figures.items()]
+        lines += self.notes
         if self.ok:
             return "\n".join([*lines, "audit: ok"])
         shown: Counter[str] = Counter()
@@ -81,17 +89,39 @@ FROM tickets t JOIN samples s USING (group_id) GROUP BY ticket ORDER BY ticket
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Check the records of `run_dir`, again if a resume changed them meanwhile.
+    """Check the records of `run_dir`, all of them. Writes nothing. Raises ConfigError if it has no readable ledger."""
+    return _audit(Path(run_dir), None, sealing=False)
 
-    Raises ConfigError if it has no readable ledger.
+
+def continue_audit(run_dir: Path, *, whole: bool = False) -> AuditReport:
+    """`audit` that goes on from where the last one stopped, if it has left a seal (audit_seal), and leaves one itself.
+
+    With `whole` it begins anew. No connection of this process may have the ledger open (table_pages). Raises
+    ConfigError if there is no readable ledger.
     """
     run_dir = Path(run_dir)
-    path = run_dir / LEDGER
-    if not path.is_file():
+    report = None
+    if not whole and (seal := Seal.read(run_dir / SEAL)) is not None:
+        with suppress(ConfigError):
+            report = _audit(run_dir, seal, sealing=True)
+    if report is None or not report.ok:  # whatever is wrong, a whole audit names it
+        report = _audit(run_dir, None, sealing=True)
+    if report.seal is not None:
+        try:
+            report.seal.write(run_dir / SEAL)
+        except OSError as error:
+            note = f"{run_dir / SEAL} cannot be written ({error}); the next audit begins anew"
+            report = replace(report, notes=(*report.notes, note))
+    return report
+
+
+def _audit(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditReport:
+    """The audit, again if a resume changed the records meanwhile."""
+    if not (run_dir / LEDGER).is_file():
         raise ConfigError(_no_ledger(run_dir))
     report = None
     while report is None:
-        report = _audit_once(run_dir)
+        report = _audit_once(run_dir, seal, sealing=sealing)
     return report
 
 
@@ -106,7 +136,7 @@ def _no_ledger(run_dir: Path) -> str:
     return f"{run_dir} holds no run; name a directory in which `flowrl run` has run"
 
 
-def _audit_once(run_dir: Path) -> AuditReport | None:
+def _audit_once(run_dir: Path, seal: Seal | None, *, sealing: bool) -> AuditReport | None:
     """The audit; None if a resume removed metrics lines meanwhile, so that files and ledger show different moments.
 
     The run may be in progress. It writes a metrics line, or a checkpoint, after the ledger's commit that the line or
@@ -115,20 +145,32 @@ def _audit_once(run_dir: Path) -> AuditReport | None:
     that are read after it.
     """
     checkpoints, before = kept_heads(run_dir), whole_lines(run_dir / METRICS)
-    with closing(open_to_read(run_dir / LEDGER)) as db:
+    with ExitStack() as files, closing(open_to_read(run_dir / LEDGER)) as db:
         try:
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             db.execute("PRAGMA temp_store = MEMORY")
             db.execute("PRAGMA query_only = OFF")  # which temporary tables need, too
-            db.execute("BEGIN")
-            state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # the first read fixes the snapshot
-            if state != "ok":
-                raise sqlite3.DatabaseError(state)
+            pages = files.enter_context(Pages(run_dir / LEDGER)) if sealing else None
+            if pages is None or not pages.begin(db):
+                pages, seal = None, None
+                db.execute("BEGIN")
+            if seal is None:
+                state = db.execute("PRAGMA integrity_check(1)").fetchone()[0]  # the first read fixes the snapshot
+                if state != "ok":
+                    raise sqlite3.DatabaseError(state)
             lines = whole_lines(run_dir / METRICS)
             if lines[: len(before)] != before:  # a run only appends lines, a resume removes some
                 return None
             lost = lost_commits(db, run_dir, checkpoints)
-            return prove(db, lines=lines, num_known=len(before), checkpoints=checkpoints, lost=lost)
+            return prove(
+                db,
+                lines=lines,
+                num_known=len(before),
+                checkpoints=checkpoints,
+                lost=lost,
+                pages=pages,
+                seal=seal,
+            )
         except DAMAGE as error:
             raise ConfigError(unreadable(run_dir / LEDGER, error)) from None
 
@@ -140,29 +182,47 @@ def prove(
     num_known: int,
     checkpoints: Mapping[str, str] | None = None,
     lost: str = LOST_COMMITS,
+    pages: Pages | None = None,
+    seal: Seal | None = None,
 ) -> AuditReport:
     """Check a ledger, and the metrics lines against it; the ledger must know the first `num_known` lines.
 
     `checkpoints` maps each checkpoint that the ledger must know to the head of the commit after which it was written.
-    `lost` explains why the ledger may lack a commit.
+    `lost` explains why the ledger may lack a commit. With `pages`, those of the ledger, the report has a seal; what is
+    as in `seal` is not checked again.
     """
     terms, strange = _terms(db)
     values = _parameters(db, terms)
-    sums = {table: Sum.of(db.execute(f"SELECT * FROM {table}")) for table in TABLES}
-    wrong, figures = check_groups(db, values, {table: of.num_rows for table, of in sums.items()})
+    incarnations = db.execute(f"SELECT number, first_ticket, {', '.join(COLUMNS)} FROM incarnations ORDER BY number")
+    parameters = {"values": values, "incarnations": incarnations.fetchall()}
+    (ended,) = db.execute(f"SELECT {ENDED}").fetchone()
+    rows = RowRanges.of(db, pages, seal)
+    sums = rows.sums
+    sealed = {} if seal is None else seal.holding(db, rows, ended=bool(ended), parameters=parameters)
+    groups = check_groups(db, values, {table: of.num_rows for table, of in sums.items()}, sealed)
     (num_steps,) = db.execute("SELECT COUNT(DISTINCT step) FROM steps").fetchone()
     violations = [
         *strange,
-        *wrong,
+        *groups.violations,
         *apply_rules(db, RUN_CHECKS, values),
-        *_equation(figures),
+        *_equation(groups.figures),
         *_tickets_out(db, values),
         *check_lines(db, values["main"], lines, num_known, lost),
         *check_checkpoints(db, checkpoints or {}, lost),
         *check_chain(db, sums),
     ]
-    counted = {name: figures[name] for name in ("samples", "groups")} | {"steps": num_steps}
-    return AuditReport(violations, {**counted, **figures, "bound": terms.max_staleness})
+    figures = {name: groups.figures[name] for name in ("samples", "groups")} | {"steps": num_steps}
+    figures |= {**groups.figures, "bound": terms.max_staleness}
+    newest = chain.newest(db)
+    if violations or pages is None or newest is None:
+        return AuditReport(violations, figures)
+    notes = []
+    if seal is not None:
+        num_rows = sum(of.num_rows for of in sums.values())
+        notes.append(f"{rows.num_read} of {num_rows} rows are new since commit {seal.commit}, or near one that is")
+    return AuditReport(
+        violations, figures, notes, Seal(newest.number, bool(ended), parameters, rows.ranges, groups.ranges)
+    )
 
 
 def _terms(db: sqlite3.Connection) -> tuple[Terms, list[Violation]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.runtime.audit.audit_rules import (
@@ -132,24 +132,39 @@ class GroupRange:
     """Number of groups that are not plain."""
 
 
+@dataclass(frozen=True)
+class Groups:
+    """What the audit of all groups has found."""
+
+    violations: list[Violation]
+    figures: Figures
+    ranges: Mapping[int, GroupRange] = field(default_factory=dict)
+    """First possible ticket -> the groups from it on. Empty if there are rows that belong to no group."""
+
+
 def check_groups(
-    db: sqlite3.Connection, values: Mapping[str, Any], num_rows: Mapping[str, int]
-) -> tuple[list[Violation], Figures]:
-    """The rules that groups break, and the figures of all groups.
+    db: sqlite3.Connection,
+    values: Mapping[str, Any],
+    num_rows: Mapping[str, int],
+    sealed: Mapping[int, GroupRange] | None = None,
+) -> Groups:
+    """Find the rules that groups break, and the figures. `sealed` has the ranges that need no check.
 
     `values` are the parameters of the rules, `num_rows` the sizes of the tables. `db` has temporary tables meanwhile.
     """
     wrong: dict[Check, list[Violation]] = {check: [] for check in GROUP_CHECKS}
     of_plain = {**values, **_parameters_of_plain(db, values, num_rows)}
+    known = sealed or {}
     _create_copies(db)
     try:
-        done = [_check_range(db, of_plain, first, wrong) for first in _first_tickets(db)]
+        done = {first: known.get(first) or _check_range(db, of_plain, first, wrong) for first in _first_tickets(db)}
     finally:
         for table in TABLES:
             db.execute(f"DROP TABLE temp.{table}")
-    if any(num_rows[table] != sum(part.rows[table] for part in done) for table in TABLES):
-        return list(apply_rules(db, GROUP_CHECKS, values)), _figures(db)
-    return [violation for violations in wrong.values() for violation in violations], _sum([p.figures for p in done])
+    if any(num_rows[table] != sum(one.rows[table] for one in done.values()) for table in TABLES):
+        return Groups(list(apply_rules(db, GROUP_CHECKS, values)), _figures(db))
+    violations = [violation for of_check in wrong.values() for violation in of_check]
+    return Groups(violations, _sum([one.figures for one in done.values()]), done)
 
 
 def apply_rules(db: sqlite3.Connection, checks: Iterable[Check], values: Mapping[str, Any]) -> Iterator[Violation]:

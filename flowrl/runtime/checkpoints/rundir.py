@@ -94,9 +94,13 @@ def _private_file(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a new file that takes the old one's place, durably; after an OSError, the new file is removed."""
+    """Write `text` to a new file that takes the old one's place, durably; after an OSError, the new file is removed.
+
+    Its user alone can access it, as all records of a run.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.touch(mode=0o600)
         temporary.write_text(text, encoding="utf-8")
         sync_file(temporary)  # a rename may reach the disk before the content
         temporary.replace(path)

@@ -66,13 +66,7 @@ class Sum:
     @classmethod
     def of(cls, rows: Iterable[ChainRow]) -> Sum:
         """The sum of a whole table, computed row by row."""
-        num_rows, row_hashes = 0, 0
-        packed, blake2b, from_bytes = msgpack.Packer().pack, hashlib.blake2b, int.from_bytes  # `row_hash`, inlined
-        rest = iter(rows)
-        while some := list(itertools.islice(rest, ROWS_AT_ONCE)):
-            num_rows += len(some)
-            row_hashes += sum([from_bytes(blake2b(packed(row), digest_size=32).digest(), "big") for row in some])
-        return cls(num_rows, row_hashes % MODULUS)
+        return sum_rows(rows)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +91,19 @@ class State:
 
     sums: Mapping[str, Sum] = field(default_factory=dict)
     newest: Commit | None = None
+
+
+def sum_rows(rows: Iterable[ChainRow]) -> tuple[Sum, int]:
+    """The sum of these rows, and the size in bytes of the longest."""
+    num_rows, row_hashes, longest = 0, 0, 0
+    pack, blake2b, from_bytes = msgpack.Packer().pack, hashlib.blake2b, int.from_bytes
+    rest = iter(rows)
+    while some := list(itertools.islice(rest, ROWS_AT_ONCE)):
+        packed = list(map(pack, some))
+        num_rows += len(some)
+        longest = max(longest, *map(len, packed))
+        row_hashes += sum([from_bytes(blake2b(row, digest_size=32).digest()) for row in packed])  # `row_hash`, inlined
+    return Sum(num_rows, row_hashes % MODULUS), longest
 
 
 def row_hash(row: ChainRow) -> int:

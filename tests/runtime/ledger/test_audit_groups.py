@@ -50,8 +50,8 @@ def db(image: bytes) -> Iterator[sqlite3.Connection]:
 def in_ranges(db: sqlite3.Connection) -> tuple[Counter[Any], dict[str, int | None]]:
     """What the audit finds, and its figures."""
     num_rows = {table: db.execute(f"SELECT COUNT(*) FROM main.{table}").fetchone()[0] for table in TABLES}
-    violations, figures = check_groups(db, VALUES, num_rows)
-    return Counter((v.kind, v.text) for v in violations), dict(figures)
+    groups = check_groups(db, VALUES, num_rows)
+    return Counter((v.kind, v.text) for v in groups.violations), dict(groups.figures)
 
 
 def in_whole(db: sqlite3.Connection) -> tuple[Counter[Any], dict[str, int | None]]:
