@@ -36,7 +36,7 @@ from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.models.tokens.plain_tokens import text_tokens
 from flowrl.nodes.sources.plain_text import TextPieces
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
-from flowrl.tasks.row_reading.row_stores import plain_file
+from flowrl.tasks.row_reading.rows_on_disk import plain_file
 
 LOOKED_UP = 10_000
 Table = list[dict[str, Any]]

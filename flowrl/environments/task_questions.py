@@ -12,7 +12,7 @@ from flowrl.environments.rows_apart import load_rows_apart
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, Rows, Task
 from flowrl.tasks.evaluation_set import EvaluationSet
-from flowrl.tasks.row_reading.indexed_rows import join_rows, rows_by_id
+from flowrl.tasks.row_reading.rows_on_disk import join_rows, rows_by_id
 
 ASKING = ("tools", "openrlhf", "skyrl_gym")
 """Adapters whose environments ask the questions of a task."""

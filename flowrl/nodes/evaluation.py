@@ -44,8 +44,8 @@ from flowrl.tasks.evaluation_set import EvaluationSet, too_few
 from flowrl.tasks.reward_calls.http import AWAY_S, Patience
 from flowrl.tasks.reward_calls.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, names_model, open_reward
-from flowrl.tasks.row_reading.indexed_rows import pick_rows, prompt_ids
 from flowrl.tasks.row_reading.row_loading import require_served
+from flowrl.tasks.row_reading.rows_on_disk import pick_rows, prompt_ids
 
 R = TypeVar("R", bound=SourceRow)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.errors import ConfigError
-from flowrl.tasks.row_reading.indexed_rows import join_rows, lowest_rows
+from flowrl.tasks.row_reading.rows_on_disk import join_rows, lowest_rows
 from flowrl.tasks.rows import HELD_OUT_ONE_IN, Row, Rows
 from flowrl.tasks.task import Task
 from flowrl.tasks.task_syntax import take_options

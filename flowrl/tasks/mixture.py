@@ -16,7 +16,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.reward_calls.judge import Judge, load_judge
-from flowrl.tasks.row_reading.indexed_rows import pick_rows, row_sources
+from flowrl.tasks.row_reading.rows_on_disk import pick_rows, row_sources
 from flowrl.tasks.rows import OF_TASK, Row
 from flowrl.tasks.task import Task
 
@@ -26,16 +26,16 @@ ROUNDING = 1e-9  # rounding may put `size * weight` slightly above or below an i
 def mixed_order(rows: Sequence[Row], task: Task, seed: int, epoch: int) -> list[int]:
     """The indices of the rows of one epoch of a mixture, in order; (seed, epoch) determine them."""
     rng = random.Random(f"{seed}/{epoch}")
-    of_source = _of_each_source(rows, task)
+    of_source = _indices_by_source(rows, task)
     size = min(len(of_source[term.text]) / term.weight for term in task.sources)
     order: list[int] = []
     for term in task.sources:
-        order += rng.sample(of_source[term.text], _number_in(epoch, size * term.weight))
+        order += rng.sample(of_source[term.text], _num_rows_in(epoch, size * term.weight))
     rng.shuffle(order)
     return order
 
 
-def _number_in(epoch: int, share: float) -> int:
+def _num_rows_in(epoch: int, share: float) -> int:
     """Number of rows of a source in this epoch. The sum over all epochs so far is that of the shares, rounded up."""
     if abs(share - round(share)) < ROUNDING:
         return round(share)
@@ -49,7 +49,7 @@ def first_rows(rows: Sequence[Row], task: Task, most: int | None) -> Sequence[Ro
     """
     if len(task.sources) < 2:
         return rows[:most]
-    of_source = _of_each_source(rows, task)
+    of_source = _indices_by_source(rows, task)
     if without := [name for name, indices in of_source.items() if not indices]:
         raise ConfigError(
             f"task {task.name!r} has no row of {without[0]} to ask: they are all held out, or left out because they "
@@ -57,11 +57,11 @@ def first_rows(rows: Sequence[Row], task: Task, most: int | None) -> Sequence[Ro
         )
     if most is None or most >= len(rows):
         return rows
-    shares = _shares(task, most)
+    shares = _rows_by_share(task, most)
     return pick_rows(rows, [n for term in task.sources for n in of_source[term.text][: shares[term.text]]])
 
 
-def _shares(task: Task, most: int) -> dict[str, int]:
+def _rows_by_share(task: Task, most: int) -> dict[str, int]:
     """How many of `most` rows each source has. Raises ConfigError if there is not one for each."""
     if most < len(task.sources):
         raise ConfigError(
@@ -77,7 +77,7 @@ def _shares(task: Task, most: int) -> dict[str, int]:
     return found
 
 
-def _of_each_source(rows: Sequence[Row], task: Task) -> dict[str, list[int]]:
+def _indices_by_source(rows: Sequence[Row], task: Task) -> dict[str, list[int]]:
     """The indices of the rows of each source."""
     found: dict[str, list[int]] = {term.text: [] for term in task.sources}
     for index, source in enumerate(row_sources(rows)):

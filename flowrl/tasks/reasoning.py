@@ -26,7 +26,7 @@ from flowrl.tasks.task import Task
 OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
 
 
-def tagged(text: str) -> list[str]:
+def find_tagged(text: str) -> list[str]:
     """The texts between each <answer> and the next </answer>."""
     found, at = list[str](), text.find(OPEN_TAG)
     while at >= 0 and (end := text.find(CLOSE_TAG, at)) >= 0:
@@ -38,15 +38,15 @@ def tagged(text: str) -> list[str]:
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
-def numbers(text: str) -> list[str]:
+def find_numbers(text: str) -> list[str]:
     """The numbers of a text, without the commas between thousands. As in evaluation harnesses, a hyphen directly before
     a number is its sign, even in `12-5`."""
     return [number.replace(",", "") for number in NUMBER.findall(text)]
 
 
 EXTRACTIONS: dict[str, Callable[[str], list[str]]] = {
-    "number": numbers,
-    "tag": tagged,
+    "number": find_numbers,
+    "tag": find_tagged,
 }
 DEFAULT_SIZE = 5120
 """Entries generated, held-out ones included, unless the option `size` says otherwise."""
@@ -54,7 +54,7 @@ DEFAULT_SIZE = 5120
 
 def generate_rows(task: Task) -> Iterator[Row]:
     """The entries of `task`, in the order of the package."""
-    for index, entry in enumerate(_dataset(task.name)):
+    for index, entry in enumerate(_dataset_of(task.name)):
         try:
             columns = {"answer": entry["answer"], "task": task.name, "entry": index}
             yield Row.ask(entry["question"], **columns, **_difficulty(entry["metadata"]))
@@ -74,7 +74,7 @@ def score(
 ) -> list[float]:
     """Score with the verifier of each row's task: 1 is right, 0 is wrong, values in between are partial credit."""
     return [
-        float(_dataset(name).score_answer(extracted(name, response), entry=_dataset(name)[index]))
+        float(_dataset_of(name).score_answer(extract_answer(name, response), entry=_dataset_of(name)[index]))
         for response, name, index in zip(responses, task, entry, strict=True)
     ]
 
@@ -82,10 +82,10 @@ def score(
 def prepare() -> None:
     """Import reasoning-gym if it is installed; if it is not, `check` reports that."""
     with suppress(ImportError):
-        _names()
+        _dataset_names()
 
 
-def _names() -> Mapping[str, Any]:
+def _dataset_names() -> Mapping[str, Any]:
     """The package's datasets, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # from a package that it imports, when Python compiles that
@@ -112,18 +112,18 @@ class Problem:
 
     def score(self, response: str) -> float:
         """The same as the function `score` computes."""
-        return float(self._source.score_answer(extracted(self.task.name, response), entry=self.entry))
+        return float(self._source.score_answer(extract_answer(self.task.name, response), entry=self.entry))
 
 
-def problem(task: Task, seed: int) -> Problem:
+def make_problem(task: Task, seed: int) -> Problem:
     """The problem of that seed. Raises ConfigError if the task does not exist or rejects its options."""
-    source = _create(task, size=1, seed=seed)
+    source = _create_dataset(task, size=1, seed=seed)
     return Problem(task, source[0], source)
 
 
-def extracted(task: str, response: str) -> str:
+def extract_answer(task: str, response: str) -> str:
     """The part of `response` that the verifier of the task named `task` sees; "" if `response` has no such part."""
-    extraction = _extraction(task)
+    extraction = _extraction_of(task)
     if extraction is None:
         return response.strip()
     found = extraction(response)
@@ -131,34 +131,34 @@ def extracted(task: str, response: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _extraction(name: str) -> Callable[[str], list[str]] | None:
+def _extraction_of(name: str) -> Callable[[str], list[str]] | None:
     wanted = Task(name).options.get("extract")
     if wanted is not None and wanted not in EXTRACTIONS:
         raise ConfigError(f"task {name!r}: extract is {wanted!r}; it has to be one of {', '.join(EXTRACTIONS)}")
     return None if wanted is None else EXTRACTIONS[wanted]
 
 
-def check(task: Task) -> None:
+def check_reasoning_task(task: Task) -> None:
     """Raise ConfigError if the task does not exist or rejects its options."""
-    _dataset(task.name)
+    _dataset_of(task.name)
 
 
 @functools.lru_cache(maxsize=8)
-def _dataset(name: str) -> Any:
+def _dataset_of(name: str) -> Any:
     try:
-        names = _names()
+        names = _dataset_names()
     except ImportError:
         raise ConfigError(f"task {name!r} needs the package reasoning-gym; pip install reasoning-gym") from None
     task = Task(name)
-    _extraction(name)
+    _extraction_of(name)
     dataset = task.source.removeprefix("reasoning_gym/")
     if dataset not in names:
         close = difflib.get_close_matches(dataset, names, 3) or sorted(names)[:5]
         raise ConfigError(f"reasoning_gym has no task {dataset!r} among its {len(names)}; try {', '.join(close)}")
-    return _create(task, size=DEFAULT_SIZE, seed=0)
+    return _create_dataset(task, size=DEFAULT_SIZE, seed=0)
 
 
-def _create(task: Task, **defaults: int) -> Any:
+def _create_dataset(task: Task, **defaults: int) -> Any:
     import reasoning_gym
 
     options = {key: value for key, value in task.options.items() if key != "extract"}

@@ -29,7 +29,7 @@ from flowrl.policy_options import PolicyOptions
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, Result
 from flowrl.tasks import Task, load_demonstrations, load_rows
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows
+from flowrl.tasks.row_reading.rows_on_disk import IndexedRows
 from flowrl.testing import run_node, scored
 from tests.models.word_policy import make_policy
 

@@ -28,7 +28,7 @@ from flowrl.environments.find import find_environment
 from flowrl.environments.tool_env import ToolEnv
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, load_rows
-from flowrl.tasks.reasoning import problem
+from flowrl.tasks.reasoning import make_problem
 from flowrl.tasks.task import Task
 
 LAKE = "gymnasium/FrozenLake-v1:is_slippery=False,actions=left/down/right/up"
@@ -97,7 +97,7 @@ def test_the_same_seed_and_actions_give_the_same_episode_alone_and_among_32() ->
 def test_a_problem_is_tried_until_it_is_right() -> None:
     async def scenario(pool: Episodes) -> None:
         row = environment_rows(SUMS).train[5]
-        known = problem(Task(SUMS), row.seed)
+        known = make_problem(Task(SUMS), row.seed)
         episode = await pool.reset(row)
         assert episode.observation.text == known.question
         wrong, right = await steps(episode, "fish", known.answer)

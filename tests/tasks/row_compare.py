@@ -10,7 +10,7 @@ import pytest
 
 from flowrl.tasks import Rows, Task, load_preferences
 from flowrl.tasks.row_reading import row_loading
-from flowrl.tasks.row_reading.indexed_rows import (
+from flowrl.tasks.row_reading.rows_on_disk import (
     IndexedRows,
     asked_ids,
     join_rows,

@@ -15,7 +15,7 @@ from flowrl.tasks import Task, load_rows
 from flowrl.tasks.checks.answer_checks import CHECKS, box_of, boxed, choice, gsm8k, letter_of, number_of
 from flowrl.tasks.checks.code_tests import program_of
 from flowrl.tasks.checks.maths import is_equal
-from flowrl.tasks.reasoning import extracted, numbers, tagged
+from flowrl.tasks.reasoning import extract_answer, find_numbers, find_tagged
 from flowrl.tasks.reward_calls.judge import load_judge
 
 SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
@@ -140,7 +140,7 @@ def test_the_letter_that_is_chosen(response: str, reference: str, score: float) 
     ],
 )
 def test_the_last_number_of_a_response_is_extracted(response: str, number: str) -> None:
-    assert extracted("reasoning_gym/chain_sum:extract=number", response) == number
+    assert extract_answer("reasoning_gym/chain_sum:extract=number", response) == number
 
 
 @pytest.mark.parametrize("check", sorted(CHECKS.keys() - {"code"}))  # its programs are in test_code_answers.py
@@ -268,8 +268,8 @@ LONG = {
     "blanks after a mark": (number_of, " ", None),
     "marks": (number_of, "####", None),
     "fractions": (number_of, "1 1/", None),
-    "thousands": (numbers, "123,", ["123" * 50_000]),
-    "tags that are not closed": (tagged, "<answer>", []),
+    "thousands": (find_numbers, "123,", ["123" * 50_000]),
+    "tags that are not closed": (find_tagged, "<answer>", []),
     "blanks of a fence": (program_of, " ", None),
     "fences that are not closed": (program_of, "```python\n", None),
 }

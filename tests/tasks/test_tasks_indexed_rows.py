@@ -18,11 +18,11 @@ from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, DemonstrationSource, HeldOutDemonstrations, PromptSource, Reward
 from flowrl.tasks import Rows, Task, check_answers, load_demonstrations, load_preferences, load_rows
-from flowrl.tasks.row_reading import row_loading, row_stores
+from flowrl.tasks.row_reading import row_loading, rows_on_disk
 from flowrl.tasks.row_reading.columns import Keys, make_row
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows, prompt_ids, rows_by_id
 from flowrl.tasks.row_reading.record_formats import Reading
 from flowrl.tasks.row_reading.row_loading import all_rows
+from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, prompt_ids, rows_by_id
 from flowrl.testing import run_node
 from tests.tasks.row_compare import both, require_same
 
@@ -151,8 +151,8 @@ def test_a_preference_or_demonstration_that_has_changed_is_named(tmp_path: Path)
 def test_a_file_that_is_gone_is_named_if_it_did_not_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(6):
         (tmp_path / f"{n}.jsonl").write_text(json.dumps({"prompt": f"q {n}"}) + "\n")
-    monkeypatch.setattr(row_stores, "_kept_open", set())
-    monkeypatch.setattr(row_stores, "MOST_OPEN", 3)
+    monkeypatch.setattr(rows_on_disk, "_kept_open", set())
+    monkeypatch.setattr(rows_on_disk, "MOST_OPEN", 3)
     found = load_rows(Task(f"{tmp_path}/*.jsonl:rows=disk"), whole=True)
     for n in range(6):
         (tmp_path / f"{n}.jsonl").unlink()
@@ -171,7 +171,7 @@ def test_a_file_that_is_gone_is_named_if_it_did_not_stay_open(tmp_path: Path, mo
 def test_files_of_all_sources_are_within_what_a_process_may_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_stores, "_kept_open", kept := set[int]())
+    monkeypatch.setattr(rows_on_disk, "_kept_open", kept := set[int]())
     sources = []
     for name in "abc":
         (tmp_path / name).mkdir()
@@ -183,10 +183,10 @@ def test_files_of_all_sources_are_within_what_a_process_may_open(
     try:
         found = load_rows(Task(" + ".join(sources)))
         assert len({row.prompt for row in (*found.train, *found.held_out)}) == 300
-        assert len(kept) == min(may // 4, row_stores.MOST_OPEN)
+        assert len(kept) == min(may // 4, rows_on_disk.MOST_OPEN)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    monkeypatch.setattr(row_stores, "MOST_OPEN", most := len(kept) + 6)
+    monkeypatch.setattr(rows_on_disk, "MOST_OPEN", most := len(kept) + 6)
     list(load_rows(Task(f"{tmp_path}/*/*.jsonl:rows=disk")).train)
     assert len(kept) == most, "with the files of other tasks"
     del found
@@ -197,19 +197,19 @@ def test_files_of_all_sources_are_within_what_a_process_may_open(
 def test_a_file_that_stays_open_is_read_whatever_becomes_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_stores, "READ_BYTES", 100)
+    monkeypatch.setattr(rows_on_disk, "READ_BYTES", 100)
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"q {n}"}) + "\n" for n in range(40)))
-    store = row_stores.FileRows(file, "train", partial(make_row, Keys()))
+    store = rows_on_disk.FileRows(file, "train", partial(make_row, Keys()))
     first = list(store.read_rows(Reading()))
     assert [row.prompt for _, row in first] == [f"q {n}" for n in range(40)]
     file.unlink()
     assert list(zip(store.read_rows(Reading()), store.read_rows(Reading()), strict=True)) == list(
         zip(first, first, strict=True)
     )
-    monkeypatch.setattr(row_stores, "MOST_OPEN", 0)
+    monkeypatch.setattr(rows_on_disk, "MOST_OPEN", 0)
     with pytest.raises(ConfigError, match=r"a.jsonl cannot be read: .*No such file or directory.*; write it again"):
-        list(pickle.loads(pickle.dumps(store)).rows(Reading()))
+        list(pickle.loads(pickle.dumps(store)).read_rows(Reading()))
 
 
 def test_large_files_of_json_lines_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

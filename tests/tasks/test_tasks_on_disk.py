@@ -30,12 +30,11 @@ from flowrl.nodes import (
 from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.nodes.sources.step_dataset import HeldOutSteps, StepDataset
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
-from flowrl.tasks.row_reading import row_loading, row_stores
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows
+from flowrl.tasks.row_reading import row_loading, rows_on_disk
 from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.tasks.row_reading.record_formats import ArrayElements, format_records
 from flowrl.tasks.row_reading.row_loading import all_rows
-from flowrl.tasks.row_reading.row_stores import num_bytes_of
+from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, num_bytes_of
 from flowrl.tasks.toy_tasks import Arithmetic
 from flowrl.testing import run_node
 from tests.tasks.row_compare import both, require_same, rows_in
@@ -285,7 +284,7 @@ def test_text_files_stay_on_disk_each_as_one_text(tmp_path: Path) -> None:
         (tmp_path / f"{n}.txt").write_bytes(b"\xef\xbb\xbf" * (n % 2) + f"text {n}\r\nand\n".encode())
     (tmp_path / "none.txt").touch()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(row_stores, "MOST_OPEN", 8)
+        patched.setattr(rows_on_disk, "MOST_OPEN", 8)
         require_same(*both(f"{tmp_path}/*.txt", load_texts))
     (tmp_path / "bad.txt").write_bytes(b"one\ntwo \xe9\n")
     with pytest.raises(ConfigError, match=r"bad.txt:2: the byte 0xe9 at position 4 is not UTF-8"):

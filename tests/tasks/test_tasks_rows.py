@@ -103,10 +103,10 @@ def test_of_equal_prompts_the_first_row_stays() -> None:
     ],
 )
 def test_a_verifier_sees_what_was_extracted(extract: str, response: str, seen: str) -> None:
-    from flowrl.tasks.reasoning import extracted
+    from flowrl.tasks.reasoning import extract_answer
 
-    assert extracted(f"reasoning_gym/chain_sum:extract={extract}", response) == seen
-    assert extracted("reasoning_gym/chain_sum", f" {response} ") == response.strip()
+    assert extract_answer(f"reasoning_gym/chain_sum:extract={extract}", response) == seen
+    assert extract_answer("reasoning_gym/chain_sum", f" {response} ") == response.strip()
 
 
 def test_a_reasoning_gym_entry_is_scored_by_its_own_verifier() -> None:

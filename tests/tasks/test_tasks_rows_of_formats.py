@@ -31,10 +31,9 @@ from flowrl.cache import cache_dir
 from flowrl.disk_room import DiskRoom
 from flowrl.errors import ConfigError
 from flowrl.tasks import Rows, Task, load_rows
-from flowrl.tasks.row_reading import record_formats, row_stores
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows
+from flowrl.tasks.row_reading import record_formats, rows_on_disk
 from flowrl.tasks.row_reading.record_formats import array_elements
-from flowrl.tasks.row_reading.row_stores import plain_file
+from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, plain_file
 
 RECORDS = [
     {"prompt": f"q \u00e9 {n % 50}\nand", "answer": f'"{n}", \t\u4e2d', "score": n % 3, "level": "x" * (n % 7)}
@@ -201,7 +200,7 @@ def test_a_copy_is_made_once_and_anew_for_a_file_that_has_changed(
     said = capsys.readouterr().err
     assert "writing its rows into" in said and "0.0 MB of rows in" in said
     with monkeypatch.context() as patched:
-        patched.setattr(row_stores, "copy_parts", None)
+        patched.setattr(rows_on_disk, "copy_parts", None)
         assert plain_file(file) == copy
     for text in (b'{"prompt": "other"}', b'{"prompt": "these"}'):
         file.write_bytes(gzip.compress(text, compresslevel=0))
@@ -231,7 +230,7 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_stays(tmp_path: Path, monk
     free = iter([10 << 30, 1 << 30])
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
     monkeypatch.setattr(disk_room, "CHECKED_BYTES", 1000)
-    monkeypatch.setattr(row_stores, "COPY_BYTES", 1000)
+    monkeypatch.setattr(rows_on_disk, "COPY_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"rows.jsonl.xz: its rows cannot be kept .* after 0.0 MB .1.1 GB are free"):
         load_rows(Task(f"{file}:rows=disk"))
     assert [path.suffix for path in (cache_dir() / "rows").iterdir()] == [".lock"]

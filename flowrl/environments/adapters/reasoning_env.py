@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
-from flowrl.tasks.reasoning import check, problem
+from flowrl.tasks.reasoning import check_reasoning_task, make_problem
 from flowrl.tasks.task import Task
 
 OWN = ("tries", "feedback")
@@ -31,7 +31,7 @@ class ReasoningEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], ReasoningEnv]:
         """Imports the package. Raises ConfigError if the package, the problem or an option does not exist."""
         cls(name)
-        check(_task(name))
+        check_reasoning_task(_task(name))
         return lambda: cls(name)
 
     def __init__(self, name: EnvironmentName) -> None:
@@ -49,7 +49,7 @@ class ReasoningEnv(Env):
             )
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self._problem = problem(self._task, seed)
+        self._problem = make_problem(self._task, seed)
         self._left = self._tries
         return Observation(self._problem.question)
 

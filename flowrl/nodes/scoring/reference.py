@@ -41,7 +41,7 @@ from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_prob
 from flowrl.nodes.sources.preferences import Preferences, Renderer
 from flowrl.nodes.sources.row_checks import within_limit
 from flowrl.tasks import Row
-from flowrl.tasks.row_reading.indexed_rows import asked_ids, lowest_asked
+from flowrl.tasks.row_reading.rows_on_disk import asked_ids, lowest_asked
 from flowrl.training.layouts import refused
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout

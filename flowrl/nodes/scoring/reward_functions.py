@@ -33,7 +33,7 @@ from flowrl.tasks.rewards import (
     parse_reward,
     uses_http,
 )
-from flowrl.tasks.row_reading.indexed_rows import join_rows
+from flowrl.tasks.row_reading.rows_on_disk import join_rows
 
 FIX_FUNCTION = "fix the function, its signature and its result"
 

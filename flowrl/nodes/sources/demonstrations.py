@@ -33,9 +33,9 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
-from flowrl.tasks.row_reading.indexed_rows import join_rows, lowest_rows, rows_by_id
 from flowrl.tasks.row_reading.message_shapes import reply_text
 from flowrl.tasks.row_reading.row_loading import RowUse
+from flowrl.tasks.row_reading.rows_on_disk import join_rows, lowest_rows, rows_by_id
 
 Trained = Literal["all", "last"]
 

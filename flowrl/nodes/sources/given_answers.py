@@ -32,8 +32,8 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.tasks import Row, Task, load_demonstrations, load_rows
-from flowrl.tasks.row_reading.indexed_rows import join_rows, rows_by_id
 from flowrl.tasks.row_reading.message_shapes import reply_text, with_messages
+from flowrl.tasks.row_reading.rows_on_disk import join_rows, rows_by_id
 from flowrl.tasks.rows import OF_TASK
 
 

@@ -22,7 +22,7 @@ from flowrl.models.tokens.plain_tokens import pieces, text_tokens
 from flowrl.nodes.sources.demonstrations import given_sample
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_texts
-from flowrl.tasks.row_reading.indexed_rows import IndexedRows, Ints, hex_digests, lowest_rows
+from flowrl.tasks.row_reading.rows_on_disk import IndexedRows, Ints, hex_digests, lowest_rows
 
 CutBy = Literal["split", "wrapped"]
 

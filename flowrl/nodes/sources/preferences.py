@@ -33,7 +33,9 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Row, Rows, Task, load_preferences
-from flowrl.tasks.row_reading.indexed_rows import (
+from flowrl.tasks.row_reading.message_shapes import reply_text
+from flowrl.tasks.row_reading.row_loading import RowUse
+from flowrl.tasks.row_reading.rows_on_disk import (
     Digests,
     asked_ids,
     join_rows,
@@ -42,8 +44,6 @@ from flowrl.tasks.row_reading.indexed_rows import (
     prompt_ids,
     rows_by_id,
 )
-from flowrl.tasks.row_reading.message_shapes import reply_text
-from flowrl.tasks.row_reading.row_loading import RowUse
 
 
 @dataclass(frozen=True)

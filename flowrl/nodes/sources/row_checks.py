@@ -34,7 +34,7 @@ from flowrl.models.tokens.chat import Chat, Messages, ReplyMessage, Unrendered
 from flowrl.models.tokens.steps import require_steps
 from flowrl.orphans import die_with_parent
 from flowrl.tasks import Row, Task
-from flowrl.tasks.row_reading.indexed_rows import pick_rows
+from flowrl.tasks.row_reading.rows_on_disk import pick_rows
 from flowrl.tasks.rows import OF_TASK
 
 TRIAL_S = 60.0

@@ -39,8 +39,8 @@ from flowrl.nodes.sources.row_checks import (
 )
 from flowrl.tasks import Row, Rows, Task, check_answers, conversation, load_rows
 from flowrl.tasks.mixture import first_rows, mixed_order
-from flowrl.tasks.row_reading.indexed_rows import join_rows, prompt_ids
 from flowrl.tasks.row_reading.row_loading import RowUse, require_served
+from flowrl.tasks.row_reading.rows_on_disk import join_rows, prompt_ids
 from flowrl.training.advantages import all_equal
 
 RowPart = Literal["train", "held_out", "all"]

@@ -25,7 +25,7 @@ from flowrl.nodes.sources.row_checks import (
     require_rendered,
 )
 from flowrl.tasks import Row, Task, load_demonstrations
-from flowrl.tasks.row_reading.indexed_rows import join_rows, lowest_rows, rows_by_id
+from flowrl.tasks.row_reading.rows_on_disk import join_rows, lowest_rows, rows_by_id
 
 STEPS, LABELS = ("steps", "completions"), "labels"
 """Columns of a row: its steps, a list of texts or one text with separators, and a label for each."""

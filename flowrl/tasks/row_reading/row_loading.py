@@ -20,11 +20,19 @@ from weakref import WeakValueDictionary
 from flowrl.errors import ConfigError
 from flowrl.hub import HubName
 from flowrl.tasks.row_reading.columns import Keys, TextKeys, make_row, make_text_row
-from flowrl.tasks.row_reading.indexed_rows import StoredRows, join_rows, part_rows, rows_by_id, scan_source
 from flowrl.tasks.row_reading.preference_rows import Kind, careless_preferences, make_preferences
 from flowrl.tasks.row_reading.record_formats import FORMATS, RawRow, Reading, read_records
 from flowrl.tasks.row_reading.row_files import files_of, hub_dataset, is_file_task, require_there
-from flowrl.tasks.row_reading.row_stores import FileRows, HeldRows, RowStore, num_bytes_of
+from flowrl.tasks.row_reading.rows_on_disk import (
+    FileRows,
+    HeldRows,
+    RowStore,
+    join_rows,
+    num_bytes_of,
+    part_rows,
+    rows_by_id,
+    scan_source,
+)
 from flowrl.tasks.rows import OF_TASK, WEIGHT, Row, Rows, word_row
 from flowrl.tasks.task import Task
 from flowrl.tasks.toy_tasks import Arithmetic, SticksRules
@@ -213,11 +221,12 @@ class OneSource:
                     self.note_opened(row)
                     yield row
 
-    def open_stores(self, on_disk: bool) -> Sequence[RowStore]:
+    def open_stores(self, on_disk: bool, word: Callable[[Row], Row]) -> Sequence[RowStore]:
         """The stores that single rows are read from. Raises ConfigError."""
         if not on_disk:
-            return (HeldRows([*self.read_rows()]),)
-        return [FileRows(path, self.keys.split, partial(self._kind.make, self.keys)) for path in self.paths]
+            return [HeldRows([*self.read_rows()], self.name, word)]
+        make = partial(self._kind.make, self.keys)
+        return [FileRows(path, self.keys.split, make, self.name, word) for path in self.paths]
 
     def note_opened(self, row: Row) -> None:
         """Remember which of the row's columns hold messages as text."""
@@ -285,17 +294,21 @@ def _held_rows(task: Task, sources: Sequence[OneSource]) -> Iterator[Row]:
 
 def _index_rows(task: Task, kind: RowKind, sources: Sequence[OneSource], on_disk: Sequence[bool]) -> Rows:
     """The rows of all sources, of which some stay on disk."""
-    stores = [source.open_stores(stays) for source, stays in zip(sources, on_disk, strict=True)]
-    names = [source.name for source, own in zip(sources, stores, strict=True) for _ in own]
-    stored = StoredRows([store for own in stores for store in own], names, task.template, task.reasoning)
-    scans, first = [], 0
-    for source, own in zip(sources, stores, strict=True):
-        places = range(first, first := first + len(own))
-        note, every = source.note_opened, source.every
-        scan, source.repeated = scan_source(stored, places, source.reading, note, every=every, mixed=len(sources) > 1)
+    stores: list[RowStore] = []
+    own: list[range] = []
+    for source, stays in zip(sources, on_disk, strict=True):
+        word = partial(word_row, source=source.name, template=task.template, reasoning=task.reasoning)
+        first = len(stores)
+        stores += source.open_stores(stays, word)
+        own.append(range(first, len(stores)))
+    scans = []
+    for source, numbers in zip(sources, own, strict=True):
+        scan, source.repeated = scan_source(
+            stores, numbers, source.reading, source.note_opened, every=source.every, mixed=len(sources) > 1
+        )
         source.require_rows(len(scan))
         scans.append(scan)
-    return part_rows(stored, scans, every=kind.every)
+    return part_rows(stores, scans, every=kind.every)
 
 
 def _generate_rows(task: Task) -> Iterable[Row]:

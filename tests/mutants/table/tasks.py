@@ -25,8 +25,8 @@ MUTANTS = (
         name="mixture_in_the_order_of_its_files",
         fault="on disk the rows of a mixture have another order than in memory",
         function="scan_source",
-        before="return asked.scan(found).taken(taken[trained_first]), len(found) - len(taken)",
-        after="return asked.scan(found).taken(taken), len(found) - len(taken)",
+        before="return asked.make_scan(found).pick_rows(taken[trained_first]), len(found) - len(taken)",
+        after="return asked.make_scan(found).pick_rows(taken), len(found) - len(taken)",
         test="tests/tasks/test_tasks_on_disk.py::test_mixtures_are_the_same",
     ),
     Mutant(
@@ -41,8 +41,8 @@ MUTANTS = (
         name="part_of_a_preference_by_its_completions",
         fault="on disk a preference is held out by its completions, too, so a prompt is trained and held out",
         function="part_rows",
-        before="held_out = _is_held_out(found.asked[indices])",
-        after="held_out = _is_held_out(found.ids[indices])",
+        before="held_out = found.asked[indices] % HELD_OUT_ONE_IN == 0",
+        after="held_out = found.ids[indices] % HELD_OUT_ONE_IN == 0",
         test="tests/tasks/test_tasks_on_disk.py::test_preferences_are_the_same",
     ),
     Mutant(
