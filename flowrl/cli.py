@@ -255,9 +255,9 @@ def serve_reward(args: Sequence[str]) -> int:
             "flowrl serve-reward needs a reward model's directory or FILE.py:FUNCTION first: "
             "flowrl serve-reward runs/rm/checkpoints/step_000100 --port 8100"
         )
-    from flowrl.nodes.scoring.reward_service import ServeOptions, serve
+    from flowrl.nodes.scoring.reward_service import ServeOptions, serve_until_interrupted
 
-    serve(args[0], parse_options(ServeOptions, args[1:], prog=f"flowrl serve-reward {args[0]}"))
+    serve_until_interrupted(args[0], parse_options(ServeOptions, args[1:], prog=f"flowrl serve-reward {args[0]}"))
     return 0
 
 

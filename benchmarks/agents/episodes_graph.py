@@ -58,8 +58,8 @@ class NotingGenerator(Generator):
         self.out = out
         self.noted: list[Answered] = []
 
-    async def _reply(self, turn: Turn) -> Reply:
-        reply = await super()._reply(turn)
+    async def _generate_reply(self, turn: Turn) -> Reply:
+        reply = await super()._generate_reply(turn)
         self.noted.append((turn, time.monotonic()))
         return reply
 

@@ -77,7 +77,7 @@ def rings(
             own = 0.75 if draws.random() < broken else chance
             for _ in range(group_size):
                 play(test, fate, draws, f"{line}.{number}", group_size, mean, own)
-        if alarms.look({"step": line, "failing_by_length": test.score()}):
+        if alarms.look({"step": line, "failing_by_length": test.score}):
             return True
     return False
 
@@ -91,10 +91,10 @@ def play(
         while draws.random() > 1 / mean and length < 32:
             length += 1
         if (failed_after := fate(draws, length, chance)) is None:
-            test.finished(group, size, length)
+            test.add_finished(group, size, length)
             return
-        test.failed(group, size, failed_after)
-    test.ended(group, size)
+        test.add_failed(group, size, failed_after)
+    test.end_member(group, size)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import tyro
 from benchmarks.agents import uneven_env
 from flowrl.errors import FlowrlError
 from flowrl.models import Policy, load_tokenizer, resolve
-from flowrl.nodes.episodes.episode_reports import retokenizes
+from flowrl.nodes.episodes.episode_reports import is_retokenized
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.samples.rollout_files import columns_of, rollout_files
 
@@ -74,7 +74,7 @@ class Retokenized:
 
     @classmethod
     def of(cls, episodes: Sequence[Sequence[bool]]) -> Retokenized:
-        """For each reply of each episode, whether it retokenizes differently."""
+        """For each reply of each episode, whether it is_retokenized differently."""
         replies = [differs for one in episodes for differs in one]
         return cls(len(episodes), len(replies), sum(replies), sum(map(any, episodes)))
 
@@ -111,7 +111,7 @@ def counted(run_dir: Path, tokenizer: Any) -> Retokenized:
     for file in rollout_files(run_dir):
         for row in columns_of(file.path, ["state", "token_ids", "spans"]).to_pylist():
             if row["state"] == "trained":
-                episodes.append([retokenizes(tokenizer, ids) for ids in replies_of(row["token_ids"], row["spans"])])
+                episodes.append([is_retokenized(tokenizer, ids) for ids in replies_of(row["token_ids"], row["spans"])])
     return Retokenized.of(episodes)
 
 

@@ -159,7 +159,7 @@ class Traffic:
         prompt = [5 + (index + k) % 60 for k in range(24)]
         count = 0
         while True:
-            await self._gate.passed()
+            await self._gate.wait_open()
             done = await self._sampler.complete(f"{index}-{count}", prompt, sampling, seed=count)
             self.num_tokens += len(done.token_ids)
             count += 1
@@ -182,13 +182,13 @@ async def generate(case: Case, pipe: Connection) -> dict[str, list[float]]:
     host: Any = context
     updates = WeightUpdates(sampler, SegmentReceiver(RUN_ID), gate, host, "generator/0", running=lambda: True)
     seen: dict[str, list[float]] = context.seen
-    await updates.take((await newest(pipe))[0])
+    await updates.take_version((await newest(pipe))[0])
     traffic = Traffic(sampler, gate, case.concurrency)
     seen.clear()
     began = perf_counter()
     while len(context.taken) <= case.updates:
         manifest, times = await newest(pipe)
-        if await updates.take(manifest):
+        if await updates.take_version(manifest):
             for name, value in times.items():
                 seen.setdefault(name, []).append(value)
             seen["megabytes"] = [manifest.num_bytes / 1e6]

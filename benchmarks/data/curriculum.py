@@ -27,8 +27,8 @@ def known(prompts: int, levels: int) -> tuple[PassRates, list[str], float]:
     start = time.perf_counter()
     rates = PassRates(SETTINGS, names, buckets, seed=0)
     for row, name in enumerate(names):
-        rates.asked(row)
-        rates.note(GroupOutcome(name, 0, (0.0, float(row % 3 > 0), float(row % 3 > 1))))
+        rates.note_asked(row)
+        rates.note_outcome(GroupOutcome(name, 0, (0.0, float(row % 3 > 0), float(row % 3 > 1))))
     return rates, names, time.perf_counter() - start
 
 
@@ -36,10 +36,10 @@ def group_us(rates: PassRates, names: Sequence[str], groups: int) -> float:
     """Microseconds of one group: its choice, its start and its outcome."""
     rng, start = random.Random(0), time.perf_counter()
     for number in range(groups):
-        found = rates.choose()
+        found = rates.choose_row()
         row = number % len(names) if found is None else found.row
-        rates.asked(row)
-        rates.note(GroupOutcome(names[row], rates.visits(row) - 1, (0.0, float(rng.random() < 0.5))))
+        rates.note_asked(row)
+        rates.note_outcome(GroupOutcome(names[row], rates.num_visits(row) - 1, (0.0, float(rng.random() < 0.5))))
     return (time.perf_counter() - start) / groups * 1e6
 
 

@@ -127,35 +127,30 @@ class PassRates:
         """Prompt -> [times asked, visit of its newest outcome or −1, that outcome's pass rate, number of the newest
         group that asked it]."""
         order = random.Random(f"{seed}/buckets").sample(range(len(self._names)), len(self._names))
-        self._buckets = RateBuckets(buckets or self._names, order, visits=self.visits, is_open=self._is_open)
+        self._buckets = RateBuckets(buckets or self._names, order, visits=self.num_visits, is_open=self._is_open)
         self._draw = WeightedDraw(len(self._buckets))
         self._unsolved_rows = RisingQueue(self._asked_at_if_unsolved)
         self._at_rate = Counter[float]()
         """Pass rate -> number of prompts whose newest outcome has it."""
 
-    def visits(self, row: int) -> int:
+    def num_visits(self, row: int) -> int:
         """How often the row has been asked."""
         return int(self._known[self._names[row]][ASKED]) if self._names[row] in self._known else 0
 
-    def choose(self) -> ChosenRow | None:
+    def choose_row(self) -> ChosenRow | None:
         """The choice for the next group; None: the next row in the order of the data."""
         rng = random.Random(f"{self._seed}/chosen/{self._number}")
         drawn = rng.random()
         if drawn < self._settings.chosen:
-            return self._by_pass_rate(rng)
-        return self._unsolved() if drawn < self._settings.chosen + self._settings.replayed else None
-
-    def _by_pass_rate(self, rng: random.Random) -> ChosenRow | None:
-        number = self._draw.draw(rng)
-        if number is None:
-            return None
-        return ChosenRow(self._buckets.turn(number), "chosen", self._buckets.pass_rate(number))
-
-    def _unsolved(self) -> ChosenRow | None:
-        row = self._unsolved_rows.first()
-        if row is None or self._number - self._known[self._names[row]][AT] < self._settings.replay_after:
-            return None
-        return ChosenRow(row, "replayed", 0.0)
+            bucket = self._draw.draw_number(rng)
+            if bucket is None:
+                return None
+            return ChosenRow(self._buckets.next_row(bucket), "chosen", self._buckets.pass_rate(bucket))
+        if drawn < self._settings.chosen + self._settings.replayed:
+            row = self._unsolved_rows.first_number()
+            if row is not None and self._number - self._known[self._names[row]][AT] >= self._settings.replay_after:
+                return ChosenRow(row, "replayed", 0.0)
+        return None
 
     def _asked_at_if_unsolved(self, row: int) -> Key | None:
         known = self._known[self._names[row]]
@@ -166,17 +161,17 @@ class PassRates:
         known = self._known.get(self._names[row])
         return known is not None and known[HEARD] < known[ASKED] - 1
 
-    def asked(self, row: int) -> None:
+    def note_asked(self, row: int) -> None:
         """Note that a group of the row was asked."""
         if not self._is_open(row):
-            self._buckets.waits(row)
+            self._buckets.note_waiting(row)
         known = self._known.setdefault(self._names[row], [0.0, -1.0, 0.0, 0.0])
         known[ASKED] += 1
         known[AT] = self._number
         self._number += 1
-        self._weigh(row)
+        self._weigh_row(row)
 
-    def note(self, outcome: GroupOutcome) -> bool:
+    def note_outcome(self, outcome: GroupOutcome) -> bool:
         """Note an outcome; return whether it is new."""
         known = self._known.get(outcome.prompt_id)
         if known is None or not known[HEARD] < outcome.epoch < known[ASKED]:
@@ -187,20 +182,17 @@ class PassRates:
             self._at_rate[known[RATE]] -= 1
         known[HEARD], known[RATE] = outcome.epoch, passed / len(outcome.raw_rewards)
         self._at_rate[known[RATE]] += 1
-        if outcome.prompt_id in self._rows:
-            self._answered(self._rows[outcome.prompt_id], passed, len(outcome.raw_rewards))
+        if (row := self._rows.get(outcome.prompt_id)) is not None:  # else the data have lost the row since
+            self._buckets.count_samples(row, passed, len(outcome.raw_rewards))
+            if not self._is_open(row):
+                self._buckets.note_answered(row)
+                self._unsolved_rows.put_number(row)
+            self._weigh_row(row)
         return True
 
-    def _answered(self, row: int, passed: int, samples: int) -> None:
-        self._buckets.count(row, passed, samples)
-        if not self._is_open(row):
-            self._buckets.answered(row)
-            self._unsolved_rows.put(row)
-        self._weigh(row)
-
-    def _weigh(self, row: int) -> None:
+    def _weigh_row(self, row: int) -> None:
         bucket = self._buckets.of_row[row]
-        self._draw.set(bucket, self._buckets.weight(bucket))
+        self._draw.set_weight(bucket, self._buckets.learnability(bucket))
 
     def num_at(self, rate: float) -> int:
         """Number of prompts whose newest outcome has this pass rate: 1 for solved ones, 0 for unsolved ones."""
@@ -210,7 +202,7 @@ class PassRates:
         return {
             "number": self._number,
             "known": {name: list(known) for name, known in self._known.items()},
-            "sums": dict(self._buckets.sums()),
+            "sums": dict(self._buckets.decayed_sums()),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -221,16 +213,14 @@ class PassRates:
         for name, known in self._known.items():
             if known[HEARD] >= 0:
                 self._at_rate[known[RATE]] += 1
-            if name in self._rows:
-                self._enter(self._rows[name])
-
-    def _enter(self, row: int) -> None:
-        if self._is_open(row):
-            self._buckets.waits(row)
-        else:
-            self._buckets.rests(row)
-            self._unsolved_rows.put(row)
-        self._weigh(row)
+            if (row := self._rows.get(name)) is None:
+                continue
+            if self._is_open(row):
+                self._buckets.note_waiting(row)
+            else:
+                self._buckets.note_resting(row)
+                self._unsolved_rows.put_number(row)
+            self._weigh_row(row)
 
 
 DECAY = 0.5
@@ -261,7 +251,17 @@ class RateBuckets:
         numbers = {name: number for number, name in enumerate(self.names)}
         self.of_row = array("q", [numbers[name] for name in names])
         """Row -> number of its bucket."""
-        self._rows, self._starts = self._by_bucket(order)
+        self._starts = array("q", bytes(8 * (len(self.names) + 1)))
+        """Bucket -> where its rows begin in `_rows`."""
+        for bucket in self.of_row:
+            self._starts[bucket + 1] += 1
+        for bucket in range(len(self.names)):
+            self._starts[bucket + 1] += self._starts[bucket]
+        self._rows, filled = array("q", bytes(8 * len(self.of_row))), array("q", self._starts)
+        for row in order:
+            bucket = self.of_row[row]
+            self._rows[filled[bucket]] = row
+            filled[bucket] += 1
         self._turns = array("q", bytes(8 * len(names)))
         """Row -> its place in the order."""
         for turn, row in enumerate(order):
@@ -273,20 +273,6 @@ class RateBuckets:
         self._again: dict[int, RisingQueue] = {}
         """Bucket of several rows -> its rows that were asked and answered, by their visits."""
 
-    def _by_bucket(self, order: Sequence[int]) -> tuple[array[int], array[int]]:
-        """(rows, bucket after bucket; where each bucket begins)."""
-        starts = array("q", bytes(8 * (len(self.names) + 1)))
-        for bucket in self.of_row:
-            starts[bucket + 1] += 1
-        for bucket in range(len(self.names)):
-            starts[bucket + 1] += starts[bucket]
-        rows, filled = array("q", bytes(8 * len(self.of_row))), array("q", starts)
-        for row in order:
-            bucket = self.of_row[row]
-            rows[filled[bucket]] = row
-            filled[bucket] += 1
-        return rows, starts
-
     def __len__(self) -> int:
         return len(self.names)
 
@@ -294,58 +280,58 @@ class RateBuckets:
         """Mean pass rate of the known samples; 0 if there are none."""
         return self._passed[bucket] / self._samples[bucket] if self._samples[bucket] else 0.0
 
-    def weight(self, bucket: int) -> float:
+    def learnability(self, bucket: int) -> float:
         """p·(1 − p) of the pass rate; 0 while all rows of the bucket wait."""
         rate = self.pass_rate(bucket)
         return rate * (1 - rate) if self._waiting[bucket] < self._size(bucket) else 0.0
 
-    def turn(self, bucket: int) -> int:
+    def next_row(self, bucket: int) -> int:
         """The row to ask next. At least one row of the bucket must not be waiting."""
         start, size = self._starts[bucket], self._size(bucket)
         while self._begun[bucket] < size and self._visits(self._rows[start + self._begun[bucket]]):
             self._begun[bucket] += 1
         if self._begun[bucket] < size:
             return self._rows[start + self._begun[bucket]]
-        row = self._rows[start] if size == 1 else self._again[bucket].first()
+        row = self._rows[start] if size == 1 else self._again[bucket].first_number()
         assert row is not None, "a row does not wait"
         return row
 
-    def waits(self, row: int) -> None:
+    def note_waiting(self, row: int) -> None:
         """Note that the row's outcome is expected now, and was not before."""
         self._waiting[self.of_row[row]] += 1
 
-    def rests(self, row: int) -> None:
+    def note_resting(self, row: int) -> None:
         """Note that the row has been asked, and that no outcome of it is expected."""
         bucket = self.of_row[row]
         if self._size(bucket) > 1:
-            self._again.setdefault(bucket, RisingQueue(self._key)).put(row)
+            self._again.setdefault(bucket, RisingQueue(self._visits_if_answered)).put_number(row)
 
-    def answered(self, row: int) -> None:
+    def note_answered(self, row: int) -> None:
         """Note that the last outcome that was expected of the row has arrived."""
         self._waiting[self.of_row[row]] -= 1
-        self.rests(row)
+        self.note_resting(row)
 
-    def count(self, row: int, passed: int, samples: int) -> None:
+    def count_samples(self, row: int, passed: int, samples: int) -> None:
         """Add a group of the row to the pass rate of its bucket."""
         bucket = self.of_row[row]
         self._passed[bucket] = DECAY * self._passed[bucket] + passed
         self._samples[bucket] = DECAY * self._samples[bucket] + samples
 
-    def sums(self) -> Iterator[tuple[str, list[float]]]:
+    def decayed_sums(self) -> Iterator[tuple[str, list[float]]]:
         """(bucket's name, [samples that passed, samples], both decayed) of the buckets that have samples."""
         for bucket, name in enumerate(self.names):
             if self._samples[bucket]:
                 yield name, [self._passed[bucket], self._samples[bucket]]
 
     def load_sums(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Load what `sums` returned; buckets that no longer exist are left out."""
+        """Load what `decayed_sums` returned; buckets that no longer exist are left out."""
         for bucket, name in enumerate(self.names):
             self._passed[bucket], self._samples[bucket] = map(float, sums.get(name, (0.0, 0.0)))
 
     def _size(self, bucket: int) -> int:
         return self._starts[bucket + 1] - self._starts[bucket]
 
-    def _key(self, row: int) -> Key | None:
+    def _visits_if_answered(self, row: int) -> Key | None:
         return None if self._is_open(row) else (self._visits(row), self._turns[row])
 
 
@@ -358,9 +344,9 @@ class RisingQueue:
 
     Numbers are ordered by `current(number)`, their present key; it is None while a number is not in the queue.
 
-    A number that enters or returns has to be `put`. A number that leaves, or whose key rises, needs no call: its old
+    A number that enters or returns has to be put. A number that leaves, or whose key rises, needs no call: its old
     entry is found to be wrong when it comes first. Every number has at most one entry, so a put costs O(log n). Each
-    correction in `first` is due to a change of the number's key since its entry was put or last corrected.
+    correction in `first_number` is due to a change of the number's key since its entry was put or last corrected.
     """
 
     def __init__(self, current: Current) -> None:
@@ -368,14 +354,14 @@ class RisingQueue:
         self._heap: list[tuple[Key, int]] = []
         self._entered: set[int] = set()
 
-    def put(self, number: int) -> None:
-        """Add the number, unless it already has an entry; `first` corrects the key of that entry when necessary."""
+    def put_number(self, number: int) -> None:
+        """Add the number, unless it already has an entry, whose key `first_number` corrects when necessary."""
         key = self._current(number)
         if number not in self._entered and key is not None:
             self._entered.add(number)
             heapq.heappush(self._heap, (key, number))
 
-    def first(self) -> int | None:
+    def first_number(self) -> int | None:
         """The number with the lowest key; None if the queue is empty."""
         while self._heap:
             key, number = self._heap[0]
@@ -408,7 +394,7 @@ class WeightedDraw:
         """At place i the sum of the i & −i weights that end with number i − 1."""
         self._highest = 1 << size.bit_length() >> 1
 
-    def set(self, number: int, weight: float) -> None:
+    def set_weight(self, number: int, weight: float) -> None:
         """Give a number another weight; one above 0 stays above 0, however small it is."""
         whole = max(1, round(weight * UNIT)) if weight > 0 else 0
         change = whole - self._weights[number]
@@ -418,9 +404,12 @@ class WeightedDraw:
             self._sums[place] += change
             place += place & -place
 
-    def draw(self, rng: random.Random) -> int | None:
+    def draw_number(self, rng: random.Random) -> int | None:
         """A number, with a probability proportional to its weight; None if all weights are 0."""
-        total = self._total()
+        total, place = 0, len(self._sums) - 1
+        while place:
+            total += self._sums[place]
+            place -= place & -place
         if not total:
             return None
         left, place, step = rng.randrange(total), 0, self._highest
@@ -430,10 +419,3 @@ class WeightedDraw:
                 left -= self._sums[place]
             step >>= 1
         return place
-
-    def _total(self) -> int:
-        total, place = 0, len(self._sums) - 1
-        while place:
-            total += self._sums[place]
-            place -= place & -place
-        return total

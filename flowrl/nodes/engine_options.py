@@ -100,16 +100,16 @@ class Engine:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                yield f"{_option(name)} is {value}; it has to be 1 or more"
+                yield f"{flag_of(name)} is {value}; it has to be 1 or more"
         if self.concurrency < 1:
-            yield f"{_option('concurrency')} is {self.concurrency}; a generator needs at least 1 place"
+            yield f"{flag_of('concurrency')} is {self.concurrency}; a generator needs at least 1 place"
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            yield f"{_option('gpu_memory_utilization')} is {share}; it is a share, above 0 and at most 1"
+            yield f"{flag_of('gpu_memory_utilization')} is {share}; it is a share, above 0 and at most 1"
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
-            yield f"{_option('kv_cache_bytes')} is {self.kv_cache_bytes}; it has to be 1 or more"
+            yield f"{flag_of('kv_cache_bytes')} is {self.kv_cache_bytes}; it has to be 1 or more"
         if not self.cpu_offload_gb >= 0:
-            yield f"{_option('cpu_offload_gb')} is {self.cpu_offload_gb}; it has to be 0 or more"
+            yield f"{flag_of('cpu_offload_gb')} is {self.cpu_offload_gb}; it has to be 0 or more"
 
     @property
     def model_parallel_gpus(self) -> int:
@@ -118,13 +118,20 @@ class Engine:
 
     def fixed_weights(self, *, adapters: bool) -> str:
         """Why a generator with this engine takes no new weights, or no new `adapters`; "" if it takes them."""
-        if self._offload and not adapters:
-            return offload_fixes(self._offload)
+        if (offload := self._offload_option) and not adapters:
+            return (
+                f"{offload}, and vLLM cannot replace the weights that it keeps in host memory by an update; leave it "
+                "out, or train adapters (--lora.rank 32), which leave those weights as they are"
+            )
         return why_fixed(self.quantization, self.extra)
 
     @property
-    def _offload(self) -> str:
-        return offload_option(self.cpu_offload_gb, self.extra)
+    def _offload_option(self) -> str:
+        """The option that keeps weights in host memory, as the beginning of a sentence; "" if there is none."""
+        if self.cpu_offload_gb:
+            return f"--engine.cpu-offload-gb is {self.cpu_offload_gb}"
+        name = next((name for name in map(given_name, self.extra) if name.startswith(PREFETCH)), "")
+        return f"--engine.extra sets {name!r}" if name else ""
 
     @property
     def in_fp8(self) -> bool:
@@ -149,11 +156,14 @@ class Engine:
         dtype, experts = stored if self.dtype == "auto" else self.dtype, shape.experts if shape is not None else 0
         found = [*self._extra_problems()]
         found += method_problems(self.quantization, dtype, on_gpu=gpus > 0, mixture=experts > 0)
-        if self.in_fp8 and self._offload:
-            found.append(offload_beside(self.quantization, self._offload))
+        if self.in_fp8 and (offload := self._offload_option):
+            found.append(
+                f"--engine.quantization is {self.quantization} and {offload}, but vLLM cannot keep weights in host "
+                "memory that it quantizes while it loads them; leave one of the two out"
+            )
         for name in () if gpus else ON_GPUS_ONLY:
             if getattr(self, name):
-                found.append(f"{_option(name)} is {getattr(self, name)}, but the generator has no GPUs; leave it out")
+                found.append(f"{flag_of(name)} is {getattr(self, name)}, but the generator has no GPUs; leave it out")
         return found
 
     def _extra_problems(self) -> Iterator[str]:
@@ -168,7 +178,7 @@ class Engine:
             if name in OURS:
                 yield f"--engine.extra sets {name!r}, which flowrl sets itself: {OURS[name]}; remove it"
             elif (ours := RENAMED.get(name, name)) in own:
-                yield f"--engine.extra sets {name!r}, which has an option of its own; write {_option(ours)}"
+                yield f"--engine.extra sets {name!r}, which has an option of its own; write {flag_of(ours)}"
             elif name in seen:
                 yield f"--engine.extra sets {name!r} twice; keep one"
             seen.add(name)
@@ -200,7 +210,7 @@ def largest_kv_cache(weights_bytes: int | None) -> int:
     return LARGEST_CACHE if weights_bytes is None else min(LARGEST_CACHE, max(LEAST_CACHE, weights_bytes))
 
 
-def _option(name: str) -> str:
+def flag_of(name: str) -> str:
     return f"--engine.{name.replace('_', '-')}"
 
 
@@ -231,9 +241,9 @@ class Parallel:
 
     def sizes(self, num_gpus: int) -> tuple[int, int, int]:
         """(tensor, pipeline, data) of a replica with this number of GPUs."""
-        return self._tensor(num_gpus), self.pipeline, self.data
+        return self.tensor_size(num_gpus), self.pipeline, self.data
 
-    def _tensor(self, num_gpus: int) -> int:
+    def tensor_size(self, num_gpus: int) -> int:
         return self.tensor or max(1, num_gpus) // (self.pipeline * self.data)
 
     def problems(self, gpus: float) -> list[str]:
@@ -252,7 +262,7 @@ class Parallel:
 
     def problems_with(self, model_dir: Path, gpus: float) -> list[str]:
         """The problem if tensor parallelism cannot split the attention heads of the model in `model_dir`."""
-        heads, tensor = _attention_heads(model_dir), self._tensor(int(gpus))
+        heads, tensor = _attention_heads(model_dir), self.tensor_size(int(gpus))
         if heads is None or heads % tensor == 0:
             return []
         return [
@@ -279,30 +289,6 @@ def _attention_heads(model_dir: Path) -> int | None:
 
 PREFETCH = "offload_"
 """Prefix of the names of vLLM's options for prefetched layers."""
-
-
-def offload_option(cpu_offload_gb: float, extra: tuple[str, ...]) -> str:
-    """The option that keeps weights in host memory, as the beginning of a sentence; "" if there is none."""
-    if cpu_offload_gb:
-        return f"--engine.cpu-offload-gb is {cpu_offload_gb}"
-    name = next((name for name in map(given_name, extra) if name.startswith(PREFETCH)), "")
-    return f"--engine.extra sets {name!r}" if name else ""
-
-
-def offload_fixes(option: str) -> str:
-    """Why an engine with this `offload_option` takes no whole weights."""
-    return (
-        f"{option}, and vLLM cannot replace the weights that it keeps in host memory by an update; leave it out, or "
-        "train adapters (--lora.rank 32), which leave those weights as they are"
-    )
-
-
-def offload_beside(quantization: str, option: str) -> str:
-    """Why no engine can combine this method, which quantizes while it loads, with this `offload_option`."""
-    return (
-        f"--engine.quantization is {quantization} and {option}, but vLLM cannot keep weights in host memory that it "
-        "quantizes while it loads them; leave one of the two out"
-    )
 
 
 CHANNEL = "fp8_per_channel"
@@ -385,12 +371,12 @@ def parse_extra(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--engine.extra is {text!r}; write NAME=VALUE, such as max_num_batched_tokens=8192")
     known = known_options()
     if known is None:
-        return name, _json_or_text(value)
+        return name, json_or_text(value)
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "they are the fields of vLLM's AsyncEngineArgs"
         raise ConfigError(f"--engine.extra names {name!r}, which is not an option of vLLM's engine; {hint}")
-    return name, _typed(name, value, known[name])
+    return name, typed_value(name, value, known[name])
 
 
 @functools.cache
@@ -412,7 +398,7 @@ def known_options() -> Mapping[str, str] | None:
     }
 
 
-def _typed(name: str, value: str, annotation: str) -> Any:
+def typed_value(name: str, value: str, annotation: str) -> Any:
     """`value` as the first type of a union that accepts it. Types other than those in `WORDS` take JSON, or text."""
     kinds = [kind.strip() for kind in annotation.strip("'").split(" | ")]
     if "None" in kinds and value.lower() in ("none", "null"):
@@ -426,12 +412,12 @@ def _typed(name: str, value: str, annotation: str) -> Any:
         except ValueError:
             continue
     if set(kinds) - {"None", *WORDS}:
-        return value if kinds == ["str"] else _json_or_text(value)
+        return value if kinds == ["str"] else json_or_text(value)
     needed = ", or ".join(WORDS[kind] for kind in kinds if kind in WORDS)
     raise ConfigError(f"--engine.extra {name}={value}: vLLM's {name} needs {needed}")
 
 
-def _json_or_text(value: str) -> Any:
+def json_or_text(value: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

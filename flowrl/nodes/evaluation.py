@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from math import comb
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from flowrl.environments import environment_rows
+from flowrl.environments import EnvironmentRow, environment_rows
 from flowrl.episode import Episode
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.facts import Facts
@@ -30,10 +30,10 @@ from flowrl.nodes.held_out_answers import (
     ScoredBy,
     full_marks,
     held_out_prompt,
-    scores_by,
+    open_scores,
 )
 from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion
-from flowrl.nodes.sources.row_checks import PromptLimit, place_of, prompt_texts, require_rendered, within
+from flowrl.nodes.sources.row_checks import PromptLimit, place_of, prompt_texts, require_rendered, rows_within
 from flowrl.nodes.sources.row_source import SourceRow, prompt_fields, question_fields, task_fields
 from flowrl.nodes.writers import ProgressCount
 from flowrl.runtime.checkpoints.unfinished_evaluation import AnswerKey, kept_answers, versions_in
@@ -46,8 +46,6 @@ from flowrl.tasks.reward_calls.reward_client import RewardClient
 from flowrl.tasks.rewards import Part, names_model, open_reward
 from flowrl.tasks.row_reading.row_loading import require_served
 from flowrl.tasks.row_reading.rows_on_disk import pick_rows, prompt_ids
-
-R = TypeVar("R", bound=SourceRow)
 
 
 class Evaluation(Node):
@@ -145,7 +143,7 @@ class Evaluation(Node):
             context_by=self.limit.option,
             held_out_sets=self._set_names,
             optional=("score", *unused),
-            unconnected={"score": self._unscored} if self.asks_model else {},
+            unconnected={"score": self._problem_without_scorer} if self.asks_model else {},
         )
 
     def check(self, facts: Any) -> list[str]:
@@ -179,7 +177,7 @@ class Evaluation(Node):
         return problems
 
     @property
-    def _unscored(self) -> str:
+    def _problem_without_scorer(self) -> str:
         """The problem if a reward model is named but none is connected."""
         first = next(name for name, by in self.scored_by.items() if by.by_model)
         return (
@@ -192,21 +190,23 @@ class Evaluation(Node):
         check_model(self.policy)
         said: list[str] = []
         for one in self.sets:
-            rows = self._checked(one)
+            rows = self._check_set(one)
             if text := require_rendered(self.policy, one.task, rows, prompt_texts):
                 said.append(f"{one.name}: {text}")
             if self.limit.too_long == "error" and not self.policy.built_in:
-                self._asked(one, rows, Chat(tokenizer_of(self.policy), one.task.system_prompt))
+                self._fitting_rows(one, rows, Chat(tokenizer_of(self.policy), one.task.system_prompt))
         for one in self.agent_sets:
-            self._checked(one)
+            self._check_set(one)
         for name in self.environments:
-            rows_played = self._rows(environment_rows(name).held_out)
+            rows_played = self._played_rows(name)
             if len(rows_played) < self.num_prompts:
                 raise ConfigError(too_few(name, len(rows_played), self.num_prompts))
-        said += [self._said(one) for one in (*self.sets, *self.agent_sets) if self._is_said(one)]
+        for one in (*self.sets, *self.agent_sets):
+            if one.whole or (one.takes_fewer and len(load_rows(one.task).held_out) != one.num):
+                said.append(self._describe_set(one))  # its number of prompts is not obvious from the options
         return "; ".join(said) or None
 
-    def _checked(self, one: EvaluationSet) -> Sequence[Row]:
+    def _check_set(self, one: EvaluationSet) -> Sequence[Row]:
         """The prompts of a set. Raises ConfigError if there are too few, or if the reward cannot score them."""
         rows = one.chosen(load_rows(one.task, whole=one.whole))
         one.require_enough(rows)
@@ -214,22 +214,18 @@ class Evaluation(Node):
         try:
             check_answers(one.task, rows)
             if one.name in self.scored_by:
-                self.scored_by[one.name].telling(one.task, rows).checked(rows)
+                self.scored_by[one.name].with_verifier(one.task, rows).load_functions(rows)
         except ConfigError as problem:
             raise ConfigError(f"{problem}; a run that trains asks no held-out prompts with --evaluate 0") from problem
         return rows
 
     def asked_rows(self) -> dict[str, str]:
         """Set -> digest of its rows, with which a continued run checks that the rows are the same."""
-        sets = {one.name: digest_of_rows(self._checked(one)) for one in (*self.sets, *self.agent_sets)}
-        played = {name: self._rows(environment_rows(name).held_out) for name in self.environments}
-        return sets | {name: digest_of_ids(row.prompt_id for row in rows) for name, rows in played.items()}
+        sets = {one.name: digest_of_rows(self._check_set(one)) for one in (*self.sets, *self.agent_sets)}
+        ids = {name: "\n".join(row.prompt_id for row in self._played_rows(name)) for name in self.environments}
+        return sets | {name: hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for name, text in ids.items()}
 
-    def _is_said(self, one: EvaluationSet) -> bool:
-        """Whether the number of a set's prompts is not obvious from the options."""
-        return one.whole or (one.takes_fewer and len(load_rows(one.task).held_out) != one.num)
-
-    def _said(self, one: EvaluationSet) -> str:
+    def _describe_set(self, one: EvaluationSet) -> str:
         """The text that says what a set asks, and how many of its prompts are trained on."""
         found = load_rows(one.task, whole=one.whole)
         rows = one.chosen(found)
@@ -249,29 +245,25 @@ class Evaluation(Node):
     async def setup(self) -> None:
         if self.sets:
             tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
-            self._held_out += [await self._task(one, tokenizer) for one in self.sets]
+            self._held_out += [await self._open_task(one, tokenizer) for one in self.sets]
+        episodes = partial(HeldOutEpisodes, play=self.play, count=self.context.metric)
         for name in self.environments:
-            rows = self._rows(environment_rows(name).held_out)
-            self._held_out.append(self._played(name, rows, self.num_samples, prompt_fields))
+            rows = self._played_rows(name)
+            self._held_out.append(episodes(name, rows, num_samples=self.num_samples, fields=prompt_fields))
         for one in self.agent_sets:
             asked = one.chosen(await self.blocking(load_rows, one.task, whole=one.whole))
-            fields = partial(question_fields, self.asked_in, one.name) if self.asked_in else None
-            self._held_out.append(self._played(one.name, asked, one.samples, fields or partial(task_fields, one.task)))
+            fields: Callable[[Any], Mapping[str, Any]] = partial(task_fields, one.task)
+            if self.asked_in:
+                fields = partial(question_fields, self.asked_in, one.name)
+            self._held_out.append(episodes(one.name, asked, num_samples=one.samples, fields=fields))
 
-    def _played(
-        self, name: str, rows: Sequence[SourceRow], num_samples: int, fields: Callable[[Any], Mapping[str, Any]]
-    ) -> HeldOutEpisodes:
-        return HeldOutEpisodes(
-            name, rows, num_samples=num_samples, fields=fields, play=self.play, count=self.context.metric
-        )
-
-    async def _task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
+    async def _open_task(self, one: EvaluationSet, tokenizer: Any) -> HeldOutTask:
         chat = Chat(tokenizer, one.task.system_prompt)
         found = await self.blocking(load_rows, one.task, whole=one.whole)
         chosen = one.chosen(found)
-        rows, num_long = await self.blocking(self._asked, one, chosen, chat)
-        by = await self.blocking(self.scored_by[one.name].telling, one.task, rows)
-        by = await self.blocking(by.checked, ())
+        rows, num_long = await self.blocking(self._fitting_rows, one, chosen, chat)
+        by = await self.blocking(self.scored_by[one.name].with_verifier, one.task, rows)
+        by = await self.blocking(by.load_functions, ())
         if unrendered := len(chosen) - len(await self.blocking(_rendered_rows, chosen, chat)):
             self.context.metric("evaluation_prompts_unrendered", unrendered)
             self.context.progress(f"{one.name}: {unrendered} held-out prompts cannot be rendered and are not asked")
@@ -280,32 +272,32 @@ class Evaluation(Node):
             left_out = self.limit.too_long == "drop"
             self.context.progress(
                 f"{one.name}: {num_long} of {num_long + len(rows) if left_out else len(rows)} held-out prompts have "
-                f"more than {self._most} tokens and {'are not asked' if left_out else 'lose their beginning'}"
+                f"more than {self._most_tokens} tokens and {'are not asked' if left_out else 'lose their beginning'}"
             )
         return HeldOutTask(
             one,
             rows,
             chat,
-            scores_by(by, one.task, self.score, open_client=self._client, count=self.context.metric),
-            most=self._most,
+            open_scores(by, one.task, self.score, open_client=self._open_client, count=self.context.metric),
+            most=self._most_tokens,
             generate=self.generate,
             tells_right=by.tells_right,
             count=self.context.metric,
         )
 
-    def _client(self, parts: Sequence[Part]) -> RewardClient:
+    def _open_client(self, parts: Sequence[Part]) -> RewardClient:
         """A client of functions and servers."""
         patience = Patience(self.away_s, self.context.outside, self.context.progress)
         return open_reward(parts, timeout_s=self.timeout_s, concurrency=self.reward_concurrency, patience=patience)
 
-    def _asked(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
+    def _fitting_rows(self, one: EvaluationSet, rows: Sequence[Row], chat: Chat) -> tuple[Sequence[Row], int]:
         """The rows of a set that are asked, and how many prompts are too long. Raises ConfigError."""
         rows = _rendered_rows(rows, chat)
-        most = self._most
-        return (rows, 0) if most is None else within(rows, chat, most, self.limit, task=one.name)
+        most = self._most_tokens
+        return (rows, 0) if most is None else rows_within(rows, chat, most, self.limit, task=one.name)
 
     @property
-    def _most(self) -> int | None:
+    def _most_tokens(self) -> int | None:
         """Most tokens of a prompt; None: neither the engine's options nor the model's files say."""
         if self.limit.tokens is not None:
             return self.limit.tokens
@@ -335,28 +327,32 @@ class Evaluation(Node):
         """
         slots = asyncio.Semaphore(self.concurrency)
         total = sum(len(held_out.rows) * held_out.num_samples for held_out in self._held_out)
-        read, place = AnswersSoFar.read, (self.context.run_dir, phase, step)
-        self._so_far = await self.blocking(read, *place, total, self.context.progress)
+        kept = await self.blocking(kept_answers, Path(self.context.run_dir), phase=phase, step=step)
+        self._so_far = AnswersSoFar(kept, total=total, say=self.context.progress)
         figures: dict[str, float] = {}
         booked: list[EvaluationRow] = []
         for index, held_out in enumerate(self._held_out):
-            answered = await self._answers(held_out, phase, step, slots)
+            answered = await self._ask_set(held_out, phase, step, slots)
             rows = [row for row, _ in answered]
-            _require_one_version(self.name, phase, rows)
+            if len(known := versions_of(rows)) > 1:
+                raise FlowrlError(
+                    f"{self.name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)}, but "
+                    "it needs one; this is an error in flowrl, please report it"
+                )
             booked += rows
-            found = summary(rows, held_out.num_samples, tells_right=held_out.tells_right)
+            found = summarize_answers(rows, held_out.num_samples, tells_right=held_out.tells_right)
             found |= mean_parts([parts for _, parts in answered])
-            if index or held_out.name in self._named:
+            if index or held_out.name in self._shown_names:
                 figures |= {f"{held_out.name}/{name}": value for name, value in found.items()}
             figures |= found if index == 0 else {}
-        self._so_far.end()
+        self._so_far.progress.report_end()
         self.context.ledger.evaluation(booked)  # all or none: a resumed run repeats an evaluation that has no rows
         return figures
 
-    async def _answers(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:
+    async def _ask_set(self, held_out: HeldOutRows, phase: str, step: int, slots: asyncio.Semaphore) -> list[Answered]:
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._answer(held_out, row, member, phase, step, slots))
+                tasks.create_task(self._ask_row(held_out, row, member, phase, step, slots))
                 for row in held_out.rows
                 for member in range(held_out.num_samples)
             ]
@@ -368,18 +364,18 @@ class Evaluation(Node):
             )
         return answered
 
-    async def _answer(
+    async def _ask_row(
         self, held_out: HeldOutRows, row: SourceRow, member: int, phase: str, step: int, slots: asyncio.Semaphore
     ) -> Answered | None:
-        if (before := self._so_far.kept(held_out.name, row.prompt_id, member)) is not None:
+        if (before := self._so_far.find_answer(held_out.name, row.prompt_id, member)) is not None:
             return before
         async with slots:
             where = (self.name, phase, step)
             prompt = held_out_prompt(held_out, row, member=member, where=where)
-            marked = await held_out.judge(prompt, row)
+            marked = await held_out.ask_and_score(prompt, row)
         if marked is None:
             return None
-        self._so_far.add()
+        self._so_far.progress.count_items()
         versions = marked.sample.whole_versions[marked.sample.whole_mask]
         correct = full_marks(marked.score) if marked.correct is None else marked.correct
         place = {"phase": phase, "step": step, "task": held_out.name, "parts": marked.parts}
@@ -399,32 +395,24 @@ class Evaluation(Node):
         )
         return booked, marked.parts
 
-    def _rows(self, held_out: Sequence[R]) -> tuple[R, ...]:
-        """The rows to use; they do not depend on the order of the data."""
-        return tuple(sorted(held_out, key=lambda row: row.prompt_id)[: self.num_prompts])
+    def _played_rows(self, environment: str) -> Sequence[EnvironmentRow]:
+        """The rows of an environment that are played; they do not depend on the order of the data."""
+        rows = environment_rows(environment).held_out
+        return sorted(rows, key=lambda row: row.prompt_id)[: self.num_prompts]
 
     @property
-    def _named(self) -> set[str]:
+    def _shown_names(self) -> set[str]:
         """The names of sets whose figures have the set's name even if it is the first set."""
         return {one.name for one in (*self.sets, *self.agent_sets) if one.whole}
 
 
-def _require_one_version(name: str, phase: str, rows: Sequence[EvaluationRow]) -> None:
-    known = versions_of(rows)
-    if len(known) > 1:
-        raise FlowrlError(
-            f"{name}: the evaluation {phase} training saw the versions {min(known)} to {max(known)}, but it needs "
-            "one; this is an error in flowrl, please report it"
-        )
-
-
 def _rendered_rows(rows: Sequence[Row], chat: Chat) -> Sequence[Row]:
     """The rows whose prompts the template renders. Raises ConfigError if there is none."""
-    refused = {number for number, row in enumerate(rows) if prompt_texts(row).problem(chat)}
+    refused = {number for number, row in enumerate(rows) if prompt_texts(row).why_unrendered(chat)}
     if rows and len(refused) == len(rows):
         raise ConfigError(
             f"none of the {len(rows)} held-out prompts can be rendered, the first, {place_of(rows[0])}: "
-            f"{prompt_texts(rows[0]).problem(chat)}; use another template, or set --evaluate 0"
+            f"{prompt_texts(rows[0]).why_unrendered(chat)}; use another template, or set --evaluate 0"
         )
     return pick_rows(rows, [number for number in range(len(rows)) if number not in refused]) if refused else rows
 
@@ -434,46 +422,34 @@ Answered = tuple[EvaluationRow, Mapping[str, float]]
 
 
 class AnswersSoFar:
-    """For use on one event loop."""
+    """The answers of one evaluation: those that an earlier run of the command has kept, and a count of all.
+
+    For use on one event loop.
+    """
 
     def __init__(self, kept: Mapping[AnswerKey, SampleRecord], *, total: int, say: Callable[[str], None]) -> None:
         """`kept` are the answers of an earlier run; `total` is the number of all answers that are asked for."""
         self._kept = kept
-        self._progress = ProgressCount("answers", say, total=total, there=len(kept))
+        self.progress = ProgressCount("answers", say, total=total, there=len(kept))
 
-    @classmethod
-    def read(cls, run_dir: str, phase: str, step: int, total: int, say: Callable[[str], None]) -> AnswersSoFar:
-        """The answers of the evaluation with this phase and step. Raises ConfigError for a file that cannot be read."""
-        return cls(kept_answers(Path(run_dir), phase=phase, step=step), total=total, say=say)
-
-    def kept(self, task: str, prompt_id: str, member: int) -> Answered | None:
+    def find_answer(self, task: str, prompt_id: str, member: int) -> Answered | None:
         """The answer, if an earlier run has kept it."""
-        record = self._kept.get((task, prompt_id, member))
-        return None if record is None else (_booked(record), record["parts"])
-
-    def add(self) -> None:
-        """Count one more answer."""
-        self._progress.add()
-
-    def end(self) -> None:
-        """There are no further answers."""
-        self._progress.end()
-
-
-def _booked(record: SampleRecord) -> EvaluationRow:
-    versions = versions_in(record)
-    return EvaluationRow(
-        phase=record["phase"],
-        step=record["step"],
-        prompt_id=record["prompt_id"],
-        member=record["member"],
-        score=record["reward"],
-        correct=full_marks(record["reward"]) if record["correct"] is None else record["correct"],
-        response_tokens=record["response_tokens"],
-        oldest_version=min(versions, default=None),
-        newest_version=max(versions, default=None),
-        task=record["task"],
-    )
+        if (record := self._kept.get((task, prompt_id, member))) is None:
+            return None
+        versions = versions_in(record)
+        booked = EvaluationRow(
+            phase=record["phase"],
+            step=record["step"],
+            prompt_id=record["prompt_id"],
+            member=record["member"],
+            score=record["reward"],
+            correct=full_marks(record["reward"]) if record["correct"] is None else record["correct"],
+            response_tokens=record["response_tokens"],
+            oldest_version=min(versions, default=None),
+            newest_version=max(versions, default=None),
+            task=record["task"],
+        )
+        return booked, record["parts"]
 
 
 def digest_of_rows(rows: Iterable[Row]) -> str:
@@ -484,19 +460,14 @@ def digest_of_rows(rows: Iterable[Row]) -> str:
     return found.hexdigest()
 
 
-def digest_of_ids(prompt_ids: Iterable[str]) -> str:
-    """A digest that is the same for the same rows of an environment."""
-    return hashlib.blake2b("\n".join(prompt_ids).encode(), digest_size=16).hexdigest()
-
-
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
     """1 − C(n − c, k) / C(n, k): the probability that one of k answers drawn from n is right (arXiv 2107.03374)."""
     return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
 
 
-def summary(rows: Sequence[EvaluationRow], num_samples: int, *, tells_right: bool = True) -> dict[str, float]:
+def summarize_answers(rows: Sequence[EvaluationRow], num_samples: int, *, tells_right: bool = True) -> dict[str, float]:
     """An evaluation's metrics. If `tells_right`, they include the share of right answers, and with several answers per
-    prompt also mean@k and, for each k of `draws`, pass@k."""
+    prompt also mean@k and, for each k of `draws_of`, pass@k."""
     figures = {"exact_match": sum(row.correct for row in rows) / len(rows)} if tells_right else {}
     figures |= {
         "score": sum(row.score for row in rows) / len(rows),
@@ -511,7 +482,7 @@ def summary(rows: Sequence[EvaluationRow], num_samples: int, *, tells_right: boo
     answers: dict[str, list[bool]] = {}
     for row in rows:
         answers.setdefault(row.prompt_id, []).append(row.correct)
-    for k in draws(num_samples):
+    for k in draws_of(num_samples):
         passed = [pass_at_k(len(given), sum(given), k) for given in answers.values() if len(given) >= k]
         if passed:
             figures[f"pass_at_{k}"] = sum(passed) / len(passed)
@@ -531,7 +502,7 @@ def versions_of(rows: Sequence[EvaluationRow]) -> set[int]:
     return {version for version in ends if version is not None}
 
 
-def draws(num_samples: int) -> list[int]:
+def draws_of(num_samples: int) -> list[int]:
     """The values of k for pass@k: 2, 4, 8, … up to the number of answers per prompt, and that number itself."""
     powers = (1 << power for power in range(1, num_samples.bit_length()))
     return sorted({*powers, num_samples} - {1})

@@ -16,7 +16,7 @@ from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat
-from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion
+from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion, score_question
 from flowrl.nodes.sources.row_source import SourceRow, sampling_seed
 from flowrl.tasks import Row, Task, asked_columns, parts_of, reward_parts
 from flowrl.tasks.checks.answer_checks import STRUCTURED
@@ -38,11 +38,11 @@ class HeldOutRows(Protocol):
     @property
     def rows(self) -> Sequence[SourceRow]: ...
 
-    def fields(self, row: Any) -> Mapping[str, Any]:
+    def prompt_fields(self, row: Any) -> Mapping[str, Any]:
         """The fields of the row's prompt that depend on the row's kind."""
         ...
 
-    async def judge(self, prompt: Prompt, row: Any) -> Marked | None:
+    async def ask_and_score(self, prompt: Prompt, row: Any) -> Marked | None:
         """Ask and score; None if there is no score, so that the answer does not count."""
         ...
 
@@ -69,18 +69,18 @@ class HeldOutTask:
         self._chat, self._asked_as, self._most = chat, asked.asked_as, most
         self._generate, self._scores, self._count = generate, scores, count
 
-    def fields(self, row: Row) -> Mapping[str, Any]:
+    def prompt_fields(self, row: Row) -> Mapping[str, Any]:
         text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
         asked = token_ids if self._most is None else token_ids[-self._most :]
         return {"text": text, "token_ids": asked, "columns": row.columns, **self._asked_as}
 
-    async def judge(self, prompt: Prompt, row: Row) -> Marked | None:
+    async def ask_and_score(self, prompt: Prompt, row: Row) -> Marked | None:
         try:
             sample = await self._generate(prompt)
         except SampleFailed as failure:  # such as a prompt beyond --engine.max-model-len
             self._count(f"evaluation_{failure}", 1)
             return None
-        return await self._scores.of(sample, row)
+        return await self._scores.score_answer(sample, row)
 
     async def close(self) -> None:
         await self._scores.close()
@@ -105,12 +105,9 @@ class HeldOutEpisodes:
         count: Callable[[str, float], None],
     ) -> None:
         self.name, self.num_samples, self.rows = name, num_samples, rows
-        self._fields, self._play, self._count = fields, play, count
+        self.prompt_fields, self._play, self._count = fields, play, count
 
-    def fields(self, row: SourceRow) -> Mapping[str, Any]:
-        return self._fields(row)
-
-    async def judge(self, prompt: Prompt, row: SourceRow) -> Marked | None:
+    async def ask_and_score(self, prompt: Prompt, row: SourceRow) -> Marked | None:
         try:
             episode = await self._play(prompt)
         except SampleFailed as failure:
@@ -133,7 +130,7 @@ def held_out_prompt(asked: HeldOutRows, row: SourceRow, *, member: int, where: t
         member=member,
         group_size=asked.num_samples,
         seed=sampling_seed(0, row.prompt_id, 0, member),
-        **asked.fields(row),
+        **asked.prompt_fields(row),
     )
 
 
@@ -181,14 +178,16 @@ class ScoredBy:
         """Whether answers are right or wrong, in addition to having a score."""
         return bool(self.verifier) or not self.by_model
 
-    def telling(self, task: Task, rows: Sequence[Row]) -> ScoredBy:
+    def with_verifier(self, task: Task, rows: Sequence[Row]) -> ScoredBy:
         """This with the verifier that recognises right answers, if a model scores and all of `rows` have answers."""
         check = str(task.options.get("check", "exact")) if len(task.sources) == 1 else ""
-        if not self.by_model or not all(_answered(row, check) for row in rows):
+        if not self.by_model or not all(
+            row.answer is not None and (row.text_answer or check in STRUCTURED) for row in rows
+        ):
             return self
         return replace(self, verifier=parts_of(task, task.own_verifier))
 
-    def checked(self, rows: Sequence[Row]) -> ScoredBy:
+    def load_functions(self, rows: Sequence[Row]) -> ScoredBy:
         """This with all functions loaded. Raises ConfigError unless each of `rows` has the columns that they need."""
         functions, verifier = check_reward(self.functions, rows), check_reward(self.verifier, rows)
         return replace(self, functions=functions, verifier=verifier)
@@ -200,14 +199,10 @@ class ScoredBy:
         return next((part for part in self.functions if part.place in places), None)
 
 
-def _answered(row: Row, check: str) -> bool:
-    return row.answer is not None and (row.text_answer or check in STRUCTURED)
-
-
 class HeldOutScores(Protocol):
     """Scores one set."""
 
-    async def of(self, sample: Sample, row: Row) -> Marked | None:
+    async def score_answer(self, sample: Sample, row: Row) -> Marked | None:
         """The score of an answer to `row`; None if there is none, and the answer does not count."""
         ...
 
@@ -220,7 +215,7 @@ class AskedFunctions:
     def __init__(self, client: RewardClient, parts: Sequence[Part], task: Task) -> None:
         self._client, self._parts, self._task = client, parts, task
 
-    async def verdicts(self, sample: Sample, row: Row) -> Verdicts:
+    async def ask_verdicts(self, sample: Sample, row: Row) -> Verdicts:
         """The verdicts about one answer to `row`. Raises BadReward."""
         columns = {**row.columns, **asked_columns(self._parts, self._task, row)}
         return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
@@ -235,9 +230,9 @@ class FunctionScores:
     def __init__(self, asked: AskedFunctions, count: Callable[[str, float], None]) -> None:
         self._asked, self._count = asked, count
 
-    async def of(self, sample: Sample, row: Row) -> Marked:
+    async def score_answer(self, sample: Sample, row: Row) -> Marked:
         try:
-            return Marked(sample, (await self._asked.verdicts(sample, row)).scores[0])
+            return Marked(sample, (await self._asked.ask_verdicts(sample, row)).scores[0])
         except BadReward as bad:
             self._count(f"evaluation_{bad.reason}", 1)
             return Marked(sample, 0.0)
@@ -262,10 +257,10 @@ class ModelScores:
         self._by, self._score, self._count = by, score, count
         self._functions, self._verifier = functions, verifier
 
-    async def of(self, sample: Sample, row: Row) -> Marked | None:
+    async def score_answer(self, sample: Sample, row: Row) -> Marked | None:
         try:
-            model = await self._score(ScoreQuestion.of(sample, row))
-            beside = None if self._functions is None else await self._functions.verdicts(sample, row)
+            model = await self._score(score_question(sample, row))
+            beside = None if self._functions is None else await self._functions.ask_verdicts(sample, row)
         except (SampleFailed, BadReward) as bad:
             self._count(f"evaluation_{getattr(bad, 'reason', bad)}", 1)
             return None
@@ -284,7 +279,7 @@ class ModelScores:
         if self._verifier is None:
             return False
         try:
-            return full_marks((await self._verifier.verdicts(sample, row)).scores[0])
+            return full_marks((await self._verifier.ask_verdicts(sample, row)).scores[0])
         except BadReward as bad:
             self._count(f"evaluation_{bad.reason}", 1)
             return False
@@ -295,7 +290,7 @@ class ModelScores:
                 await asked.close()
 
 
-def scores_by(
+def open_scores(
     by: ScoredBy,
     task: Task,
     score: Call[ScoreQuestion, ModelScore],
@@ -305,14 +300,14 @@ def scores_by(
 ) -> HeldOutScores:
     """The object that scores the answers to rows of `task`; `open_client` opens functions and servers, and is slow."""
 
-    def asked(parts: Sequence[Part]) -> AskedFunctions | None:
+    def open_functions(parts: Sequence[Part]) -> AskedFunctions | None:
         return AskedFunctions(open_client(parts), parts, task) if parts else None
 
-    functions = asked(by.functions)
+    functions = open_functions(by.functions)
     if not by.by_model:
         assert functions is not None, "a reward has parts"
         return FunctionScores(functions, count)
-    verifier = None if by.among_functions else asked(by.verifier)
+    verifier = None if by.among_functions else open_functions(by.verifier)
     return ModelScores(by, score, functions=functions, verifier=verifier, count=count)
 
 

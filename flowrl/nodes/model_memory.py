@@ -71,7 +71,8 @@ def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
         if offload != "disk":
             yield MemoryTerm("optimizer", model.optimizer_state, "host")
     yield MemoryTerm("activations", model.activations(tokens) + model.gathered, "device", "lease")
-    yield MemoryTerm("buffers", model.buckets + _broadcast(share), "device", stay)
+    broadcast = PACKED_BYTES if WeightTransport.NCCL in share.sends else 0
+    yield MemoryTerm("buffers", model.buckets + broadcast, "device", stay)
     if leaves:
         yield MemoryTerm("away", kept + model.buckets, "host", "away")
     if share.gpus:
@@ -80,21 +81,12 @@ def _trainer_terms(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
     yield MemoryTerm("loading", 2 * largest if model.stage == 3 else whole, "host", "loading")
     if share.first:
         yield MemoryTerm("export", min(whole, max(EXPORT_BYTES, largest)), "host", "export")
-        yield from _segments(model, share)
-
-
-def _broadcast(share: Share) -> int:
-    return PACKED_BYTES if WeightTransport.NCCL in share.sends else 0
-
-
-def _segments(model: TrainerModel, share: Share) -> Iterator[MemoryTerm]:
-    """Published versions in shared memory: at most one for each reader, and the two newest."""
-    readers = [way for way in share.sends if way.in_host_memory]
-    read = readers_dtype(share.readers, auto=model.shape.dtype)
-    element = min(model.element, BYTES.get(read or "", model.element))
-    sent = (model.trained if model.lora.synced_rank else model.parameters) * element
-    if readers:
-        yield MemoryTerm("published weights", (len(readers) + 2) * sent, "shm")
+        readers = [way for way in share.sends if way.in_host_memory]
+        read = readers_dtype(share.readers, auto=model.shape.dtype)
+        element = min(model.element, BYTES.get(read or "", model.element))
+        sent = (model.trained if model.lora.synced_rank else model.parameters) * element
+        if readers:  # published versions: at most one for each reader, and the two newest
+            yield MemoryTerm("published weights", (len(readers) + 2) * sent, "shm")
 
 
 def scoring_footprint(policy: Policy, share: Share, dtype: Dtype, token_budget: int) -> Footprint | None:
@@ -128,22 +120,27 @@ def generator_footprint(
     if shape is None:
         return None
     if not share.gpus:
-        return Footprint(tuple(_cpu_generator(shape, engine, slots, share.longest_asked, longest_response)))
+        return Footprint(tuple(cpu_generator_terms(shape, engine, slots, share.longest_asked, longest_response)))
     tensor, pipeline, _ = Parallel.of(engine).sizes(max(1, int(share.gpus)))
-    if problem := _unsplit(shape, policy, tensor):
+    if shape.heads % tensor:
+        problem = (
+            f"the engine splits {policy.model} into {tensor} tensor-parallel parts, but the model has {shape.heads} "
+            "attention heads; use a number of GPUs that divides them, or more replicas with fewer GPUs"
+        )
         return Footprint((), (problem,))
-    element = _element(shape, engine)
+    element = engine_element_bytes(shape, engine)
     offloaded = int(engine.cpu_offload_gb * GIB)
-    weights = max(0, -(-_stored(shape, engine) // (tensor * pipeline)) - offloaded)
+    weights = max(0, -(-stored_bytes(shape, engine) // (tensor * pipeline)) - offloaded)
     runtime = RUNTIME_BYTES + (0 if engine.enforce_eager else GRAPHS_BYTES) + (NCCL_BYTES if tensor > 1 else 0)
-    runtime += _broadcast_in(share)
+    runtime += PACKED_BYTES if WeightTransport.NCCL in share.receives else 0
     activations = scoring_bytes(shape, element, BATCHED_TOKENS) // tensor + 8 * shape.vocab * slots
     cache_element = 1 if engine.kv_cache_dtype.startswith("fp8") else element
     per_token = 2 * -(-shape.layers // pipeline) * max(1, shape.kv_heads // tensor) * shape.head_dim * cache_element
     taken = weights + activations + runtime
     budget = int((engine.gpu_memory_utilization or UTILIZATION) * share.device_bytes)
     cache = engine.kv_cache_bytes or max(0, budget - taken)
-    longest = engine.max_model_len or _longest(share, longest_response)
+    known = share.longest_sample or 0 if share.longest_asked is None else share.longest_asked + longest_response
+    longest = engine.max_model_len or known
     least = per_token * longest
     terms = [
         MemoryTerm("weights", weights, "device", "lease"),
@@ -155,57 +152,38 @@ def generator_footprint(
         terms.append(MemoryTerm("weights", offloaded * max(1, int(share.gpus)), "host"))
     if share.time_shared:
         terms.append(MemoryTerm("weights", weights * max(1, int(share.gpus)), "host", "away"))
-    return Footprint(tuple(terms), tuple(_small_cache(share, engine, cache, least, taken, longest)))
+    if not share.device_bytes or cache >= least:
+        return Footprint(tuple(terms))
+    part = engine.gpu_memory_utilization or UTILIZATION
+    problem = (
+        f"vLLM takes {part:g} of each GPU's {share.device_bytes / GIB:.1f} GiB; weights and computing need "
+        f"{taken / GIB:.1f}, so {cache / GIB:.2f} are left for the KV cache, and one sequence of "
+        f"{longest} tokens needs {least / GIB:.2f}; raise "
+        "--engine.tensor-parallel-size or --engine.gpu-memory-utilization, or shorten prompts and responses"
+    )
+    return Footprint(tuple(terms), (problem,))
 
 
-def _broadcast_in(share: Share) -> int:
-    return PACKED_BYTES if WeightTransport.NCCL in share.receives else 0
-
-
-def _longest(share: Share, longest_response: int) -> int:
-    """Tokens of the longest sequence that a generator has to hold; 0 if unknown."""
-    return share.longest_sample or 0 if share.longest_asked is None else share.longest_asked + longest_response
-
-
-def _small_cache(share: Share, engine: Engine, cache: int, least: int, taken: int, longest: int) -> Iterator[str]:
-    if share.device_bytes and cache < least:
-        part = engine.gpu_memory_utilization or UTILIZATION
-        yield (
-            f"vLLM takes {part:g} of each GPU's {share.device_bytes / GIB:.1f} GiB; weights and computing need "
-            f"{taken / GIB:.1f}, so {cache / GIB:.2f} are left for the KV cache, and one sequence of "
-            f"{longest} tokens needs {least / GIB:.2f}; raise "
-            "--engine.tensor-parallel-size or --engine.gpu-memory-utilization, or shorten prompts and responses"
-        )
-
-
-def _unsplit(shape: ModelShape, policy: Policy, tensor: int) -> str:
-    """Why tensor parallelism cannot split the model, "" if it can."""
-    if shape.heads % tensor:
-        return (
-            f"the engine splits {policy.model} into {tensor} tensor-parallel parts, but the model has {shape.heads} "
-            "attention heads; use a number of GPUs that divides them, or more replicas with fewer GPUs"
-        )
-    return ""
-
-
-def _cpu_generator(
+def cpu_generator_terms(
     shape: ModelShape, engine: Engine, slots: int, longest_asked: int | None, longest_response: int
 ) -> Iterator[MemoryTerm]:
-    element = _element(shape, engine)
-    yield MemoryTerm("weights", _stored(shape, engine))
+    """What a generator without a GPU takes of host memory."""
+    element = engine_element_bytes(shape, engine)
+    yield MemoryTerm("weights", stored_bytes(shape, engine))
     prompt = PROMPT_TOKENS if longest_asked is None else min(PROMPT_TOKENS, longest_asked)
     tokens = slots * (prompt + longest_response)
     room = min(largest_kv_cache(shape.parameters * element), tokens * shape.kv_bytes_per_token(element))
     yield MemoryTerm("KV cache", engine.kv_cache_bytes or room)
 
 
-def _element(shape: ModelShape, engine: Engine) -> int:
+def engine_element_bytes(shape: ModelShape, engine: Engine) -> int:
+    """Bytes of an element of the weights in 16 or 32 bits."""
     return shape.element_bytes if engine.dtype == "auto" else BYTES[engine.dtype]
 
 
-def _stored(shape: ModelShape, engine: Engine) -> int:
+def stored_bytes(shape: ModelShape, engine: Engine) -> int:
     """Bytes of the whole model's weights. Only the layers' matrices are in fp8, with a scale of 4 bytes per output."""
-    element = _element(shape, engine)
+    element = engine_element_bytes(shape, engine)
     if "fp8" not in engine.quantization:
         return shape.parameters * element
     matrices = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)

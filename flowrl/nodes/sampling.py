@@ -58,12 +58,12 @@ class Sampling:
             )
         return found
 
-    def as_told(self, prompt: Prompt) -> Sampling:
+    def with_options_of(self, prompt: Prompt) -> Sampling:
         """These options, replaced by the prompt's own where a held-out prompt has some."""
         own: dict[str, Any] = {name: getattr(prompt, name) for name in ("temperature", "top_p", "top_k")}
         return replace(self, **{name: value for name, value in own.items() if value is not None})
 
-    def limited(self, max_tokens: int, stop: Sequence[str]) -> Sampling:
+    def limited_to(self, max_tokens: int, stop: Sequence[str]) -> Sampling:
         """These options for one reply of at most `max_tokens`; the texts of `stop` end it as well."""
         most = min(self.max_tokens, max_tokens)
         return replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), stop=(*self.stop, *stop))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In
 from flowrl.messages import Group, Sample, Scored, Trainable
 from flowrl.nodes.sources.row_source import PromptSource
-from flowrl.tasks import Task, load_demonstrations, load_rows
+from flowrl.tasks import Rows, Task, load_demonstrations, load_rows
 from flowrl.tasks.row_reading.rows_on_disk import join_rows, prompt_ids, rows_by_id
 from flowrl.user_path import user_path
 
@@ -31,7 +31,7 @@ REPORT_EVERY_S = 5.0
 
 
 class ProgressCount:
-    """For use on one event loop. `say` gets the text; `add` reports nothing before REPORT_EVERY_S have passed."""
+    """Counts items; `say` gets a text with their number every REPORT_EVERY_S. For use on one event loop."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class ProgressCount:
         self._what, self._say, self._total, self._now = what, say, total, now
         self._number = self._reported_number = there
         self._reported_s: float | None = None
-        """Time of the last report, or of the first `add`: a node may wait long for its first item."""
+        """Time of the last report, or of the first count: a node may wait long for its first item."""
         self._has_reported = False
         if there:
             self._report(f"{self._counted} are there already")
 
-    def add(self, number: int = 1, note: str = "") -> None:
+    def count_items(self, number: int = 1, note: str = "") -> None:
         """Count `number` more items; `note` follows the numbers in a report."""
         self._number += number
         if self._reported_s is None:
@@ -63,7 +63,7 @@ class ProgressCount:
                 f"{self._counted} ({rate:,.0f}/s){note}" if rate >= 10 else f"{self._counted} ({rate:.2g}/s){note}"
             )
 
-    def end(self, note: str = "", *, always: bool = False) -> None:
+    def report_end(self, note: str = "", *, always: bool = False) -> None:
         """All items are counted. Reports if `always`, or if there was a report and items have been added since."""
         if always or (self._has_reported and self._number > self._reported_number):
             self._report(f"{self._counted}{note}")
@@ -99,7 +99,7 @@ class Written:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
-                prompt_id = _prompt_id(path, number, line)
+                prompt_id = prompt_id_of(path, number, line)
                 if prompt_id != last:
                     last, start = prompt_id, end
                 counted[prompt_id] += 1
@@ -110,7 +110,8 @@ class Written:
         return Written(frozenset(counted), end)
 
 
-def _prompt_id(path: Path, number: int, line: bytes) -> str:
+def prompt_id_of(path: Path, number: int, line: bytes) -> str:
+    """The prompt of a line. Raises ConfigError for a line that no writer has written."""
     try:
         return str(json.loads(line)["prompt_id"])
     except (ValueError, KeyError, TypeError):
@@ -131,24 +132,24 @@ class RemainingPrompts(PromptSource):
         return load_demonstrations(self.task, whole=self.part == "all") if self.given else super().read()
 
     def preflight(self) -> str | None:
-        rows, done = self.rows(), self._done()
+        rows, done = self.rows(), self._written_ids()
         if all(prompt_id in done for prompt_id in prompt_ids(rows)):
             raise ConfigError(f"{self.out} has all {len(rows)} {self.row_noun} already; name another file")
         return super().preflight()
 
-    def _done(self) -> frozenset[str]:
+    def _written_ids(self) -> frozenset[str]:
         return Written.read(user_path(self.out), self.per_group).prompt_ids
 
     def num_left(self, seed: int) -> int:
         """Number of prompts for which the file has no group yet; `seed` is the run's."""
         self._seed = seed if self.seed is None else self.seed
         self._rows = self.rows()
-        return len(self._order(0))
+        return len(self._epoch_order(0))
 
-    def _order(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         """The rows of the epoch that are not done. An epoch of a mixture has a share of each source, not all rows."""
-        names, done = [*prompt_ids(self._rows)], self._done()
-        if not (order := [index for index in super()._order(epoch) if names[index] not in done]):
+        names, done = [*prompt_ids(self._rows)], self._written_ids()
+        if not (order := [index for index in super()._epoch_order(epoch) if names[index] not in done]):
             raise ConfigError(
                 f"{self.out} has all {self.row_noun} of an epoch already; an epoch is a part of the mixture "
                 f"{self.task.name!r}; name another file, or other weights"
@@ -156,17 +157,65 @@ class RemainingPrompts(PromptSource):
         return order
 
 
-class ResponseWriter(Node):
+class LineWriter(Node):
+    """The common part of nodes that append lines to the file `path`. `noun` says what they write, for messages."""
+
+    noun: str
+    asked_noun: str
+    """What a group of lines is about."""
+    per_group = 1
+    """Lines of a group."""
+
+    _progress: ProgressCount
+    _file: IO[bytes] | None = None
+
+    def __init__(self, path: str, task: Task) -> None:
+        self.path = path
+        self.task = task
+
+    def check(self, facts: Any) -> list[str]:
+        return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
+
+    def preflight(self) -> str | None:
+        target = user_path(self.path)
+        if not target.parent.is_dir():
+            raise ConfigError(f"the directory {target.parent} for the {self.noun} does not exist; create it")
+        number = len(Written.read(target, self.per_group).prompt_ids)
+        return f"{target} has {number} {self.asked_noun} already; the others follow" if number else None
+
+    async def open_file(self, rows: Rows) -> None:
+        """Open the file after its last complete group, to write of these rows."""
+        self._rows = rows_by_id(join_rows(rows.train, rows.held_out))
+        found = await self.blocking(Written.read, user_path(self.path), self.per_group)
+        self._file = user_path(self.path).open("ab")
+        self._file.truncate(found.num_bytes)
+
+    def write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines of a group at once."""
+        assert self._file is not None, "`open_file` opens it"
+        self._file.write("".join(f"{json.dumps(one, ensure_ascii=False, default=str)}\n" for one in lines).encode())
+        self._file.flush()
+
+    def prompt_of(self, prompt_id: str) -> Any:
+        """The prompt as a line has it: its text, or the messages of a longer conversation."""
+        turns = self._rows[prompt_id].turns
+        return turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns]
+
+    async def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class ResponseWriter(LineWriter):
     """Writes the `size` responses to each prompt of `task`, or only the one with the best reward (`best`), to `path`.
 
     `prompts` is the source of the graph, which knows how many prompts there are.
     """
 
     keyed_state = True
+    noun, asked_noun = "responses", "prompts"
 
     samples: In[Sample]
-
-    _progress: ProgressCount
 
     def __init__(
         self,
@@ -178,78 +227,43 @@ class ResponseWriter(Node):
         given: bool = False,
         prompts: RemainingPrompts | None = None,
     ) -> None:
-        self.path = path
-        self.task = task
+        super().__init__(path, task)
         self.size = size
         self.best = best
+        self.per_group = 1 if best else size
         self.given = given
         self.prompts = prompts
-        self._file: IO[bytes] | None = None
-        self._lost = 0
-
-    @property
-    def per_group(self) -> int:
-        """Lines of a group."""
-        return 1 if self.best else self.size
 
     def facts(self) -> Facts:
         return Facts(group_size=self.size, drops=True, keeps_lineage=False)
 
-    def check(self, facts: Any) -> list[str]:
-        return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
-
-    def preflight(self) -> str | None:
-        target = user_path(self.path)
-        if not target.parent.is_dir():
-            raise ConfigError(f"the directory {target.parent} for the responses does not exist; create it")
-        found = Written.read(target, self.per_group)
-        return f"{target} has {len(found.prompt_ids)} prompts already; the others follow" if found.prompt_ids else None
-
     async def setup(self) -> None:
-        read = load_demonstrations if self.given else load_rows
-        rows = await self.blocking(read, self.task, whole=True)
-        self._rows = rows_by_id(join_rows(rows.train, rows.held_out))
-        self._file = await self.blocking(self._open)
+        await self.open_file(
+            await self.blocking(load_demonstrations if self.given else load_rows, self.task, whole=True)
+        )
         prompts = self.prompts
         left = None if prompts is None else await self.blocking(prompts.num_left, self.context.seed)
         total = None if left is None else left * self.per_group
         self._progress = ProgressCount("responses", self.context.progress, total=total)
 
-    def _open(self) -> IO[bytes]:
-        path = user_path(self.path)
-        found = Written.read(path, self.per_group)
-        file = path.open("ab")
-        file.truncate(found.num_bytes)
-        return file
-
     async def run(self) -> None:
-        assert self._file is not None
+        num_lost, note = 0, f" in {self.path}"
         async for members in self.samples.groups(self.size):
             best = max(members.items, key=lambda one: one.reward if isinstance(one, Scored) else 0.0)
             kept = (best,) if self.best else members.items
-            text = "".join(f"{json.dumps(self.line(sample), ensure_ascii=False, default=str)}\n" for sample in kept)
-            self._file.write(text.encode())
-            self._file.flush()
+            self.write_lines([self.line_of(sample) for sample in kept])
             for sample in members.items:
                 self.samples.drop(sample, "written")
-            self._lost += len(members.lost)
+            num_lost += len(members.lost)
+            note = f" in {self.path}" + (f", {num_lost:,} failed" if num_lost else "")
             self.context.metric("responses_written", len(kept))
-            self._progress.add(len(kept), self._note)
-        self._progress.end(self._note, always=True)
+            self._progress.count_items(len(kept), note)
+        self._progress.report_end(note, always=True)
 
-    async def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    @property
-    def _note(self) -> str:
-        return f" in {self.path}" + (f", {self._lost:,} failed" if self._lost else "")
-
-    def line(self, sample: Sample) -> dict[str, Any]:
+    def line_of(self, sample: Sample) -> dict[str, Any]:
         """The line of one response."""
-        turns = self._rows[sample.prompt_id].turns
         found: dict[str, Any] = {
-            "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
+            "prompt": self.prompt_of(sample.prompt_id),
             "response": sample.response_text,
             "prompt_id": sample.prompt_id,
             "member": sample.member,
@@ -264,7 +278,7 @@ class ResponseWriter(Node):
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "prompt_id", "margin")
 
 
-class PairWriter(Node):
+class PairWriter(LineWriter):
     """Writes each pair of a PairMaker to the file `path`; `task` is the task that the prompts come from.
 
     Each pair is one line, `{"prompt", "chosen", "rejected", "prompt_id"}` and the row's other columns; the prompt is
@@ -274,69 +288,37 @@ class PairWriter(Node):
     `written`. A pair with an empty answer is not written; it is filtered as `empty_answer`.
     """
 
+    noun, asked_noun = "pairs", "pairs"
+
     groups: In[Group]
-
-    _progress: ProgressCount
-
-    def __init__(self, path: str, task: Task) -> None:
-        self.path = path
-        self.task = task
-        self._file: IO[bytes] | None = None
 
     def facts(self) -> Facts:
         return Facts(drops=True, keeps_lineage=False)
 
-    def check(self, facts: Any) -> list[str]:
-        return [] if self.path.endswith(".jsonl") else [f"path is {self.path!r}; name a file that ends in .jsonl"]
-
-    def preflight(self) -> str | None:
-        target = user_path(self.path)
-        if not target.parent.is_dir():
-            raise ConfigError(f"the directory {target.parent} for the pairs does not exist; create it")
-        found = Written.read(target, 1)
-        return f"{target} has {len(found.prompt_ids)} pairs already; the others follow" if found.prompt_ids else None
-
     async def setup(self) -> None:
-        rows = await self.blocking(load_rows, self.task)
-        self._rows = rows_by_id(join_rows(rows.train, rows.held_out))
-        self._file = await self.blocking(self._open)
+        await self.open_file(await self.blocking(load_rows, self.task))
         self._progress = ProgressCount("pairs", self.context.progress)
 
-    def _open(self) -> IO[bytes]:
-        path = user_path(self.path)
-        found = Written.read(path, 1)
-        file = path.open("ab")
-        file.truncate(found.num_bytes)
-        return file
-
     async def run(self) -> None:
-        assert self._file is not None
         async for group in self.groups:
             chosen, rejected = group.samples
             if not (chosen.response_text and rejected.response_text):
                 self.groups.drop(group, "empty_answer", state="filtered")
                 continue
-            self._file.write(f"{json.dumps(self.line(chosen, rejected), ensure_ascii=False, default=str)}\n".encode())
-            self._file.flush()
+            self.write_lines([self.line_of(chosen, rejected)])
             self.context.metric("pairs_written", 1)
             self.groups.drop(group, "written")
-            self._progress.add(1, f" in {self.path}")
-        self._progress.end(f" in {self.path}", always=True)
+            self._progress.count_items(1, f" in {self.path}")
+        self._progress.report_end(f" in {self.path}", always=True)
 
-    async def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def line(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
+    def line_of(self, chosen: Trainable, rejected: Trainable) -> dict[str, Any]:
         """The line of the file for this pair."""
         assert (chosen.label, rejected.label) == (1, -1)
-        turns = self._rows[chosen.prompt_id].turns
-        kept = {name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS}
         return {
-            "prompt": turns[0]["content"] if len(turns) == 1 else [dict(turn) for turn in turns],
+            "prompt": self.prompt_of(chosen.prompt_id),
             "chosen": chosen.response_text,
             "rejected": rejected.response_text,
             "prompt_id": chosen.prompt_id,
             "margin": chosen.reward - rejected.reward,
-            **kept,
+            **{name: value for name, value in chosen.columns.items() if name not in PAIR_COLUMNS},
         }

@@ -258,13 +258,15 @@ def program(**more: Any) -> AgentProgram:
 @pytest.mark.parametrize("stream", [False, True])
 def test_agents_are_told_how_their_own_session_is_sampled(stream: bool) -> None:
     agents: Any = program()
-    agents.ask = answered
+    agents.ask_generator = answered
     agents.context = type("Context", (), {"ledger": type("Ledger", (), {"request": None, "abandoned": None})})
 
     async def told(ticket: int) -> str:
         settings = {"temperature": agents.sampling.temperature, "top_p": agents.sampling.top_p}
         async with an_endpoint(**settings) as (table, endpoint), httpx.AsyncClient() as client:
-            access = endpoint.open_session(table.begin(agents._calls(prompt(0), CallLog(observation_bytes=64), ticket)))
+            access = endpoint.open_session(
+                table.begin(agents._new_calls(prompt(0), CallLog(observation_bytes=64), ticket))
+            )
             return str((await chat(client, access, stream=stream)).headers["x-flowrl-sampling"])
 
     assert asyncio.run(told(3)) == "temperature=0.7, top_p=1.0"

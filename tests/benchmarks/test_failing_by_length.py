@@ -36,22 +36,22 @@ def test_scores_by_hand() -> None:
 def test_there_is_no_score_before_enough_groups_failed() -> None:
     test = FailingByLength()
     for number in range(LEAST_GROUPS):
-        assert test.score() is None
+        assert test.score is None
         if number < LEAST_FAILED:
-            test.failed(f"{number}", 1, 1)
-        test.finished(f"{number}", 1, 2)
-    assert test.score() is not None
+            test.add_failed(f"{number}", 1, 1)
+        test.add_finished(f"{number}", 1, 2)
+    assert test.score is not None
 
 
 def test_a_group_counts_when_its_members_have_ended_or_when_too_many_are_open() -> None:
     test = FailingByLength()
     for number in range(LEAST_GROUPS):
-        test.failed(f"{number}", 2, 1)
-        test.finished(f"{number}", 2, 2 + number)
-    assert test.score() is None
+        test.add_failed(f"{number}", 2, 1)
+        test.add_finished(f"{number}", 2, 2 + number)
+    assert test.score is None
     for number in range(MOST_OPEN):
-        test.finished(f"more {number}", 2, 3)
-    assert test.score() is not None
+        test.add_finished(f"more {number}", 2, 3)
+    assert test.score is not None
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)

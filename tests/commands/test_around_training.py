@@ -136,13 +136,13 @@ def test_no_row_on_disk_is_read_to_find_those_that_are_left(
     source = RemainingPrompts(on_disk, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
     source._rows, source._seed = source.rows(), 3
     monkeypatch.setattr(IndexedRows, "__getitem__", None)
-    assert len(source._order(0)) == 6
+    assert len(source._epoch_order(0)) == 6
     monkeypatch.undo()
     read: list[int] = []
 
     async def no_trial(*args: object) -> None: ...
 
-    monkeypatch.setattr(Comparisons, "_trial", no_trial)
+    monkeypatch.setattr(Comparisons, "_try_comparison", no_trial)
     monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.found(index))
     monkeypatch.setattr(reward_functions, "check_reward", lambda parts, rows: ())
     Comparisons("rules.py:longer", on_disk).preflight()

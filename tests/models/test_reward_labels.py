@@ -18,7 +18,7 @@ from flowrl.models import Policy, check_model
 from flowrl.models.labels import label_weights, weighted
 from flowrl.models.scorer import Scorer, check_reward_model, load_scorer
 from flowrl.nodes import ProcessReward, RewardModel
-from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, serve
+from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, serve_until_interrupted
 from flowrl.tasks import Task
 from flowrl.testing import run_node, sample
 from flowrl.training.model.scalar_head import head_labels
@@ -162,7 +162,7 @@ def test_steps_are_scored_by_the_chosen_labels(policy: Path, tmp_path: Path, tas
     given = sample(0, prompt_id=row.prompt_id, response_text="w1 w2", token_ids=np.array([1, EOS], np.int32))
     node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", label="good=1,bad=-1")
     (out,) = run_node(node, {"rollouts": [given]}).sent("scored")
-    ids, mask = node.step_tokens(node.question(given))
+    ids, mask = node.step_tokens(node.question_of(given))
     (place,) = np.flatnonzero(mask)
     bad, good = np.exp(logits(path, ids[:place].tolist()))
     assert out.reward == pytest.approx(good / (bad + good), abs=1e-5)
@@ -185,9 +185,9 @@ def test_a_server_answers_every_label_with_its_weight(model: Path) -> None:
     assert list(found.rewards) == pytest.approx([0.5 * values[0] + 0.5 * values[1]])
     assert list(found.weighted({"verbosity": 1.0}).rewards) == pytest.approx([found.rewards[0] + values[2]])
     with pytest.raises(ConfigError, match=re.escape("choose one with --label helpfulness, or a sum with --label")):
-        serve(str(model), ServeOptions())
+        serve_until_interrupted(str(model), ServeOptions())
     with pytest.raises(ConfigError, match="--weights is for the values of a function"):
-        serve(str(model), ServeOptions(weights="helpfulness=1"))
+        serve_until_interrupted(str(model), ServeOptions(weights="helpfulness=1"))
 
 
 def test_a_label_whose_name_looks_like_weights_is_that_label() -> None:

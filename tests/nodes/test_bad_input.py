@@ -118,7 +118,7 @@ def test_an_empty_response_trains_nothing_and_spoils_nothing(estimator: Any) -> 
     (group,) = run_node(GroupAdvantage(estimator, size=2), {"scored": [scored(0, 1.0), empty]}).sent("groups")
     assert np.isfinite(group.samples[0].advantages).all() and group.samples[0].advantages.any()
     assert not group.samples[1].advantages.any()
-    batch = TokenBatch(1).batch([group])
+    batch = TokenBatch(1).make_batch([group])
     assert (batch.num_tokens, batch.num_sequences) == (2, 2)
     assert {len(part.samples) for part in batch.split(2)} == {1}
 

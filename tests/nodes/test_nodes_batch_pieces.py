@@ -169,13 +169,13 @@ def test_a_piece_is_due_some_time_after_the_last_one_or_after_the_batchs_first_g
     monkeypatch.setattr(batch_module, "PACE_S", 0.5)
     pace = Pace()
     assert not pace.is_due(7.0), "no group has come"
-    pace.begin(10.0)
-    pace.begin(10.4)
+    pace.begin_batch(10.0)
+    pace.begin_batch(10.4)
     assert [pace.is_due(now) for now in (10.4, 10.5)] == [False, True]
-    pace.sent(10.6, last=False)
+    pace.note_sent(10.6, last=False)
     assert [pace.is_due(now) for now in (11.0, 11.2)] == [False, True]
-    pace.sent(11.2, last=True)
-    pace.begin(20.0)
+    pace.note_sent(11.2, last=True)
+    pace.begin_batch(20.0)
     assert [pace.is_due(now) for now in (20.1, 20.5)] == [False, True]
 
 

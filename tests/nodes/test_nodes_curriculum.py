@@ -42,16 +42,16 @@ def simulated(
         if number == stop:
             state, rates = rates.state(), PassRates(settings, NAMES, None, seed=seed)
             rates.load_state(state)
-        found = rates.choose()
+        found = rates.choose_row()
         row = order % len(NAMES) if found is None else found.row
         order += found is None
-        rates.asked(row)
+        rates.note_asked(row)
         rewards = tuple(float(rng.random() < SKILL[NAMES[row]]) for _ in range(size))
-        late.append(GroupOutcome(NAMES[row], rates.visits(row) - 1, rewards))
+        late.append(GroupOutcome(NAMES[row], rates.num_visits(row) - 1, rewards))
         asked.append(NAMES[row])
         equal.append(len(set(rewards)) == 1)
         if len(late) > lag:
-            assert rates.note(late.pop(0))
+            assert rates.note_outcome(late.pop(0))
     return asked, equal, rates
 
 
@@ -74,15 +74,15 @@ def test_prompts_near_one_half_are_preferred_and_none_starves() -> None:
 def test_unsolved_prompts_are_replayed_after_a_while_the_longest_waiting_first() -> None:
     rates = PassRates(Curriculum(replayed=0.9, replay_after=3), ["a", "b", "c"], None, seed=0)
     for row, name in enumerate("abc"):
-        rates.asked(row)
-        rates.note(GroupOutcome(name, 0, (0.0, float(name == "c"))))
+        rates.note_asked(row)
+        rates.note_outcome(GroupOutcome(name, 0, (0.0, float(name == "c"))))
     picks = []
     for _ in range(12):
-        found = rates.choose()
+        found = rates.choose_row()
         picks.append("-" if found is None else "abc"[found.row])
-        rates.asked(2 if found is None else found.row)
+        rates.note_asked(2 if found is None else found.row)
         if found is not None:
-            rates.note(GroupOutcome(picks[-1], rates.visits(found.row) - 1, (0.0, 0.0)))
+            rates.note_outcome(GroupOutcome(picks[-1], rates.num_visits(found.row) - 1, (0.0, 0.0)))
     replayed = [name for name in picks if name != "-"]
     assert replayed[:4] == ["a", "b", "a", "b"] and "c" not in replayed
     places = [number for number, name in enumerate(picks) if name == "a"]
@@ -99,37 +99,37 @@ def test_the_choice_follows_from_seed_and_history_also_through_a_checkpoint() ->
 
 def test_an_outcome_counts_once_and_a_prompt_in_flight_is_not_chosen() -> None:
     rates = PassRates(Curriculum(chosen=0.999999), ["a"], None, seed=0)
-    rates.asked(0)
-    assert not rates.note(GroupOutcome("strange", 0, (1.0,)))
-    assert rates.note(GroupOutcome("a", 0, (1.0, 0.0)))
-    assert not rates.note(GroupOutcome("a", 0, (1.0, 1.0))), "repeated after a checkpoint"
-    found = rates.choose()
+    rates.note_asked(0)
+    assert not rates.note_outcome(GroupOutcome("strange", 0, (1.0,)))
+    assert rates.note_outcome(GroupOutcome("a", 0, (1.0, 0.0)))
+    assert not rates.note_outcome(GroupOutcome("a", 0, (1.0, 1.0))), "repeated after a checkpoint"
+    found = rates.choose_row()
     assert found is not None and found.pass_rate == 0.5
-    rates.asked(0)
-    assert rates.choose() is None
+    rates.note_asked(0)
+    assert rates.choose_row() is None
 
 
 def test_rows_of_a_bucket_share_a_pass_rate_and_take_turns() -> None:
     names, levels = ["e0", "e1", "m0", "m1", "m2"], ["easy", "easy", "mid", "mid", "mid"]
     rates = PassRates(Curriculum(chosen=0.999999, by="level"), names, levels, seed=0)
-    rates.asked(0)
-    rates.note(GroupOutcome("e0", 0, (1.0, 1.0)))
-    rates.asked(2)
-    rates.note(GroupOutcome("m0", 0, (1.0, 0.0)))
+    rates.note_asked(0)
+    rates.note_outcome(GroupOutcome("e0", 0, (1.0, 1.0)))
+    rates.note_asked(2)
+    rates.note_outcome(GroupOutcome("m0", 0, (1.0, 0.0)))
     found = []
     for _ in range(2):
-        choice = rates.choose()
+        choice = rates.choose_row()
         assert choice is not None
         found.append(names[choice.row])
-        rates.asked(choice.row)
+        rates.note_asked(choice.row)
     assert sorted(found) == ["m1", "m2"], "asked before none of it was known, by what is known of m0"
 
 
 def test_a_sample_passes_from_the_reward_that_is_said() -> None:
     for least, expected in ((None, 0), (0.4, 1)):
         rates = PassRates(Curriculum(chosen=0.5, pass_at=least), ["a"], None, seed=0)
-        rates.asked(0)
-        rates.note(GroupOutcome("a", 0, (0.5, 0.4)))
+        rates.note_asked(0)
+        rates.note_outcome(GroupOutcome("a", 0, (0.5, 0.4)))
         assert rates.num_at(1.0) == expected
 
 

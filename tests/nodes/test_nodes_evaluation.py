@@ -19,7 +19,7 @@ from flowrl.messages import Prompt, Sample
 from flowrl.models import Policy
 from flowrl.models.policy import CHARACTER_CONTEXT
 from flowrl.nodes import Evaluation, Generator
-from flowrl.nodes.evaluation import draws, pass_at_k
+from flowrl.nodes.evaluation import draws_of, pass_at_k
 from flowrl.nodes.sources.row_checks import PromptLimit, TooLong
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.tasks import Row, Task, load_rows
@@ -251,7 +251,7 @@ def test_two_evaluations_that_ask_one_set_are_refused() -> None:
 
 @pytest.mark.parametrize(("answers", "ks"), [(1, []), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6])])
 def test_pass_at_k_is_told_for_powers_of_two_and_for_all(answers: int, ks: list[int]) -> None:
-    assert draws(answers) == ks
+    assert draws_of(answers) == ks
 
 
 def test_an_answer_without_a_verdict_counts_as_wrong() -> None:

@@ -22,22 +22,22 @@ def test_a_number_is_drawn_exactly_as_often_as_its_weight_says(eighths: list[int
         patched.setattr(curriculum, "UNIT", 8)
         draw = WeightedDraw(len(eighths))
         for number, weight in enumerate(eighths):
-            draw.set(number, weight / 8)
-        every = [draw.draw(SimpleNamespace(randrange=lambda total, at=at: at)) for at in range(sum(eighths))]  # type: ignore[arg-type]
+            draw.set_weight(number, weight / 8)
+        every = [draw.draw_number(SimpleNamespace(randrange=lambda total, at=at: at)) for at in range(sum(eighths))]  # type: ignore[arg-type]
     assert every == [number for number, weight in enumerate(eighths) for _ in range(weight)]
     if not sum(eighths):
-        assert draw.draw(random.Random(0)) is None
+        assert draw.draw_number(random.Random(0)) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0, 0.25)), max_size=30), st.randoms())
 def test_sums_do_not_depend_on_the_order_of_changes(changes: list[tuple[int, float]], rng: random.Random) -> None:
     first, again = WeightedDraw(7), WeightedDraw(7)
     for number, weight in changes:
-        first.set(number, weight)
+        first.set_weight(number, weight)
     last = list(dict(changes).items())
     rng.shuffle(last)
     for number, weight in last:
-        again.set(number, weight)
+        again.set_weight(number, weight)
     assert first._sums == again._sums
     assert all((weight > 0) == (first._weights[number] > 0) for number, weight in last)
 
@@ -50,9 +50,9 @@ def test_the_first_of_a_queue_is_the_lowest_that_is_there(steps: list[tuple[int,
     for number, step in steps:
         highest[number] += step
         keys[number] = highest[number] if step else None
-        queue.put(number)
+        queue.put_number(number)
         there = [(key, number) for number, key in keys.items() if key is not None]
-        assert queue.first() == (min(there)[1] if there else None)
+        assert queue.first_number() == (min(there)[1] if there else None)
         assert len(queue._heap) <= len(keys)
 
 
@@ -60,13 +60,13 @@ def history(rates: PassRates, rng: random.Random, *, groups: int, names: list[st
     """Groups of rows, some of them chosen; their outcomes come late, in any order, and not all."""
     late: list[GroupOutcome] = []
     for _ in range(groups):
-        found = rates.choose()
+        found = rates.choose_row()
         row = rng.randrange(len(names)) if found is None else found.row
-        rates.asked(row)
+        rates.note_asked(row)
         rewards = tuple(float(rng.random() < (row % 5) / 4) for _ in range(4))
-        late.append(GroupOutcome(names[row], rates.visits(row) - 1, rewards))
+        late.append(GroupOutcome(names[row], rates.num_visits(row) - 1, rewards))
         if len(late) > 6:
-            rates.note(late.pop(rng.randrange(len(late))))
+            rates.note_outcome(late.pop(rng.randrange(len(late))))
 
 
 @pytest.mark.parametrize("levels", [None, 3])
@@ -80,7 +80,7 @@ def test_choices_are_those_of_the_definition(levels: int | None, seed: int) -> N
         history(rates, rng, groups=10, names=names)
         again = PassRates(settings, names, buckets, seed=seed)
         again.load_state(rates.state())
-        assert again.choose() == rates.choose() and again.num_at(0.0) == rates.num_at(0.0)
+        assert again.choose_row() == rates.choose_row() and again.num_at(0.0) == rates.num_at(0.0)
         check_against_definition(rates, buckets or names)
         check_against_definition(again, buckets or names)
 
@@ -91,17 +91,17 @@ def check_against_definition(rates: PassRates, names: list[str]) -> None:
     for number, name in enumerate(inner.names):
         rows = [row for row in range(len(names)) if names[row] == name and row in free]
         rate = inner.pass_rate(number)
-        assert inner.weight(number) == (rate * (1 - rate) if rows else 0)
-        assert (rates._draw._weights[number] > 0) == (inner.weight(number) > 0)
+        assert inner.learnability(number) == (rate * (1 - rate) if rows else 0)
+        assert (rates._draw._weights[number] > 0) == (inner.learnability(number) > 0)
         if rows:
-            turn = inner.turn(number)
-            assert turn in rows and rates.visits(turn) == min(map(rates.visits, rows))
+            turn = inner.next_row(number)
+            assert turn in rows and rates.num_visits(turn) == min(map(rates.num_visits, rows))
     waiting = [
         (known[AT], name)
         for name, known in rates._known.items()
         if known[HEARD] >= 0 and known[RATE] == 0 and rates._rows[name] in free
     ]
-    first = rates._unsolved_rows.first()
+    first = rates._unsolved_rows.first_number()
     assert first == (rates._rows[min(waiting)[1]] if waiting else None)
     for rate in (0.0, 1.0):
         assert rates.num_at(rate) == sum(k[HEARD] >= 0 and k[RATE] == rate for k in rates._known.values())
@@ -132,8 +132,8 @@ def costs(known: int, levels: int | None) -> int:
     rates = PassRates(Curriculum(chosen=0.5, replayed=0.4, replay_after=1), names, buckets, seed=1)
     rng = random.Random(1)
     for row in range(known):
-        rates.asked(row)
-        rates.note(GroupOutcome(names[row], 0, tuple(float(rng.random() < row % 3 / 2) for _ in range(4))))
+        rates.note_asked(row)
+        rates.note_outcome(GroupOutcome(names[row], 0, tuple(float(rng.random() < row % 3 / 2) for _ in range(4))))
     return lines_of(lambda: history(rates, rng, groups=60, names=names))
 
 

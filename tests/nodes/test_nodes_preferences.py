@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt, Trainable
 from flowrl.models import Policy, cache_dir
 from flowrl.nodes import PreferenceDataset, PreferenceReference, Preferences, PreferenceSource
-from flowrl.nodes.sources.preferences import mismatches
+from flowrl.nodes.sources.preferences import mismatched_rows
 from flowrl.tasks import Row, Task
 from flowrl.tasks.row_reading.preference_rows import Kind
 from flowrl.testing import NodeRecord, run_node
@@ -108,7 +108,7 @@ def test_a_mismatched_completion_loses_the_beginning_of_its_prompt_too() -> None
 def test_the_reference_scores_no_row_that_is_dropped() -> None:
     whole, _ = rendered(data("labelled"))
     longest = max(len(group.samples[0].token_ids) for group in whole)
-    fitting = PreferenceReference(data("labelled", max_tokens=longest - 1))._kept
+    fitting = PreferenceReference(data("labelled", max_tokens=longest - 1)).keeps_row
     assert 0 < sum(fitting(group.samples) for group in whole) < len(whole)
 
 
@@ -118,15 +118,15 @@ def row(prompt: str, completion: str) -> Row:
 
 def test_mismatches_go_round_and_never_meet_their_own_prompt() -> None:
     rows = [row(f"{n}+1=", str(n)) for n in range(7)]
-    found = mismatches(rows)
+    found = mismatched_rows(rows)
     assert all(found[r.prompt_id].turns != r.turns for r in rows)
     assert len({other.prompt_id for other in found.values()}) == 7, "a permutation where all prompts differ"
-    assert found == mismatches(rows[::-1])
+    assert found == mismatched_rows(rows[::-1])
 
 
 def test_mismatches_of_one_prompt_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match="all 2 rows have one prompt"):
-        mismatches([row("1+1=", "2"), row("1+1=", "3")])
+        mismatched_rows([row("1+1=", "2"), row("1+1=", "3")])
 
 
 @pytest.fixture(scope="module")

@@ -36,31 +36,31 @@ def kept(*, every: int, mixup: float, number: int = 3) -> tuple[KeptReferences, 
 
 def test_each_reference_is_mixed_of_the_policy_and_the_one_before() -> None:
     references, layer = kept(every=4, mixup=0.25)
-    references.take(4, {"weight": torch.zeros(1, 2)})
-    references.take(8, {"weight": torch.full((1, 2), 2.0)})
+    references.add_reference(4, {"weight": torch.zeros(1, 2)})
+    references.add_reference(8, {"weight": torch.full((1, 2), 2.0)})
     for number, expected in ((8, 0.25 * 2 + 0.75 * 6.0), (4, 6.0), (0, 8.0)):
-        assert references.load(number) == number
+        assert references.load_reference(number) == number
         assert layer.weight.tolist() == [[expected, expected]]
-    assert [references.of(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
+    assert [references.number_for(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
 
 
 def test_as_many_are_kept_as_samples_in_progress_may_need() -> None:
     assert [num_kept(4, staleness) for staleness in (None, 0, 1, 4, 5)] == [1, 1, 2, 2, 3]
     references, layer = kept(every=1, mixup=1.0, number=2)
     for version in (1, 2, 3):
-        references.take(version, {"weight": torch.full((1, 2), float(version))})
-    assert references.load(0) == 2 and layer.weight.tolist() == [[2.0, 2.0]]
+        references.add_reference(version, {"weight": torch.full((1, 2), float(version))})
+    assert references.load_reference(0) == 2 and layer.weight.tolist() == [[2.0, 2.0]]
 
 
 def test_a_checkpoint_keeps_them(tmp_path: Path) -> None:
     references, _ = kept(every=2, mixup=0.5)
-    references.take(2, {"weight": torch.zeros(1, 2)})
+    references.add_reference(2, {"weight": torch.zeros(1, 2)})
     references.save(tmp_path / "state")
     again, layer = kept(every=2, mixup=0.5)
     again.restore(tmp_path / "state")
     assert again.newest == 2 and layer.weight.tolist() == [[4.0, 4.0]]
-    again.take(4, {"weight": torch.zeros(1, 2)})
-    again.load(4)
+    again.add_reference(4, {"weight": torch.zeros(1, 2)})
+    again.load_reference(4)
     assert layer.weight.tolist() == [[2.0, 2.0]]
 
 

@@ -157,7 +157,7 @@ def test_synchronous_functions_run_in_a_process_that_a_timeout_kills(tmp_path: P
     ],
 )
 def test_shaping_steps_in_their_order(shaping: Shaping, truncated: bool, tokens: int, expected: float) -> None:
-    assert shaping.shaped(1.0, {"form": 1.0}, num_tokens=tokens, truncated=truncated) == pytest.approx(expected)
+    assert shaping.shape_reward(1.0, {"form": 1.0}, num_tokens=tokens, truncated=truncated) == pytest.approx(expected)
 
 
 def test_settings_that_cannot_work_are_problems() -> None:

@@ -19,7 +19,7 @@ from flowrl.models import Chat, Policy
 from flowrl.models.scorer import Scorer, load_scorer
 from flowrl.nodes import Evaluation, RewardModel, Shaping
 from flowrl.nodes.scoring.reward_functions import FAILURES_IN_A_ROW
-from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion, renders_alike
+from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion, renders_alike, score_question
 from flowrl.nodes.scoring.reward_service import AskModel
 from flowrl.nodes.sources.preferences import Preferences, Renderer
 from flowrl.recipes import reward_model as reward_model_graph
@@ -179,7 +179,7 @@ def test_another_template_means_rendering_the_row_anew(
     assert "rendered again" in record.progress[0]
     (of_row, of_another) = answered(
         RewardModel(str(reward_model), Policy(str(other)), task),
-        [ScoreQuestion.of(given, row), ScoreQuestion.of(given, Row(tuple(ask("w3 w4"))))],
+        [score_question(given, row), score_question(given, Row(tuple(ask("w3 w4"))))],
     )
     assert of_row.score == pytest.approx(expected)
     assert of_another.score == pytest.approx(scorer.score([(ask("w3 w4"), "w9")])[0]), "its row is in no task"
@@ -201,12 +201,12 @@ def test_a_held_out_answer_has_the_score_of_a_sample(
 ) -> None:
     given = sample(0, token_ids=np.array([1, 2, 3, EOS], np.int32))
     node = RewardModel(str(reward_model), Policy(str(policy)), task, normalise=True, shaping=Shaping(negate=True))
-    (found,) = answered(node, [ScoreQuestion.of(given, None)])
+    (found,) = answered(node, [score_question(given, None)])
     raw = scorer.score_ids([given.token_ids])[0]
     assert found == ModelScore(pytest.approx(raw), pytest.approx((raw - 0.5) / 2.0), {})
     monkeypatch.setattr(Scorer, "label_scores", lambda self, ids: [(float("nan"),)] * len(ids))
     with pytest.raises(SampleFailed, match="reward_not_finite"):
-        answered(RewardModel(str(reward_model), Policy(str(policy)), task), [ScoreQuestion.of(given, None)])
+        answered(RewardModel(str(reward_model), Policy(str(policy)), task), [score_question(given, None)])
 
 
 def test_held_out_answers_wait_for_samples(policy: Path, reward_model: Path, task: Task) -> None:
@@ -234,7 +234,7 @@ def test_held_out_answers_wait_for_samples(policy: Path, reward_model: Path, tas
             samples = [sample(n, token_ids=np.array([n, 1, 2, EOS], np.int32)) for n in range(4)]
             rig.feed(node.rollouts, samples[0])
             await begun.wait()
-            held_out = [asyncio.create_task(rig.ask(node.requests, ScoreQuestion.of(one, None))) for one in samples[:2]]
+            held_out = [asyncio.create_task(rig.ask(node.requests, score_question(one, None))) for one in samples[:2]]
             await there.wait()
             rig.feed(node.rollouts, *samples[1:])
             await rig.taken(node.rollouts)
@@ -372,7 +372,7 @@ def test_a_model_is_scored_at_the_token_at_which_it_was_trained(eos: str, tmp_pa
     scorer = Scorer(SimpleNamespace(facts={}), tokenizer)  # type: ignore[arg-type]
     rows = load_preferences(data.task, "pairs")
     row = [*rows.train, *rows.held_out][0]
-    (chosen, _) = Renderer(data, Chat(tokenizer), [row]).row(row.prompt_id)
+    (chosen, _) = Renderer(data, Chat(tokenizer), [row]).render_row(row.prompt_id)
     assert tokenizer.decode(chosen.token_ids[-2:]) == ("Hello<|im_end|>" if eos == "<|im_end|>" else f"<|im_end|>{eos}")
     assert scorer.ids(row.turns, "\n\nHello").tolist() == chosen.token_ids.tolist()
     node = RewardModel("anywhere", Policy(), data.task)

@@ -35,7 +35,7 @@ def last_advantages(batch: Batch) -> list[float]:
 def test_moments_are_those_of_all_values_so_far() -> None:
     moments, values = Moments(), np.random.default_rng(0).normal(3.0, 2.0, 100)
     for part in np.split(values, [1, 7, 50]):
-        moments.add(part.tolist())
+        moments.add_values(part.tolist())
     assert (moments.count, moments.mean) == (100, pytest.approx(values.mean()))
     assert moments.scale.std == pytest.approx(values.std())
 
@@ -59,10 +59,10 @@ def test_equal_rewards_do_not_blow_up() -> None:
 
 def test_the_controller_moves_towards_its_target_within_its_limit() -> None:
     controller = AdaptiveKL(target=2.0)
-    assert controller.next(0.5, 2.0) == 0.5
-    assert controller.next(0.5, 2.2) == pytest.approx(0.5 * 1.01)
-    assert controller.next(0.5, 9.0) == pytest.approx(0.5 * 1.02)
-    assert controller.next(0.5, 0.0) == pytest.approx(0.5 * 0.98)
+    assert controller.next_coef(0.5, 2.0) == 0.5
+    assert controller.next_coef(0.5, 2.2) == pytest.approx(0.5 * 1.01)
+    assert controller.next_coef(0.5, 9.0) == pytest.approx(0.5 * 1.02)
+    assert controller.next_coef(0.5, 0.0) == pytest.approx(0.5 * 0.98)
 
 
 @pytest.mark.parametrize("further", [0, 1, 3])
@@ -72,7 +72,7 @@ def test_the_kl_of_an_episode_is_that_of_all_its_sequences(further: int) -> None
     branch = Branch(one.token_ids, one.policy_mask, one.behavior_logprobs, one.versions)
     whole = dataclasses.replace(one, branches=(branch,) * further, ref_logprobs=np.tile(one.ref_logprobs, 1 + further))
     running = RunningEstimate(estimate, normalise_rewards=False, adaptive_kl=AdaptiveKL(target=0.1))
-    running.batch([Group("a", (whole,), 1)])
+    running.estimate_batch([Group("a", (whole,), 1)])
     assert running.metrics["reward_kl"] == pytest.approx(2 * D * (1 + further))
 
 

@@ -216,5 +216,5 @@ def test_a_share_below_one_row_is_asked_in_some_epochs(tmp_path: Path) -> None:
 
 
 def test_an_epoch_without_rows_ends_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptSource, "_order", lambda self, epoch: [])
+    monkeypatch.setattr(PromptSource, "_epoch_order", lambda self, epoch: [])
     assert groups(PromptSource(TASK, Policy("tiny")), steps=5, tickets=3) == []

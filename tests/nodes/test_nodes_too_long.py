@@ -19,7 +19,7 @@ from flowrl.nodes import (
     Preferences,
     PreferenceSource,
 )
-from flowrl.nodes.sources.row_checks import TooLong, answer_start, shortened
+from flowrl.nodes.sources.row_checks import TooLong, shortened
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 
@@ -27,7 +27,6 @@ from flowrl.testing import run_node
 def test_the_beginning_is_cut_and_never_the_answer() -> None:
     ids = np.arange(10, dtype=np.int32)
     mask = np.array([0, 1, 1, 0, 0, 0, 0, 1, 1, 1], np.bool_)
-    assert answer_start(mask) == 7
     cut, kept = shortened(ids, mask, 6)
     assert cut.tolist() == [4, 5, 6, 7, 8, 9] and kept.tolist() == [False] * 3 + [True] * 3
     for most in (3, 2, 10, 12):

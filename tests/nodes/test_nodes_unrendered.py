@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import flowrl.nodes.sources.row_checks as row_trial
 from flowrl.errors import ConfigError
 from flowrl.graph.node import Node
 from flowrl.models import Policy, tokenizer_of
@@ -31,6 +30,7 @@ from flowrl.nodes import (
     PromptSource,
     StepDataset,
 )
+from flowrl.nodes.sources import row_checks
 from flowrl.nodes.sources.row_checks import prompt_texts, require_rendered, try_rows
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node
@@ -120,8 +120,8 @@ def test_held_out_prompts_are_named_or_not_asked(policy: Policy, tmp_path: Path)
     asked = Evaluation(Task(f"{tmp_path}/other.jsonl:malformed=skip"), policy, num_prompts=2)
     assert "cannot be rendered and are left out" in str(asked.preflight())
     one, chat = asked.sets[0], Chat(tokenizer_of(policy))
-    rows, _ = asked._asked(one, asked._checked(one), chat)
-    assert len(rows) == len(asked._checked(one)) - 1 and text not in {row.prompt for row in rows}
+    rows, _ = asked._fitting_rows(one, asked._check_set(one), chat)
+    assert len(rows) == len(asked._check_set(one)) - 1 and text not in {row.prompt for row in rows}
 
 
 def sent(source: Node, node: Node) -> tuple[list[Any], list[tuple[str, str]], dict[str, float], list[str]]:
@@ -194,9 +194,9 @@ def test_rows_that_are_all_left_out_end_the_run_with_a_reason(policy: Policy, tm
 
 
 def test_a_large_task_is_tried_in_processes(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_trial, "ALONE_S", 1e-6)
-    monkeypatch.setattr(row_trial, "_num_cores", lambda: 2)
-    monkeypatch.setattr(row_trial, "CHUNK", 8)
+    monkeypatch.setattr(row_checks, "ALONE_S", 1e-6)
+    monkeypatch.setattr(row_checks, "num_cores", lambda: 2)
+    monkeypatch.setattr(row_checks, "CHUNK", 8)
     rows = [Row.ask("BAD" if n in (7, 311) else f"q{n}") for n in range(400)]
     found = try_rows(policy, Chat(tokenizer_of(policy)), rows, prompt_texts)
     assert found.tried == 400 and set(found.problems) == {7, 311}
@@ -206,16 +206,16 @@ def test_a_large_task_is_tried_in_processes(policy: Policy, tmp_path: Path, monk
 def test_where_time_is_short_a_share_is_tried_that_is_spread_and_told(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_trial, "TRIAL_S", 0.0)
-    monkeypatch.setattr(row_trial, "_num_cores", lambda: 1)
-    monkeypatch.setattr(row_trial, "try_rows", lambda *given: try_rows(*given, limit_s=0.0))
+    monkeypatch.setattr(row_checks, "TRIAL_S", 0.0)
+    monkeypatch.setattr(row_checks, "num_cores", lambda: 1)
+    monkeypatch.setattr(row_checks, "try_rows", lambda *given: try_rows(*given, limit_s=0.0))
     rows = [Row.ask(f"q{n}") for n in range(1000)]
     said = require_rendered(policy, Task("arithmetic"), rows, prompt_texts)
     assert said is not None and said.startswith("128 of 1,000 rows, 13%, were rendered as a trial")
-    some = sorted(next(row_trial._chunks(1000)))
+    some = sorted(next(row_checks.spread_chunks(1000)))
     assert len(some) == 128 and max(b - a for a, b in itertools.pairwise(some)) <= 8
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 127, 128, 129, 1000])
 def test_every_row_is_tried_once(number: int) -> None:
-    assert sorted(n for chunk in row_trial._chunks(number) for n in chunk) == list(range(number))
+    assert sorted(n for chunk in row_checks.spread_chunks(number) for n in chunk) == list(range(number))

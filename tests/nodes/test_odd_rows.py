@@ -84,14 +84,14 @@ def seen(kind: str, task: Task, rows: Rows, chat: Chat) -> Iterator[tuple[Row, S
 
     def made(row: Row) -> list[Tokens]:
         if kind == "sft":
-            return [demonstrations.rendered(chat, row)]
+            return [demonstrations.render_conversation(chat, row)]
         if kind == "grpo":
             return [_whole(chat.prompt(row.turns)[1])]
         if kind == "process_reward_model":
-            return [_prompt_of(steps.sample(chat, row, sample_id="", group_id="").token_ids, chat, row)]
-        return [(one.token_ids, one.policy_mask) for one in renderer.row(row.prompt_id)]
+            return [_prompt_of(steps.make_sample(chat, row, sample_id="", group_id="").token_ids, chat, row)]
+        return [(one.token_ids, one.policy_mask) for one in renderer.render_row(row.prompt_id)]
 
-    texts = {"sft": demonstrations._texts, "grpo": prompt_texts, "process_reward_model": steps.texts}
+    texts = {"sft": demonstrations._row_texts, "grpo": prompt_texts, "process_reward_model": steps.row_texts}
     for row in every:
         yield row, Seen(texts.get(kind, data.texts)(row), functools.partial(made, row), data.scored)
 
@@ -186,13 +186,13 @@ def test_odd_rows_are_trained_as_rollouts_see_them_or_named(name: str, kind: str
     assert all(why.startswith(f"{path}:") for why in rows.skipped)
     trained = named = 0
     every = [*seen(kind, task, rows, chat)]
-    others = kind != "kto" or sum(not one.texts.problem(chat) for _, one in every) > 1
+    others = kind != "kto" or sum(not one.texts.why_unrendered(chat) for _, one in every) > 1
     for row, one in every:
         assert row.place.startswith(f"{path}:")
         expected = [plain.answer(row.turns, str(reply), scored=one.scored) for reply in one.texts.replies]
         reasons = [reason for reason in expected if isinstance(reason, str)]
         reasons += ["end token"] * plain.ends_within(one.texts.steps)
-        problem = one.texts.problem(chat)
+        problem = one.texts.why_unrendered(chat)
         if reasons:
             assert reasons[0] in problem, (row.place, reasons, problem)
             with pytest.raises(Unrendered):

@@ -18,8 +18,8 @@ from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.scorer import load_scorer
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
-from flowrl.nodes.scoring.reward_model import ScoreQuestion, reward_of
-from flowrl.nodes.scoring.reward_service import ServeOptions, _client
+from flowrl.nodes.scoring.reward_model import reward_of_steps, score_question
+from flowrl.nodes.scoring.reward_service import ServeOptions, open_scorer
 from flowrl.nodes.sources.row_checks import TooLong
 from flowrl.nodes.sources.step_dataset import labelled_steps
 from flowrl.tasks import Row, Task, load_demonstrations
@@ -146,7 +146,7 @@ def test_the_loss_is_the_mean_cross_entropy_over_steps() -> None:
 
 def test_the_reward_is_made_of_the_scores_of_the_steps() -> None:
     scores = [0.5, 0.2, 0.8]
-    found = [reward_of(scores, of_steps) for of_steps in ("min", "mean", "product", "last")]  # type: ignore[arg-type]
+    found = [reward_of_steps(scores, of_steps) for of_steps in ("min", "mean", "product", "last")]  # type: ignore[arg-type]
     assert found == pytest.approx([0.2, 0.5, 0.08, 0.8])
 
 
@@ -159,7 +159,7 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
     node = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", of_steps="product")
     (out,) = run_node(node, {"rollouts": [given]}).sent("scored")
     again = ProcessReward(str(path), Policy(str(policy)), task, separator=" w5", of_steps="product")
-    (held_out,) = answered(again, [ScoreQuestion.of(given, row)])
+    (held_out,) = answered(again, [score_question(given, row)])
     assert (held_out.reward, held_out.parts["steps"]) == (pytest.approx(out.reward), 2.0)
     chat = Chat(load_tokenizer(path))
     ids, mask = step_tokens(chat, row.turns, ["w1 w2", " w3"], " w5")
@@ -174,7 +174,7 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
 def test_a_server_scores_the_steps_as_the_node_does(policy: Path, tmp_path: Path) -> None:
     path = tmp_path / "process"
     write_model(load_scalar_model(policy, start="policy", seed=1), policy, path)
-    client = _client(str(path), ServeOptions(step_separator=" w5", of_steps="mean"))
+    client = open_scorer(str(path), ServeOptions(step_separator=" w5", of_steps="mean"))
     asked = [{"role": "user", "content": "w9"}]
     found = asyncio.run(client.ask(["w9", "?"], ["w1 w2 w5w3", "w4"], [{}, {"messages": asked}]))
     scorer, texts = load_scorer(path), (["w1 w2", "w3"], ["w4"])
@@ -183,7 +183,7 @@ def test_a_server_scores_the_steps_as_the_node_does(policy: Path, tmp_path: Path
     assert list(found.rewards) == pytest.approx(expected) and found.rewards[0] != found.rewards[1]
     assert found.logs == {"steps": (2.0, 1.0)} and found.heads == {}
     with pytest.raises(ConfigError, match="--step-separator is for a process reward model"):
-        _client("rules.py:short", ServeOptions(step_separator=";"))
+        open_scorer("rules.py:short", ServeOptions(step_separator=";"))
     with pytest.raises(ConfigError, match="--of-steps: responses are scored as a whole"):
         ServeOptions(of_steps="mean")
 

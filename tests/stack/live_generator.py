@@ -152,7 +152,7 @@ class Live:
         return self.do(all_of_them())
 
     def scored(self) -> list[list[float]]:
-        return self.do(self.generator._sampler.score(probe_sequences(99)))
+        return self.do(self.generator._sampler.score_sequences(probe_sequences(99)))
 
 
 def difference(left: Any, right: Any) -> float:

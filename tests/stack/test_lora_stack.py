@@ -130,7 +130,7 @@ def test_running_requests_keep_their_adapter(live: Trained) -> None:
         for sample in [s for s, found in zip(samples, versions, strict=True) if found == {version}][:6]:
             assert_same(live, sample, model)
     adapters: Any = live.generator._sampler._adapters
-    live.do(adapters.room())
+    live.do(adapters.wait_for_room())
     assert set(live.do(live.generator._sampler._engine.list_loras())) == {live.version + 1}
 
 

@@ -159,7 +159,7 @@ def evaluation(task: Task, limit_s: float) -> str:
         client = open_reward(parts, timeout_s=limit_s)
         scores = FunctionScores(AskedFunctions(client, parts, task), lambda name, value: counted.append(name))
         try:
-            await scores.of(sample(response_text="2"), load_rows(task).train[0])
+            await scores.score_answer(sample(response_text="2"), load_rows(task).train[0])
         finally:
             await scores.close()
 

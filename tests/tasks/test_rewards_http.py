@@ -17,7 +17,7 @@ from aiohttp import ClientSession, web
 from flowrl.errors import ConfigError
 from flowrl.models.scorer import ONE_LABEL
 from flowrl.nodes import Reward
-from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, _client
+from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, open_scorer
 from flowrl.tasks import Task, reward_parts
 from flowrl.tasks.reward_calls.http import HttpReward, Patience, RewardServer
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
@@ -352,7 +352,7 @@ def test_weights_are_told_to_the_server_or_by_the_one_who_asks(tmp_path: Path) -
     place = f"{tmp_path}/heads.py:judge"
 
     async def answers(what: str, weights: str, asked: str) -> Verdicts | str:
-        async with serving(_client(what, ServeOptions(weights=weights))) as address:
+        async with serving(open_scorer(what, ServeOptions(weights=weights))) as address:
             parts = reward_parts(Task(reward=f"{address}/score", reward_weights=asked))
             reward = open_reward(parts, timeout_s=5.0, retries=0)
             try:
@@ -380,14 +380,14 @@ def test_weights_are_told_to_the_server_or_by_the_one_who_asks(tmp_path: Path) -
     with pytest.raises(ConfigError, match="--weights has 'length'; write NAME=WEIGHT"):
         ServeOptions(weights="length")
     with pytest.raises(ConfigError, match="--label is for a reward model"):
-        _client(place, ServeOptions(label="length"))
+        open_scorer(place, ServeOptions(label="length"))
 
 
 def test_the_trial_of_a_run_knows_the_heads_of_a_server(tmp_path: Path) -> None:
     (tmp_path / "heads.py").write_text(HEADS)
 
     async def trial(weights: str) -> None:
-        async with serving(_client(f"{tmp_path}/heads.py:judge", ServeOptions())) as address:
+        async with serving(open_scorer(f"{tmp_path}/heads.py:judge", ServeOptions())) as address:
             task = Task("arithmetic:max_value=3", reward=f"{address}/score", reward_weights=weights)
             await asyncio.to_thread(Reward(task).preflight)
 

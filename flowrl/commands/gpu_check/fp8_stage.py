@@ -73,7 +73,7 @@ async def _examined(
     try:
         if update_first:
             await update(bench, sampler, taker, manifest, method)
-        return await sampler.score(manifest.probe_token_ids), await _checksums(sampler)
+        return await sampler.score_sequences(manifest.probe_token_ids), await _checksums(sampler)
     finally:
         await asyncio.to_thread(sampler.close)
 

@@ -117,9 +117,9 @@ async def _take(
     if joins:
         info = taker.join(manifest)
         assert info is not None
-        await sampler.join(info)
+        await sampler.join_transfer(info)
     await update(bench, sampler, taker, manifest, name)
-    found = await sampler.score(manifest.probe_token_ids)
+    found = await sampler.score_sequences(manifest.probe_token_ids)
     gap = mean_gap(found, manifest.probe_logprobs)
     bench.figure(f"{name}, probe", f"{gap:.1e}")
     bench.require(gap <= GAP_LIMIT, f"{name}: vLLM's logprobs differ from the published ones by {gap:.2e} on average")
@@ -131,8 +131,8 @@ async def update(bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: 
     try:
         began = time.perf_counter()
         await sampler.pause()
-        await sampler.load(fetched.update, manifest)
-        await sampler.label(manifest.version)
+        await sampler.load_version(fetched.update, manifest)
+        await sampler.label_tokens(manifest.version)
         await sampler.resume()
         bench.figure(f"{name}, pause", f"{1000 * (time.perf_counter() - began):.0f} ms")
     finally:

@@ -42,7 +42,7 @@ from flowrl.episode import EpisodeRecord, Reply, Turn
 from flowrl.errors import AttemptFailed, LaneFailed, OutOfService
 from flowrl.messages import Int32, Record
 from flowrl.models.tokens.chat import Messages
-from flowrl.nodes.episodes.attempt import AskedTurn, TurnFigures, read_action
+from flowrl.nodes.episodes.attempt import AskedTurn, TurnFigures, figures_of, read_action
 from flowrl.nodes.episodes.episode_log import EpisodeLog
 from flowrl.nodes.sampling import Sampling
 
@@ -102,34 +102,34 @@ class AgentCalls:
             raise LimitReached(f"the episode has had its {self._most_turns} replies (limits.turns); end it")
         turn = self._turn(AskedTurn(self._num_asked, context_ids, max_tokens, stop, tuple(tools)))
         self._num_asked += 1
-        if (known := self._known(turn)) is not None:
+        if (known := self._known_reply(turn)) is not None:
             return known
         began_s = time.monotonic()
-        task = asyncio.get_running_loop().create_task(self._asked(turn), context=self._context)
+        task = asyncio.get_running_loop().create_task(self._ask_turn(turn), context=self._context)
         self._open.add(task)
-        task.add_done_callback(lambda ended: self._ended(turn, ended))
+        task.add_done_callback(lambda ended: self._note_ended(turn, ended))
         try:
             return await task
         finally:
             self.generate_s += time.monotonic() - began_s
 
-    def task(self, session_id: str, columns: Mapping[str, Any] | None = None) -> SessionTask:
+    def session_task(self, session_id: str, columns: Mapping[str, Any] | None = None) -> SessionTask:
         """The task with which the endpoint starts the session; for outside workers it has the row's columns."""
         return SessionTask(session_id, columns or {}, self._sampling.temperature, self._sampling.top_p)
 
-    def end(self, session: FinishedSession) -> None:
+    def end_session(self, session: FinishedSession) -> None:
         """The session has ended."""
         self.finished = session
         self.ended.set_result(None)
         if session.cause == "session_idle" and not self.broken.done():
             self.broken.set_result(None)
 
-    async def closed(self) -> None:
+    async def wait_closed(self) -> None:
         """Wait until the calls that the end of the session has cancelled have ended."""
         while self._open:
             await asyncio.wait(self._open)
 
-    def used(self) -> list[tuple[Turn, Reply]]:
+    def used_replies(self) -> list[tuple[Turn, Reply]]:
         """The replies that clients received, in the order they received them. Only after the session has ended."""
         assert self.finished is not None
         return [self.replies[request_id] for request_id in self.finished.request_ids]
@@ -140,7 +140,7 @@ class AgentCalls:
         for request_id in self.replies.keys() - set(self.finished.request_ids):
             self._abandon(request_id, NOT_RECEIVED)
 
-    def _known(self, turn: Turn) -> Reply | None:
+    def _known_reply(self, turn: Turn) -> Reply | None:
         """The reply that the call had before a resume. Raises EnvironmentFailed, which ends the attempt."""
         try:
             reply = self._log.known_call(turn)
@@ -150,18 +150,18 @@ class AgentCalls:
             raise
         if reply is not None:
             self.replies[turn.request_id] = (turn, reply)
-            self.figures[turn.request_id] = TurnFigures.of(reply, context_tokens=int(turn.token_ids.size), seconds=0.0)
+            self.figures[turn.request_id] = figures_of(reply, context_tokens=int(turn.token_ids.size), seconds=0.0)
         return reply
 
-    async def _asked(self, turn: Turn) -> Reply:
+    async def _ask_turn(self, turn: Turn) -> Reply:
         began_s = time.monotonic()
-        reply = await self._ask(self._log.asking(turn))
-        self._log.called(turn, reply)
+        reply = await self._ask(self._log.note_request(turn))
+        self._log.note_call(turn, reply)
         seconds = time.monotonic() - began_s
-        self.figures[turn.request_id] = TurnFigures.of(reply, context_tokens=int(turn.token_ids.size), seconds=seconds)
+        self.figures[turn.request_id] = figures_of(reply, context_tokens=int(turn.token_ids.size), seconds=seconds)
         return reply
 
-    def _ended(self, turn: Turn, task: asyncio.Task[Reply]) -> None:
+    def _note_ended(self, turn: Turn, task: asyncio.Task[Reply]) -> None:
         self._open.discard(task)
         if task.cancelled():
             self._give_up(turn)
@@ -173,8 +173,8 @@ class AgentCalls:
     def _give_up(self, turn: Turn) -> None:
         """Record the turn as abandoned. The generator's own report of the request may also arrive, before or after
         this: the second `abandon` is for that report."""
-        nothing = _nothing(turn)
-        self._log.called(turn, nothing)
+        nothing = empty_reply(turn)
+        self._log.note_call(turn, nothing)
         self._book(turn, nothing)
         for _ in range(2):
             self._abandon(turn.request_id, CANCELLED)
@@ -197,7 +197,7 @@ class AgentCallTable:
         self._number += 1
         name = f"session-{self._number}"
         self._calls[name] = calls
-        return calls.task(name, columns)
+        return calls.session_task(name, columns)
 
     async def reply(
         self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
@@ -208,7 +208,7 @@ class AgentCallTable:
             raise Unavailable(f"no generator can answer, and the run ends: {gone}", retry_after_s=RETRY_S) from None
         except AttemptFailed as void:
             raise Unavailable(f"this attempt cannot go on: {void}", retry_after_s=RETRY_S) from None
-        return self._answer(reply, stop)
+        return self._answer_of(reply, stop)
 
     def withdraw(self, session_id: str) -> None:
         """Forget a session that is not open."""
@@ -218,12 +218,12 @@ class AgentCallTable:
         if self._offers is None:
             text = "this run starts its agents itself, so it has no tasks for others; it needs the agent 'outside'"
             raise Unavailable(text)
-        return await self._offers.next()
+        return await self._offers.next_task()
 
     def finished(self, session: FinishedSession) -> None:
-        self._calls.pop(session.session_id).end(session)
+        self._calls.pop(session.session_id).end_session(session)
 
-    def _answer(self, reply: Reply, stop: tuple[str, ...]) -> SampledAnswer:
+    def _answer_of(self, reply: Reply, stop: tuple[str, ...]) -> SampledAnswer:
         """The agent's answer. It has a tool call that cannot be read, or was cut off, as text."""
         action, unread = read_action(reply)
         text = str(self._tokenizer.decode(reply.token_ids.tolist(), skip_special_tokens=True))
@@ -242,7 +242,7 @@ class AgentCallTable:
         )
 
 
-def _nothing(turn: Turn) -> Reply:
+def empty_reply(turn: Turn) -> Reply:
     """The reply to a turn that was given up."""
     return Reply(
         request_id=turn.request_id,
@@ -284,35 +284,38 @@ class CallLog(EpisodeLog):
 
         Raises EnvironmentFailed if the program does not make the call that it made before.
         """
-        if turn.request_id == self._before.asked and _digest(turn) != self._asked_before:
-            raise _differs(turn)
+        differs = EnvironmentFailed(
+            "replay_differs", f"call {turn.turn} of the program is not the one that it was before"
+        )
+        if turn.request_id == self._before.asked and digest_call(turn) != self._asked_before:
+            raise differs
         if turn.request_id not in self._left:
             return None
         reply, call = self._left[turn.request_id]
-        if _digest(turn) != call:
-            raise _differs(turn)
+        if digest_call(turn) != call:
+            raise differs
         if not reply.finish_reason:
             raise EnvironmentFailed("resumed", f"call {turn.turn} of the program was given up, and has no reply")
         del self._left[turn.request_id]
-        self._answered()
+        self._note_known_reply()
         return reply
 
-    def asking(self, turn: Turn) -> Turn:
-        self._asked_call = _digest(turn)
-        return super().asking(turn)
+    def note_request(self, turn: Turn) -> Turn:
+        self._asked_call = digest_call(turn)
+        return super().note_request(turn)
 
-    def called(self, turn: Turn, reply: Reply) -> None:
+    def note_call(self, turn: Turn, reply: Reply) -> None:
         """Note the reply to a call that had no known reply; it has no finish reason if the call was given up."""
         asked = self._asked
-        self._calls.append(_digest(turn))
-        self.replied(reply)
+        self._calls.append(digest_call(turn))
+        self.note_reply(reply)
         if asked != turn.request_id:
             self._asked = asked
 
-    def stepped(self, step: Step, state: bytes | None) -> None:
+    def note_step(self, step: Step, state: bytes | None) -> None:
         """Note the program's result. If the program has played again, its new result counts, not the known one."""
         if self.known_step() is None:
-            super().stepped(step, state)
+            super().note_step(step, state)
         else:
             self.pass_step()
 
@@ -321,14 +324,10 @@ class CallLog(EpisodeLog):
         return bool(self._left)
 
 
-def _digest(turn: Turn) -> bytes:
+def digest_call(turn: Turn) -> bytes:
     """What makes two calls the same."""
     asked = repr((turn.max_tokens, turn.stop)).encode()
     return hashlib.sha256(turn.token_ids.tobytes() + asked).digest()
-
-
-def _differs(turn: Turn) -> EnvironmentFailed:
-    return EnvironmentFailed("replay_differs", f"call {turn.turn} of the program is not the one that it was before")
 
 
 WAIT_S = 3.0
@@ -358,18 +357,18 @@ class TaskOffers:
         """The worker that holds it is the next to be served; a lock is acquired in the order of asking."""
         self._ended = False
 
-    async def taken(self, task: SessionTask, place: int) -> None:
+    async def wait_taken(self, task: SessionTask, place: int) -> None:
         """Offer a task and wait until a worker has it. Cancelling withdraws it, unless it was handed out by then."""
         offer = Offer(place, next(self._numbers), task, asyncio.get_running_loop().create_future())
         heapq.heappush(self._offers, offer)
         self._changed.set()
         await offer.taken
 
-    async def next(self) -> SessionTask:
+    async def next_task(self) -> SessionTask:
         """Hand a task out. A cancelled call takes none. Raises Unavailable if there is none in time, and RunEnded."""
         try:
             async with asyncio.timeout(self._wait_s), self._turn:
-                while (offer := self._first()) is None:
+                while (offer := self._first_offer()) is None:
                     if self._ended:
                         raise RunEnded("the run has ended, so there is no further task")
                     self._changed.clear()
@@ -379,12 +378,12 @@ class TaskOffers:
         offer.taken.set_result(None)
         return offer.task
 
-    def end(self) -> None:
+    def end_offers(self) -> None:
         """There will be no further task; RunEnded is raised for waiting workers."""
         self._ended = True
         self._changed.set()
 
-    def _first(self) -> Offer | None:
+    def _first_offer(self) -> Offer | None:
         while self._offers:
             offer = heapq.heappop(self._offers)
             if not offer.taken.done():  # else its wait was cancelled

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from flowrl.agents.endpoint import AgentEndpoint, SessionAccess, SessionTask
+from flowrl.agents.endpoint import AgentEndpoint, SessionAccess
 from flowrl.agents.programs import AgentResult, ProgramName, as_agents_failure
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes, Observation
 from flowrl.messages import Prompt
@@ -127,22 +127,19 @@ class OutsideAgents:
         task = self._table.begin(calls, dict(prompt.columns))
         try:
             with self._outside("an outside worker"):
-                await self._offers.taken(task, ticket if ticket >= 0 else EVALUATION)
+                await self._offers.wait_taken(task, ticket if ticket >= 0 else EVALUATION)
         except asyncio.CancelledError:
-            self._give_up(task)
+            # If a worker has taken the task at the same moment, its session ends.
+            if self._endpoint.has_session(task.session_id):
+                self._endpoint.end_session(task.session_id)
+            else:
+                self._table.withdraw(task.session_id)
             raise
-        log.began([Observation()], None)
+        log.note_first([Observation()], None)
         return OutsideAgent(task.session_id, calls, self._episode_s)
 
     async def close(self) -> None:
-        self._offers.end()
-
-    def _give_up(self, task: SessionTask) -> None:
-        """Withdraw the task. If a worker has taken it at the same moment, end that worker's session."""
-        if self._endpoint.has_session(task.session_id):
-            self._endpoint.end_session(task.session_id)
-        else:
-            self._table.withdraw(task.session_id)
+        self._offers.end_offers()
 
 
 class OutsideAgent:

@@ -152,8 +152,14 @@ class AgentProgram(EpisodeNode):
         problems = super().check(facts)
         if not self.idle_s > 0:
             problems.append(f"idle_s is {self.idle_s}; it has to be above 0")
-        if problem := _host_problem(self.host):
-            problems.append(problem)
+        try:
+            socket.getaddrinfo(self.host, None)
+        except (OSError, UnicodeError) as problem:
+            told = getattr(problem, "strerror", None) or problem
+            problems.append(
+                f"host is {self.host!r}, which is no address and no name that is known here ({told}); take 127.0.0.1, "
+                "or the address of this machine at which agents reach it"
+            )
         if not 0 <= self.port < 1 << 16:
             problems.append(f"port is {self.port}; it has to be 0, which is any free one, or up to 65535")
         if not self.models or not all(self.models):
@@ -162,7 +168,13 @@ class AgentProgram(EpisodeNode):
             if getattr(self.limits, name) != getattr(Limits, name):
                 problems.append(f"limits.{name} bounds environments and has no effect on agents; leave it out")
         problems += self._sampling_problems()
-        return [*problems, *(self._outside_problems() if self.outside else self._program_problems())]
+        if self.outside:
+            return [*problems, *self._outside_problems()]
+        try:
+            _ = self._program
+        except ConfigError as problem:
+            problems.append(str(problem))
+        return problems
 
     def _sampling_problems(self) -> Iterator[str]:
         """Problems of a `sampling` that agents would get although their replies are sampled with another."""
@@ -177,12 +189,6 @@ class AgentProgram(EpisodeNode):
                     "sampling out; agents then get the generator's"
                 )
 
-    def _program_problems(self) -> Iterator[str]:
-        try:
-            _ = self._program
-        except ConfigError as problem:
-            yield str(problem)
-
     def _outside_problems(self) -> Iterator[str]:
         text = "is for processes that are started, and has no effect on outside workers; leave it out"
         if self.limits.reset_s != Limits.reset_s:
@@ -194,15 +200,15 @@ class AgentProgram(EpisodeNode):
     def preflight(self) -> str | None:
         check_model(self.policy)
         if not self.outside:
-            asyncio.run(self._try())
+            asyncio.run(self._import_agent())
         return template_findings(self.policy, self.source, None, self.generate.server)
 
-    async def _try(self) -> None:
+    async def _import_agent(self) -> None:
         """Import the agent's file."""
-        async with self._agents():
+        async with self._new_pool():
             pass
 
-    def _agents(self, progress: Callable[[str], None] = silent) -> Episodes:
+    def _new_pool(self, progress: Callable[[str], None] = silent) -> Episodes:
         return Episodes(
             self._program.environment,
             processes=self.processes,
@@ -220,29 +226,26 @@ class AgentProgram(EpisodeNode):
         await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
         tokenizer, offers = self._templates.tokenizer, TaskOffers() if self.outside else None
         self._table = AgentCallTable(tokenizer, offers)
-        endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._settings())
+        endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._endpoint_settings())
         self._endpoint = await endpoint.__aenter__()
-        self._players = await self._programs() if offers is None else self._workers(offers)
-
-    async def _programs(self) -> AgentPlayers:
-        pool = await self._agents(self.context.progress).__aenter__()
-        return StartedAgents(self._program, pool, self._open_session, self.context.outside)
+        outside = self.context.outside
+        if offers is not None:
+            where = f"{self._endpoint.url}/sessions, with the key in {self._key_file}"
+            self.context.progress(f"outside workers get their tasks from {where}")
+            limit_s = self.limits.episode_s
+            self._players = OutsideAgents(offers, self._table, self._endpoint, episode_s=limit_s, outside=outside)
+            return
+        pool = await self._new_pool(self.context.progress).__aenter__()
+        self._players = StartedAgents(self._program, pool, self._open_session, outside)
 
     def _open_session(self, calls: AgentCalls) -> SessionAccess:
         return self._endpoint.open_session(self._table.begin(calls))
-
-    def _workers(self, offers: TaskOffers) -> AgentPlayers:
-        where = f"{self._endpoint.url}/sessions, with the key in {self._key_file}"
-        self.context.progress(f"outside workers get their tasks from {where}")
-        return OutsideAgents(
-            offers, self._table, self._endpoint, episode_s=self.limits.episode_s, outside=self.context.outside
-        )
 
     @property
     def _key_file(self) -> Path:
         return Path(self.context.run_dir) / f"{self.name}-{self.context.replica}.key"
 
-    def _settings(self) -> EndpointSettings:
+    def _endpoint_settings(self) -> EndpointSettings:
         limits = (self._tokens, self.sampling.max_tokens, self.limits.turn_tokens)
         return EndpointSettings(
             context_tokens=self._tokens,
@@ -265,13 +268,13 @@ class AgentProgram(EpisodeNode):
 
     # Episodes
 
-    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+    async def play_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         assert isinstance(log, CallLog)
-        began_s, calls = time.monotonic(), self._calls(prompt, log, ticket)
+        began_s, calls = time.monotonic(), self._new_calls(prompt, log, ticket)
         player = await self._players.begin(prompt, log, ticket, calls)
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
-            played = await self._run(player, calls, log)
+            played = await self._play_session(player, calls, log)
         finally:
             self.generate.forget(prompt.sample_id)
             await player.close()
@@ -281,44 +284,45 @@ class AgentProgram(EpisodeNode):
     def _new_log(self, record: Record | None = None) -> CallLog:
         return CallLog(record, observation_bytes=self.limits.observation_bytes)
 
-    def _calls(self, prompt: Prompt, log: CallLog, ticket: int) -> AgentCalls:
+    def _new_calls(self, prompt: Prompt, log: CallLog, ticket: int) -> AgentCalls:
         ledger = self.context.ledger
         return AgentCalls(
             most_turns=self.limits.turns,
-            turn=partial(self.turn, prompt, attempt=log.attempt, ticket=ticket),
-            ask=self.ask,
+            turn=partial(self.make_turn, prompt, attempt=log.attempt, ticket=ticket),
+            ask=self.ask_generator,
             book=ledger.request,
-            abandon=ledger.abandoned if ticket >= 0 else _not_booked,
+            abandon=ledger.abandoned if ticket >= 0 else lambda *_: None,  # held-out requests have no rows
             log=log,
             sampling=self.sampling if ticket >= 0 else self.held_out_sampling,
         )
 
-    async def _run(self, player: AgentPlayer, calls: AgentCalls, log: CallLog) -> Played:
+    async def _play_session(self, player: AgentPlayer, calls: AgentCalls, log: CallLog) -> Played:
         """Play from the start of the session to its end. If it fails, the exception carries the result so far."""
         began_s = time.monotonic()
         try:
             try:
                 with self.context.outside("an agent"):
-                    result, cut = await self._result(player, calls)
+                    result, cut = await self._wait_for_result(player, calls)
             finally:
                 if calls.finished is None:
                     self._endpoint.end_session(player.session_id)
-                await calls.closed()
-            played = self._played(calls, time.monotonic() - began_s)
+                await calls.wait_closed()
+            played = self._played_by(calls, time.monotonic() - began_s)
             assert calls.finished is not None
-            played.cut = cut or self._cut(calls, calls.finished)
-            self._rewarded(played, calls.finished, result)
+            reached = "turns" if calls.refused else "tokens" if calls.finished.full else ""  # the limit of a call
+            played.cut = cut or reached
+            self._reward_last_turn(played, calls.finished, result)
             if log.calls_left:
                 raise EnvironmentFailed("replay_differs", f"the agent {self.source!r} ended {_too_early(log)}")
         except AttemptFailed as failure:
-            failure.played = self._played(calls, time.monotonic() - began_s)
+            failure.played = self._played_by(calls, time.monotonic() - began_s)
             if log.calls_left and failure.cause not in RESUME_CAUSES:
                 text = f"the agent {self.source!r} failed {_too_early(log)}: {failure}"
                 raise EnvironmentFailed("replay_differs", text) from None
             raise
         return played
 
-    async def _result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
+    async def _wait_for_result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
         """The agent's result, and "seconds" if its time ended before it had one. Raises what the generator raises."""
         running = asyncio.ensure_future(player.result())
         ends: set[asyncio.Future[Any]] = {running, calls.broken}
@@ -333,14 +337,10 @@ class AgentProgram(EpisodeNode):
             raise AgentFailed("session_idle", f"the agent {self.source!r} asked nothing for {self.idle_s:g} s")
         return running.result()
 
-    def _cut(self, calls: AgentCalls, finished: FinishedSession) -> str:
-        """The limit that a call has reached; "" if none has."""
-        return "turns" if calls.refused else "tokens" if finished.full else ""
-
-    def _played(self, calls: AgentCalls, seconds: float) -> Played:
+    def _played_by(self, calls: AgentCalls, seconds: float) -> Played:
         """The result of the attempt, without reward and metrics. Only after the session has ended."""
         assert calls.finished is not None
-        used = calls.used()
+        used = calls.used_replies()
         own_s = max(0.0, seconds - calls.generate_s)
         figures = [calls.figures[turn.request_id] for turn, _ in used]
         played = Played(
@@ -355,20 +355,19 @@ class AgentProgram(EpisodeNode):
         if used:
             last = used[-1][1]
             played.finish_reason, played.generator = last.finish_reason, last.generator
-            played.text = self._templates.decode(used[0][0].token_ids)
+            played.text = self._templates.decode_text(used[0][0].token_ids)
         return played
 
-    def _rewarded(self, played: Played, finished: FinishedSession, result: AgentResult) -> Played:
-        """`played` with the episode's reward, which is given for its last turn. Raises AgentFailed."""
-        reward = self._reward(finished, result, played.cut)
+    def _reward_last_turn(self, played: Played, finished: FinishedSession, result: AgentResult) -> None:
+        """Give the episode's reward for its last turn. Raises AgentFailed."""
+        reward = self._given_reward(finished, result, played.cut)
         if not played.sequences:
             raise AgentFailed("no_calls", f"the agent {self.source!r} ended without a reply of the policy")
         *earlier, last = turn_ends(played.sequences)
         played.rewards = [*((place, 0.0) for place in earlier), (last, reward)]
         played.metrics = dict(result.metrics)
-        return played
 
-    def _reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
+    def _given_reward(self, finished: FinishedSession, result: AgentResult, cut: str) -> float:
         """The reward that was posted or returned. Raises AgentFailed if there is none, or if there are two values."""
         found = {reward for reward in (finished.reward, result.reward) if reward is not None}
         if len(found) == 1:
@@ -378,19 +377,6 @@ class AgentProgram(EpisodeNode):
             raise AgentFailed("agent_raised", f"the agent {self.source!r} {text}")
         text = f", after a limit of its {cut}" if cut else "; return a number, or post one to the session"
         raise AgentFailed("no_reward", f"the agent {self.source!r} gave no reward{text}")
-
-
-def _host_problem(host: str) -> str:
-    """What is wrong with the endpoint's address; "" for one that is known here, if not always of this machine."""
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as problem:
-        told = getattr(problem, "strerror", None) or problem
-        return (
-            f"host is {host!r}, which is no address and no name that is known here ({told}); take 127.0.0.1, or the "
-            "address of this machine at which agents reach it"
-        )
-    return ""
 
 
 def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:
@@ -405,7 +391,3 @@ def turn_ends(sequences: Sequence[TokenSequence]) -> list[int]:
 
 def _too_early(log: CallLog) -> str:
     return f"before it had made all calls again that it had made before the checkpoint ({log.calls_left} were left)"
-
-
-def _not_booked(request_id: str, reason: str) -> None:
-    """Held-out requests have no rows in the ledger."""

@@ -115,11 +115,11 @@ class Templates:
         self.tokenizer = tokenizer
         self._known: dict[str, ChatTemplate] = {}
 
-    def decode(self, token_ids: Int32) -> str:
+    def decode_text(self, token_ids: Int32) -> str:
         """The text of ids, special tokens included."""
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """The chat template with these tools. Raises ConfigError if the template's boundaries cannot be found."""
         key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
         if key not in self._known:
@@ -158,38 +158,39 @@ class Attempt:
         self._outside = outside
         self._played = Played()
         self._seats: list[Seat] = []
-        self._elapsed = elapsed or _stopwatch()
+        began_s = time.monotonic()
+        self._elapsed = elapsed or (lambda: time.monotonic() - began_s)
 
-    def begin(self, observations: Sequence[Observation]) -> int:
+    def show_first(self, observations: Sequence[Observation]) -> int:
         """Show each seat its first observation; returns the number of tokens that the first seat then reads.
 
         Raises ConfigError if something cannot be rendered.
         """
-        self._seats = [self._seat(number, first) for number, first in enumerate(observations)]
+        self._seats = [
+            Seat(
+                number,
+                after_system_prompt(first, self._system_prompt),
+                self._templates.with_tools(first.tools),
+                history=self._history,
+                observation_bytes=self._limits.observation_bytes,
+                trained=self._trained is None or number in self._trained,
+            )
+            for number, first in enumerate(observations)
+        ]
         for observation in observations:
-            self._count(observation.metrics)
-        self._context = self._seats[0].read()
+            self._played.metrics.update(observation.metrics)
+        self._context = self._seats[0].read_shown()
         return int(self._context.size)
 
-    def _seat(self, number: int, first: Observation) -> Seat:
-        return Seat(
-            number,
-            after_system_prompt(first, self._system_prompt),
-            self._templates.of(first.tools),
-            history=self._history,
-            observation_bytes=self._limits.observation_bytes,
-            trained=self._trained is None or number in self._trained,
-        )
-
-    async def play(self, episode: PlayedEpisode) -> Played:
+    async def play_episode(self, episode: PlayedEpisode) -> Played:
         """Play from the first observation to the end. Raises EnvironmentFailed, and what `ask` raises."""
-        self.begin(episode.observations)
+        self.show_first(episode.observations)
         seat, step = self._seats[0], Step(Observation())
         while not (cut := self._limit_reached()):
-            action, unread = await self._turn(seat, step)
-            complaint = self._complaint(seat, action, unread)
-            step = complaint or await self._step(episode, action, seat)
-            self._reward(seat, step, made=not complaint)
+            action, unread = await self._play_turn(seat, step)
+            complaint = self._complain_of_calls(seat, action, unread)
+            step = complaint or await self._make_step(episode, action, seat)
+            self._reward_seats(seat, step, made=not complaint)
             if step.over:
                 cut = "environment" if step.truncated and not step.terminated else ""
                 break
@@ -197,10 +198,16 @@ class Attempt:
                 cut = "malformed_calls"
                 break
             seat = self._next_seat(seat, step, made=not complaint)
-            self._context = seat.read()
-        self.finished(cut)
+            self._context = seat.read_shown()
+        self.note_end(cut)
         if not self._played.turns and cut != "tokens" and any(seat.turns for seat in self._seats):
-            note_no_turn(self._played, self._seats)
+            # The opponents ended the game before the policy's first turn: its sequence is what it would have read.
+            waiting = next(seat for seat in self._seats if seat.trained)
+            ids = waiting.unanswered_context()
+            nothing = (np.zeros(ids.size, np.bool_), np.zeros(ids.size, np.float32), np.full(ids.size, -1, np.int32))
+            self._played.sequences = (TokenSequence(ids, *nothing),)
+            self._played.messages = (waiting.conversation.messages,)
+            self._played.seats = (waiting.number,) if len(self._seats) > 1 else ()
         return self._played
 
     def _limit_reached(self) -> str:
@@ -210,7 +217,7 @@ class Attempt:
             return "tokens"
         return "seconds" if self._elapsed() >= self._limits.episode_s else ""
 
-    async def _turn(self, seat: Seat, step: Step) -> tuple[Action, str]:
+    async def _play_turn(self, seat: Seat, step: Step) -> tuple[Action, str]:
         """The seat's reply, and why its calls cannot be made ("" if they can); `step` is the step before the reply."""
         context = self._context
         limits = (self._tokens - context.size, self._limits.turn_tokens, step.max_tokens)
@@ -218,24 +225,21 @@ class Attempt:
         began_s = time.monotonic()
         turn = sum(other.turns for other in self._seats if other.trained == seat.trained)
         if seat.trained and not turn:
-            self._played.text = self._templates.decode(context)
+            self._played.text = self._templates.decode_text(context)
         reply = await self._ask(AskedTurn(turn, context, most, step.stop, seat.tools, opponent=not seat.trained))
         seconds = time.monotonic() - began_s
         action, unread = read_action(reply)
         message = {"role": "assistant", "content": action.text} if unread else reply.message
         if seat.trained:
-            self._note_turn(reply, TurnFigures.of(reply, context_tokens=int(context.size), seconds=seconds), seat)
-        seat.sampled(reply, message, action.tool_calls)
+            played, figures = self._played, figures_of(reply, context_tokens=int(context.size), seconds=seconds)
+            played.turns += 1
+            played.figures.append(figures)
+            played.later_figures += [figures] if seat.turns else []
+            played.finish_reason, played.generator = reply.finish_reason, reply.generator
+        seat.add_reply(reply, message, action.tool_calls)
         return action, unread
 
-    def _note_turn(self, reply: Reply, figures: TurnFigures, seat: Seat) -> None:
-        played = self._played
-        played.turns += 1
-        played.figures.append(figures)
-        played.later_figures += [figures] if seat.turns else []
-        played.finish_reason, played.generator = reply.finish_reason, reply.generator
-
-    def _complaint(self, seat: Seat, action: Action, unread: str) -> Step | None:
+    def _complain_of_calls(self, seat: Seat, action: Action, unread: str) -> Step | None:
         """The answer to a seat whose calls cannot be made, in place of the environment's step; None if they can."""
         known = [str(tool["function"]["name"]) for tool in seat.tools]
         strange = [call.name for call in action.tool_calls if call.name not in known]
@@ -249,46 +253,38 @@ class Attempt:
         names = ", ".join(without_middle(name, NAME_BYTES) for name in strange)
         return Step(Observation(f"There is no tool {names}; the tools are {', '.join(known)}. Nothing was called."))
 
-    async def _step(self, episode: PlayedEpisode, action: Action, seat: Seat) -> Step:
+    async def _make_step(self, episode: PlayedEpisode, action: Action, seat: Seat) -> Step:
         began_s = time.monotonic()
         with self._outside("an environment's step"):
             step = await episode.step(action, seat.number)
         self._played.step_seconds.append(time.monotonic() - began_s)
-        self._count(step.metrics)
+        self._played.metrics.update(step.metrics)
         for observation in step.observations:
-            self._count(observation.metrics)
+            self._played.metrics.update(observation.metrics)
         return step
 
-    def _reward(self, seat: Seat, step: Step, *, made: bool) -> None:
+    def _reward_seats(self, seat: Seat, step: Step, *, made: bool) -> None:
         if not made:
-            seat.rewarded(0.0)
+            seat.add_reward(0.0)
             return
         for other, reward in zip(self._seats, step.rewards, strict=True):
-            other.rewarded(reward)
+            other.add_reward(reward)
 
     def _next_seat(self, seat: Seat, step: Step, *, made: bool) -> Seat:
         """Show the result of the step; return the seat that acts next. After a complaint, that is the same seat."""
         if not made:
-            seat.show(step.observations[0])
+            seat.show_observation(step.observations[0])
             return seat
         for other, observation in zip(self._seats, step.observations, strict=True):
-            other.show(observation)
+            other.show_observation(observation)
         return self._seats[(seat.number + 1) % len(self._seats)]
 
-    def _count(self, metrics: Mapping[str, float]) -> None:
-        self._played.metrics.update(metrics)
-
-    def finished(self, cut: str = "") -> Played:
+    def note_end(self, cut: str = "") -> Played:
         """The result of the attempt so far; `cut` says what cut it off."""
         self._played.cut = cut
         self._played.seconds = self._elapsed()
         note_seats(self._played, self._seats)
         return self._played
-
-
-def _stopwatch() -> Callable[[], float]:
-    began_s = time.monotonic()
-    return lambda: time.monotonic() - began_s
 
 
 def read_action(reply: Reply) -> tuple[Action, str]:
@@ -332,30 +328,30 @@ class Seat:
         self._calls: Sequence[Any] = ()
         self._early = 0.0
         self._reading = False
-        self.show(first)
+        self.show_observation(first)
 
-    def show(self, observation: Observation) -> None:
+    def show_observation(self, observation: Observation) -> None:
         """Show an observation, which the seat reads when its next turn begins. An empty observation shows nothing."""
         if observation.text or observation.messages:
             self._shown.append(observation)
 
-    def read(self) -> Int32:
+    def read_shown(self) -> Int32:
         """Begin the seat's turn: the context of its reply, with everything shown to it since its last reply."""
-        self.conversation.feed(joined(self._shown, self._calls, self._observation_bytes))
+        self.conversation.feed(join_observations(self._shown, self._calls, self._observation_bytes))
         self._shown, self._calls, self._reading = [], (), True
         return self.conversation.context()
 
-    def unanswered(self) -> Int32:
+    def unanswered_context(self) -> Int32:
         """The context of the reply that the seat has not given yet."""
-        return self.conversation.context() if self._reading else self.read()
+        return self.conversation.context() if self._reading else self.read_shown()
 
-    def sampled(self, reply: Reply, message: Mapping[str, Any], calls: Sequence[Any]) -> None:
+    def add_reply(self, reply: Reply, message: Mapping[str, Any], calls: Sequence[Any]) -> None:
         """Add the seat's reply; `calls` are the calls in it, which the next observation answers."""
         self.conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
         self.turns += 1
         self._calls, self._reading = calls, False
 
-    def rewarded(self, reward: float) -> None:
+    def add_reward(self, reward: float) -> None:
         """Add a reward to the seat's last turn. Before its first turn, the reward is kept and added to that turn."""
         self.reward += reward
         if not self.turns:
@@ -382,7 +378,7 @@ def after_system_prompt(first: Observation, prompt: str) -> Observation:
     return replace(first, text="", messages=({"role": "system", "content": prompt}, *shown))
 
 
-def joined(shown: Sequence[Observation], calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
+def join_observations(shown: Sequence[Observation], calls: Sequence[Any], most_bytes: int) -> list[Mapping[str, Any]]:
     """Observations as messages, each at most `most_bytes` long. Several texts become one message, a line for each."""
     if not any(observation.messages for observation in shown):
         return messages_of(Observation("\n".join(observation.text for observation in shown)), calls, most_bytes)
@@ -456,7 +452,7 @@ class Played:
             return sum(reward for _, reward in self.seat_rewards) / len(self.seat_rewards)
         return sum(reward for _, reward in self.rewards)
 
-    def of_seats(self) -> Iterator[tuple[float, list[tuple[int, float]], int]]:
+    def seat_results(self) -> Iterator[tuple[float, list[tuple[int, float]], int]]:
         """Yield (reward, [(place, reward) of each turn], number of policy tokens) for each seat."""
         if not self.seat_rewards:
             yield self.reward, self.rewards, sum(int(one.policy_mask.sum()) for one in self.sequences)
@@ -485,20 +481,6 @@ def note_seats(played: Played, seats: Sequence[Seat]) -> None:
         played.metrics |= {f"seat_{seat.number}_reward": seat.reward for seat in seats}
 
 
-def note_no_turn(played: Played, seats: Sequence[Seat]) -> None:
-    """The opponents ended the game before the policy's first turn: its sequence is the context it would have read."""
-    seat = next(seat for seat in seats if seat.trained)
-    played.sequences = (fed_alone(seat.unanswered()),)
-    played.messages = (seat.conversation.messages,)
-    played.seats = (seat.number,) if len(seats) > 1 else ()
-
-
-def fed_alone(token_ids: Int32) -> TokenSequence:
-    """A sequence in which nothing was sampled."""
-    size = token_ids.size
-    return TokenSequence(token_ids, np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, -1, np.int32))
-
-
 @dataclass(frozen=True)
 class TurnFigures:
     """The figures of one request for a reply, without the environment's step after it."""
@@ -510,8 +492,8 @@ class TurnFigures:
     context_tokens: int
     cached_tokens: int
 
-    @classmethod
-    def of(cls, reply: Reply, *, context_tokens: int, seconds: float) -> TurnFigures:
-        """The figures of `reply`; `seconds` is the time from the request to the reply."""
-        slot_s = max(seconds - reply.generated_s, 0.0)
-        return cls(reply.generated_s, slot_s, context_tokens, reply.cached_tokens)
+
+def figures_of(reply: Reply, *, context_tokens: int, seconds: float) -> TurnFigures:
+    """The figures of `reply`; `seconds` is the time from the request to the reply."""
+    slot_s = max(seconds - reply.generated_s, 0.0)
+    return TurnFigures(reply.generated_s, slot_s, context_tokens, reply.cached_tokens)

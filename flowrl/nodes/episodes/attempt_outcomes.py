@@ -66,7 +66,7 @@ class AttemptOutcomes:
         self._events: set[str] = set()
         """Events that may fail several attempts at once. There are few, because zygotes may die only a few times."""
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait before an attempt while all attempts fail."""
         if (for_s := self._failing_for_s()) is None or for_s >= PATIENCE_S:
             return
@@ -75,7 +75,7 @@ class AttemptOutcomes:
             await asyncio.wait_for(self._recovered.wait(), min(max(shortest, for_s / 2), longest))
 
     @contextmanager
-    def playing(self) -> Iterator[BegunAttempt]:
+    def begin_attempt(self) -> Iterator[BegunAttempt]:
         """An attempt that lasts as long as this context. An attempt that neither succeeds nor fails does not count."""
         attempt = BegunAttempt(self._now_s())
         self._open += 1
@@ -90,7 +90,7 @@ class AttemptOutcomes:
             if attempt.cause is None:
                 self._leave_out(attempt)
 
-    def succeeded(self, attempt: BegunAttempt) -> None:
+    def note_success(self, attempt: BegunAttempt) -> None:
         """An attempt was played to its end."""
         attempt.cause = ""
         self._succeeded = True
@@ -100,14 +100,14 @@ class AttemptOutcomes:
             self._recovered.set()
             self._recovered = asyncio.Event()
 
-    def not_resumed(self, cause: str, text: str) -> None:
+    def note_not_resumed(self, cause: str, text: str) -> None:
         """A half-done attempt of a resumed run cannot continue; this is not a failure."""
         if cause not in self._not_resumed:
             self._context.progress(f"a half-done episode begins anew: {text}")
             self._not_resumed.add(cause)
         self._context.metric(cause, 1)
 
-    def failed(self, attempt: BegunAttempt, cause: str, text: str, *, event: str = "") -> bool:
+    def note_failure(self, attempt: BegunAttempt, cause: str, text: str, *, event: str = "") -> bool:
         """An attempt failed; returns whether that uses up one of its episode's retries.
 
         Raises FlowrlError if most attempts fail. Attempts that failed by the same event count as one: hundreds may be
@@ -124,10 +124,16 @@ class AttemptOutcomes:
         self._last_texts[cause] = text
         self._num_failed += 1
         self._ended.append(cause)
-        self._note_failures(text)
+        only_fail = len(self._ended) == FIRST_ATTEMPTS and all(self._ended)
+        if only_fail and self._only_fail_since is None and not NOT_BY_WAITING.issuperset(self._ended):
+            self._only_fail_since = self._now_s()
+            self._context.progress(
+                f"the last {FIRST_ATTEMPTS} attempts at episodes of {self._played!r} failed; further ones wait for one "
+                f"to succeed, for up to {PATIENCE_S:g} s. The last failure: {text}"
+            )
         for_s = self._failing_for_s()
         patient = for_s is not None and for_s < PATIENCE_S and cause not in NOT_BY_WAITING
-        if not patient and (judged := self._judged()):
+        if not patient and (judged := self._why_end_run()):
             raise FlowrlError(judged)
         return not patient
 
@@ -136,22 +142,11 @@ class AttemptOutcomes:
         with suppress(ValueError):  # it is no longer among the last attempts
             self._begun.remove(attempt)
 
-    def _note_failures(self, text: str) -> None:
-        """Note when the last attempts to end have all failed, and report it."""
-        only_fail = len(self._ended) == FIRST_ATTEMPTS and all(self._ended)
-        if not only_fail or self._only_fail_since is not None or NOT_BY_WAITING.issuperset(self._ended):
-            return
-        self._only_fail_since = self._now_s()
-        self._context.progress(
-            f"the last {FIRST_ATTEMPTS} attempts at episodes of {self._played!r} failed; further ones wait for one to "
-            f"succeed, for up to {PATIENCE_S:g} s. The last failure: {text}"
-        )
-
     def _failing_for_s(self) -> float | None:
         """For how long attempts have only failed; None if they do not."""
         return None if self._only_fail_since is None else self._now_s() - self._only_fail_since
 
-    def _judged(self) -> str:
+    def _why_end_run(self) -> str:
         """The message of the error that ends the run; "" if nothing ends it."""
         if not self._succeeded and self._num_failed >= max(FIRST_ATTEMPTS, self._most_open):
             if message := self._mostly_failed(list(self._begun)):

@@ -30,7 +30,7 @@ from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt, Limits, Played
-from flowrl.nodes.episodes.episode_log import EpisodeLog, LoggedEpisode, open_episode
+from flowrl.nodes.episodes.episode_log import EpisodeLog, open_episode
 from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings
 from flowrl.nodes.scoring.reward import Shaping
 from flowrl.nodes.sources.row_source import row_of
@@ -113,11 +113,11 @@ class Environment(EpisodeNode):
 
     def preflight(self) -> str | None:
         check_model(self.policy)
-        return asyncio.run(self._try())
+        return asyncio.run(self._try_episode())
 
-    async def _try(self) -> str | None:
+    async def _try_episode(self) -> str | None:
         """Start one episode; return what is found about the chat template. With a model on disk, also render it."""
-        async with self._episodes(silent) as pool:
+        async with self._new_pool(silent) as pool:
             try:
                 episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
             except EnvironmentFailed as failure:
@@ -126,8 +126,8 @@ class Environment(EpisodeNode):
             await episode.close_quietly()
         found = template_findings(self.policy, self.environment, observations[0].tools, self.generate.server)
         if not self.policy.built_in:
-            self._load(resolve(self.policy))
-            size = self._new_attempt(_ask_nobody).begin(observations)
+            self._load_tokenizer(resolve(self.policy))
+            size = self._new_attempt(ask_nobody).show_first(observations)
             if size >= self._tokens:
                 raise ConfigError(
                     f"the first observation of {self.environment!r} has {size} tokens, but an episode may have "
@@ -151,7 +151,7 @@ class Environment(EpisodeNode):
             outside=outside,
         )
 
-    def _episodes(self, progress: Callable[[str], None]) -> Episodes:
+    def _new_pool(self, progress: Callable[[str], None]) -> Episodes:
         return Episodes(
             self.environment,
             processes=self.processes,
@@ -167,7 +167,7 @@ class Environment(EpisodeNode):
 
     async def setup(self) -> None:
         await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
-        self._pool = self._episodes(self.context.progress)
+        self._pool = self._new_pool(self.context.progress)
         await self._pool.__aenter__()
         if self.opponent.connected and self._pool.seats == 1:
             raise ConfigError(
@@ -181,13 +181,13 @@ class Environment(EpisodeNode):
 
     # Episodes
 
-    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
-        async def ask(question: AskedTurn) -> Reply:
+    async def play_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+        async def ask_turn(question: AskedTurn) -> Reply:
             if (known := log.known_reply(question)) is not None:
                 return known
-            turn = log.asking(self.turn(prompt, question, log.attempt, ticket))
-            reply = await self.ask(turn, self.opponent if turn.opponent else self.generate)
-            log.replied(reply)
+            turn = log.note_request(self.make_turn(prompt, question, log.attempt, ticket))
+            reply = await self.ask_generator(turn, self.opponent if turn.opponent else self.generate)
+            log.note_reply(reply)
             return reply
 
         began_s = time.monotonic()
@@ -197,31 +197,29 @@ class Environment(EpisodeNode):
         try:
             with self.context.outside("an environment's state"):
                 await episode.begin()
-            return await self._to_its_end(self._new_attempt(ask, log.elapsed, self._trained(prompt)), episode)
+            attempt = self._new_attempt(ask_turn, log.elapsed_s, self._trained_seats(prompt))
+            try:
+                played = await attempt.play_episode(episode)
+            except EnvironmentFailed as failure:
+                failure.played = attempt.note_end()  # the exception carries what was played so far
+                raise
+            if not played.sequences:
+                text = f"the first observation leaves no room in {self._tokens} tokens"
+                raise AttemptFailed(NO_ROOM, text, again=False, played=played)
+            return played
         finally:
             for port in (self.generate, self.opponent) if self.opponent.connected else (self.generate,):
                 port.forget(prompt.sample_id)
             with self.context.outside("an environment's end"):
                 await episode.close_quietly()
 
-    def _trained(self, prompt: Prompt) -> Collection[int] | None:
+    def _trained_seats(self, prompt: Prompt) -> Collection[int] | None:
         """The seats that the policy plays; None: all. The same for all members of a group."""
         if not self.opponent.connected:
             return None
         return ((row_of(prompt).seed + prompt.epoch) % self._pool.seats,)
 
-    async def _to_its_end(self, attempt: Attempt, episode: LoggedEpisode) -> Played:
-        """Play the attempt. If it fails, the exception carries its result so far."""
-        try:
-            played = await attempt.play(episode)
-        except EnvironmentFailed as failure:
-            failure.played = attempt.finished()
-            raise
-        if not played.sequences:
-            text = f"the first observation leaves no room in {self._tokens} tokens"
-            raise AttemptFailed(NO_ROOM, text, again=False, played=played)
-        return played
 
-
-async def _ask_nobody(question: AskedTurn) -> Reply:
+async def ask_nobody(question: AskedTurn) -> Reply:
+    """The generator of an attempt that only shows its first observation."""
     raise AssertionError("a trial asks for no reply")

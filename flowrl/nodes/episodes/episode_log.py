@@ -76,7 +76,7 @@ class EpisodeLog:
         """Seconds since the attempt started, without the time between a checkpoint and the end of a replay."""
         return self._before.seconds + (0.0 if self._replaying else time.monotonic() - self._began_s)
 
-    def elapsed(self) -> float:
+    def elapsed_s(self) -> float:
         """The seconds for the attempt's limit; 0 during a replay, because the replayed turns were in time."""
         return 0.0 if self._replaying else self.seconds
 
@@ -93,16 +93,16 @@ class EpisodeLog:
             raise EnvironmentFailed("replay_differs", f"the context of turn {number} has other tokens than before")
         if number >= len(self._replies):
             return None
-        self._answered()
+        self._note_known_reply()
         return self._replies[number]
 
-    def _answered(self) -> None:
+    def _note_known_reply(self) -> None:
         """A known reply has been used."""
         self._num_answered += 1
         if not self._replaying:
             self._began_s = time.monotonic()
 
-    def asking(self, turn: Turn) -> Turn:
+    def note_request(self, turn: Turn) -> Turn:
         """Note a request, and return it with the tokens that a checkpoint found for it."""
         known = self._before if turn.request_id == self._before.asked else NEW
         self._asked, self._context_ids = turn.request_id, turn.token_ids
@@ -113,7 +113,7 @@ class EpisodeLog:
             prefix_versions=known.prefix_versions,
         )
 
-    def replied(self, reply: Reply) -> None:
+    def note_reply(self, reply: Reply) -> None:
         """Note the reply to the request; its arrays are copied."""
         arrays = {name: getattr(reply, name).copy() for name in ("token_ids", "behavior_logprobs", "versions")}
         self._replies.append(replace(reply, **arrays))
@@ -126,16 +126,16 @@ class EpisodeLog:
         """The next step in the log; None if the environment has to make it."""
         return self._steps[self._num_stepped] if self._num_stepped < len(self._steps) else None
 
-    def began(self, observations: Sequence[Observation], state: bytes | None) -> None:
+    def note_first(self, observations: Sequence[Observation], state: bytes | None) -> None:
         """Note what a fresh environment shows to each seat, or compare it with the log."""
-        shown = tuple(map(self._shown, observations))
+        shown = tuple(map(self._plain_shown, observations))
         if self.first is None:
             self.first, self.state = shown, state
         _require_equal("the first observation", shown, self.first)
 
-    def stepped(self, step: Step, state: bytes | None) -> None:
+    def note_step(self, step: Step, state: bytes | None) -> None:
         """Note a step of the environment, or compare it with the step in the log."""
-        seen = tuple({**self._shown(observation), "tools": ()} for observation in step.observations)
+        seen = tuple({**self._plain_shown(observation), "tools": ()} for observation in step.observations)
         shown = {**exchange.plain(step), "observation": seen}
         known = self.known_step()
         if known is None:
@@ -149,7 +149,7 @@ class EpisodeLog:
         """Move on to the next step in the log."""
         self._num_stepped += 1
 
-    def _shown(self, observation: Observation) -> dict[str, Any]:
+    def _plain_shown(self, observation: Observation) -> dict[str, Any]:
         """The observation as plain data, with the middle of long texts left out."""
         most, found = self._observation_bytes, exchange.plain(observation)
         found["text"] = without_middle(found["text"], most)
@@ -170,7 +170,7 @@ class LoggedEpisode:
     async def begin(self) -> None:
         """Log what the environment shows first; call this once. Raises EnvironmentFailed if it differs from the log."""
         if not self._restored:
-            self._log.began(self._episode.observations, await self._state())
+            self._log.note_first(self._episode.observations, await self._saved_state())
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -185,13 +185,13 @@ class LoggedEpisode:
             self._log.pass_step()
             return exchange.step(dict(known))
         step = await self._episode.step(action, seat)
-        self._log.stepped(step, None if step.over else await self._state())
+        self._log.note_step(step, None if step.over else await self._saved_state())
         return step
 
     async def close_quietly(self) -> None:
         await self._episode.close_quietly()
 
-    async def _state(self) -> bytes | None:
+    async def _saved_state(self) -> bytes | None:
         return await self._episode.save() if self._saves else None
 
 
@@ -208,16 +208,18 @@ async def open_episode(pool: Episodes, row: EnvironmentRow, log: EpisodeLog) -> 
 
 
 def _require_equal(what: str, shown: Any, before: Any) -> None:
-    now, then = _compared(shown), _compared(before)
+    now, then = _without_metrics(shown), _without_metrics(before)
     if now != then:
         text = f"{what} of the replay is {str(now)[:SHOWN_CHARACTERS]}, and was {str(then)[:SHOWN_CHARACTERS]}"
         raise EnvironmentFailed("replay_differs", text)
 
 
-def _compared(shown: Any) -> Any:
+def _without_metrics(shown: Any) -> Any:
     """What an environment shows, without its metrics, which may be durations."""
     if not isinstance(shown, Mapping):
-        return [_compared(one) for one in shown]
+        return [_without_metrics(one) for one in shown]
     return {
-        name: _compared(value) if name == "observation" else value for name, value in shown.items() if name != "metrics"
+        name: _without_metrics(value) if name == "observation" else value
+        for name, value in shown.items()
+        if name != "metrics"
     }

@@ -86,7 +86,7 @@ class EpisodeNode(Node):
         """The environment or agent that plays with the policy, as users have named it."""
         raise NotImplementedError
 
-    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
+    async def play_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         """Play the attempt of `log`; what was played has at least one sequence. Raises AttemptFailed."""
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class EpisodeNode(Node):
         problems += keep_problems(self.keep_variables)
         return [*problems, *length_problems(self.limits, self.policy, None if facts is None else facts.token_budget)]
 
-    def _load(self, model_dir: str) -> None:
+    def _load_tokenizer(self, model_dir: str) -> None:
         """Load the tokenizer. Raises ConfigError if an episode may be longer than the model's context."""
         self._templates = Templates(
             with_template(load_tokenizer(model_dir, trust_remote_code=self.policy.trust_remote_code), self.policy)
@@ -132,7 +132,7 @@ class EpisodeNode(Node):
 
     async def prepare(self, model_dir: str) -> None:
         """Make what every attempt needs."""
-        await self.blocking(self._load, model_dir)
+        await self.blocking(self._load_tokenizer, model_dir)
         self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
         self._outcomes = AttemptOutcomes(self.context, self.source)
 
@@ -142,12 +142,12 @@ class EpisodeNode(Node):
         async with asyncio.TaskGroup() as tasks:
             if self.requests.live is not None:
                 tasks.create_task(self.requests.each(self._play_held_out, concurrency=self.limits.episodes))
-            await self.prompts.each(self._play, concurrency=self.limits.episodes)
+            await self.prompts.each(self._play_prompt, concurrency=self.limits.episodes)
             self.episodes.close()  # `run` continues: held-out episodes may still be asked for
 
     # Episodes
 
-    async def _play(self, prompt: Prompt) -> None:
+    async def _play_prompt(self, prompt: Prompt) -> None:
         if self.episodes.was_sent():
             return
         log = self._new_log(prompt.record)
@@ -155,28 +155,28 @@ class EpisodeNode(Node):
         cause, last = "", False
         while not last:
             self.prompts.keep(prompt, log.record)
-            await self._outcomes.ready()
-            with self._outcomes.playing() as attempt:
+            await self._outcomes.wait_ready()
+            with self._outcomes.begin_attempt() as attempt:
                 try:
-                    played = await self.attempt(prompt, log, ticket)
+                    played = await self.play_attempt(prompt, log, ticket)
                 except AttemptFailed as failure:
-                    cause, counts = failure.cause, self._counts(attempt, failure)
+                    cause, counts = failure.cause, self._count_failure(attempt, failure)
                     last = self._is_last(log, failure, counts=counts)
                     log = self._after_void(prompt, log, failure, counts=counts, last=last)
                     continue
-                self._outcomes.succeeded(attempt)
-            await self._settle(prompt, played, log.attempt, time.monotonic() - began_s)
+                self._outcomes.note_success(attempt)
+            await self._send_episode(prompt, played, log.attempt, time.monotonic() - began_s)
             return
         place = (prompt.sample_id, self.row_name(prompt), log.attempt)
         self.context.ledger.episode_failed(*place, 0, cause, time.monotonic() - began_s)
         raise SampleFailed(cause)
 
-    def _counts(self, attempt: BegunAttempt, failure: AttemptFailed) -> bool:
+    def _count_failure(self, attempt: BegunAttempt, failure: AttemptFailed) -> bool:
         """Whether the failure uses up one of the retries. That a resume cannot continue an attempt is no failure."""
         if failure.cause in RESUME_CAUSES:
-            self._outcomes.not_resumed(failure.cause, str(failure))
+            self._outcomes.note_not_resumed(failure.cause, str(failure))
             return False
-        return self._outcomes.failed(attempt, failure.cause, str(failure), event=failure.event)
+        return self._outcomes.note_failure(attempt, failure.cause, str(failure), event=failure.event)
 
     def _is_last(self, log: EpisodeLog, failure: AttemptFailed, *, counts: bool) -> bool:
         """Whether the failed attempt was the last one."""
@@ -190,16 +190,16 @@ class EpisodeNode(Node):
         """Record the attempt as void; return the log of the next one."""
         self.context.ledger.attempt_void(prompt.sample_id, log.attempt, failure.cause)
         if failure.cause not in RESUME_CAUSES:
-            self._reports.failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
+            self._reports.report_failed(prompt, log.attempt, failure.played, failure.cause, str(failure), last=last)
         return log.next_attempt(counts=counts)
 
     def _new_log(self, record: Record | None = None) -> EpisodeLog:
         return EpisodeLog(record, observation_bytes=self.limits.observation_bytes)
 
-    async def _settle(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
+    async def _send_episode(self, prompt: Prompt, played: Played, attempt: int, seconds: float) -> None:
         """Record the finished episode, and send or drop it."""
-        episode = self.episode(prompt, played, attempt)
-        self._reports.finished(prompt, attempt, played, episode.reward)
+        episode = self.make_episode(prompt, played, attempt)
+        self._reports.report_finished(prompt, attempt, played, episode.reward)
         self.context.ledger.episode(episode, truncated=played.cut or None, seconds=seconds)
         if played.cut and self.limits.on_truncated == "drop":
             self.prompts.drop(prompt, "truncated")
@@ -214,25 +214,25 @@ class EpisodeNode(Node):
         """Play a held-out episode. Raises SampleFailed with the cause where a training episode would fail."""
         log = self._new_log()
         while True:
-            await self._outcomes.ready()
-            with self._outcomes.playing() as attempt:
+            await self._outcomes.wait_ready()
+            with self._outcomes.begin_attempt() as attempt:
                 try:
-                    played = await self.attempt(prompt, log, -1)
+                    played = await self.play_attempt(prompt, log, -1)
                 except AttemptFailed as failure:
-                    counts = self._counts(attempt, failure)
+                    counts = self._count_failure(attempt, failure)
                     if self._is_last(log, failure, counts=counts):
                         raise SampleFailed(failure.cause) from None
                     log = log.next_attempt(counts=counts)
                     continue
-                self._outcomes.succeeded(attempt)
-            return self.episode(prompt, played, log.attempt)
+                self._outcomes.note_success(attempt)
+            return self.make_episode(prompt, played, log.attempt)
 
-    async def ask(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
+    async def ask_generator(self, turn: Turn, port: Call[Turn, Reply] | None = None) -> Reply:
         """The reply of the generator behind `port`, the policy's by default; the oldest ticket is served first."""
         priority = turn.ticket if turn.ticket >= 0 else EVALUATION
         return await (port or self.generate)(turn, session=turn.sample_id, group=turn.group_id, priority=priority)
 
-    def turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
+    def make_turn(self, prompt: Prompt, question: AskedTurn, attempt: int, ticket: int) -> Turn:
         """The request for one reply at this attempt, counted from 0; `ticket` is -1 for a held-out episode."""
         return Turn(
             request_id=f"{prompt.sample_id}/{attempt}.{'o' * question.opponent}{question.turn}",
@@ -249,15 +249,22 @@ class EpisodeNode(Node):
             opponent=question.opponent,
         )
 
-    def episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
+    def make_episode(self, prompt: Prompt, played: Played, attempt: int) -> Episode:
         """The message of an episode that was played at this attempt, counted from 0."""
         sequence, *further = played.sequences
-        by_seat, by_turn = self._shaped(played)
+        by_seat: list[float] = []
+        by_turn: list[tuple[int, float]] = []
+        for reward, turns, num_tokens in played.seat_results():
+            shaped = self.shaping.shape_reward(reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
+            rewards = self.shaping.rewards_by_turn([one for _, one in turns], shaped)
+            by_seat.append(shaped)
+            by_turn += [(place, one) for (place, _), one in zip(turns, rewards, strict=True)]
+        replies = (self._templates.decode_text(one.token_ids[before_reply(one) :]) for one in played.sequences)
         now = time.time()
         return Episode.of(
             prompt,
             prompt_text=played.text,
-            response_text=self._response_text(played),
+            response_text="".join(replies),
             token_ids=sequence.token_ids,
             policy_mask=sequence.policy_mask,
             behavior_logprobs=sequence.behavior_logprobs,
@@ -280,20 +287,6 @@ class EpisodeNode(Node):
             seats=played.seats,
             seat_rewards=tuple((seat, r) for (seat, _), r in zip(played.seat_rewards, by_seat, strict=False)),
         )
-
-    def _shaped(self, played: Played) -> tuple[list[float], list[tuple[int, float]]]:
-        """The reward of each seat, and the rewards of all turns with their places."""
-        by_seat, by_turn = [], []
-        for reward, turns, num_tokens in played.of_seats():
-            shaped = self.shaping.shaped(reward, {}, num_tokens=num_tokens, truncated=bool(played.cut))
-            rewards = self.shaping.by_turn([one for _, one in turns], shaped)
-            by_seat.append(shaped)
-            by_turn += [(place, one) for (place, _), one in zip(turns, rewards, strict=True)]
-        return by_seat, by_turn
-
-    def _response_text(self, played: Played) -> str:
-        """The text of each sequence after the context of its first reply, joined."""
-        return "".join(self._templates.decode(s.token_ids[before_reply(s) :]) for s in played.sequences)
 
 
 def before_reply(sequence: TokenSequence) -> int:

@@ -41,21 +41,24 @@ class EpisodeReports:
         self._num_finished = 0
         self._told_metrics: set[str] = set()
 
-    def finished(self, prompt: Prompt, attempt: int, played: Played, reward: float) -> None:
+    def report_finished(self, prompt: Prompt, attempt: int, played: Played, reward: float) -> None:
         """An episode was played to its end at this attempt, counted from 0."""
-        self._failing.finished(prompt.group_id, prompt.group_size, played.turns)
-        self._count(played)
-        self._tell_metrics(played)
+        self._failing.add_finished(prompt.group_id, prompt.group_size, played.turns)
+        self._count_played(played)
+        self._name_metrics(played)
         if self._num_finished % RETOKENIZED_ONE_IN == 0:
             for sequence in played.sequences:
-                self._count_retokenized(sequence)
+                spans = sampled_spans(sequence)
+                self._context.metric("replies_checked", len(spans))
+                changed = sum(is_retokenized(self._tokenizer, ids) for ids in spans)
+                self._context.metric("replies_retokenized", changed)
         self._num_finished += 1
-        self._attempt_ended("")
+        self._count_attempt("")
         if self._context.keep_episodes:
-            line = self._records.line(prompt, attempt, played, reward=reward)
+            line = self._records.record_line(prompt, attempt, played, reward=reward)
             self._context.episode(prompt.sample_id, line, failed=False)
 
-    def _tell_metrics(self, played: Played) -> None:
+    def _name_metrics(self, played: Played) -> None:
         """Say once for each name where the metrics of an environment or an agent are, because they are no figures."""
         of_seats = {name for name in played.metrics if played.seat_rewards and SEAT_REWARD.fullmatch(name)}
         new = played.metrics.keys() - of_seats - self._told_metrics
@@ -66,29 +69,31 @@ class EpisodeReports:
                 "are not in metrics.jsonl"
             )
 
-    def failed(self, prompt: Prompt, attempt: int, played: Played | None, cause: str, text: str, *, last: bool) -> None:
+    def report_failed(
+        self, prompt: Prompt, attempt: int, played: Played | None, cause: str, text: str, *, last: bool
+    ) -> None:
         """An attempt failed; `last` says whether it was the last one of its episode.
 
         `played` is None if it failed before its first observation.
         """
-        self._failing.failed(prompt.group_id, prompt.group_size, 0 if played is None else played.turns)
+        self._failing.add_failed(prompt.group_id, prompt.group_size, 0 if played is None else played.turns)
         if last:
-            self._failing.ended(prompt.group_id, prompt.group_size)
-        self._attempt_ended(cause)
+            self._failing.end_member(prompt.group_id, prompt.group_size)
+        self._count_attempt(cause)
         if self._context.keep_episodes:
-            line = self._records.line(prompt, attempt, played, cause=cause, text=text)
+            line = self._records.record_line(prompt, attempt, played, cause=cause, text=text)
             self._context.episode(prompt.sample_id, line, failed=True)
 
-    def _attempt_ended(self, cause: str) -> None:
+    def _count_attempt(self, cause: str) -> None:
         metric = self._context.metric
         metric("attempts", 1)
         metric("attempts_failed", int(bool(cause)))
         if cause:
             metric(f"attempts_failed/{cause}", 1)
-        if (score := self._failing.score()) is not None:
+        if (score := self._failing.score) is not None:
             self._context.gauge("failing_by_length", score)
 
-    def _count(self, played: Played) -> None:
+    def _count_played(self, played: Played) -> None:
         metric, gauge = self._context.metric, self._context.gauge
         gauge("episode_turns", played.turns)
         gauge("episode_s", played.seconds)
@@ -109,11 +114,6 @@ class EpisodeReports:
         if played.cut:
             metric(f"episodes_truncated/{played.cut}", 1)
 
-    def _count_retokenized(self, sequence: TokenSequence) -> None:
-        spans = sampled_spans(sequence)
-        self._context.metric("replies_checked", len(spans))
-        self._context.metric("replies_retokenized", sum(retokenizes(self._tokenizer, ids) for ids in spans))
-
 
 def sampled_spans(sequence: TokenSequence) -> list[list[int]]:
     """The ids of each run of sampled tokens."""
@@ -121,7 +121,7 @@ def sampled_spans(sequence: TokenSequence) -> list[list[int]]:
     return [sequence.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def retokenizes(tokenizer: Any, token_ids: list[int]) -> bool:
+def is_retokenized(tokenizer: Any, token_ids: list[int]) -> bool:
     """Whether tokenizing the text of these ids gives other ids."""
     text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) != token_ids
@@ -138,7 +138,7 @@ class EpisodeRecords:
         self._name_of = name_of
         self._pieces = TokenPieces(tokenizer)
 
-    def line(
+    def record_line(
         self,
         prompt: Prompt,
         attempt: int,
@@ -164,18 +164,17 @@ class EpisodeRecords:
             "metrics": played.metrics,
             "seat_rewards": played.seat_rewards,
             "rewards": played.rewards,
-            "sequences": [self._sequence(played, number) for number in range(len(played.sequences))],
+            "sequences": [
+                {
+                    "pieces": self._pieces.of(sequence.token_ids.tolist()),
+                    "spans": spans_of(sequence),
+                    "roles": fed_roles(played.messages[number]) if played.messages else [],
+                    "seat": played.seats[number] if played.seats else None,
+                }
+                for number, sequence in enumerate(played.sequences)
+            ],
         }
         return json.dumps(record)
-
-    def _sequence(self, played: Played, number: int) -> dict[str, Any]:
-        sequence = played.sequences[number]
-        return {
-            "pieces": self._pieces.of(sequence.token_ids.tolist()),
-            "spans": spans_of(sequence),
-            "roles": fed_roles(played.messages[number]) if played.messages else [],
-            "seat": played.seats[number] if played.seats else None,
-        }
 
 
 def spans_of(sequence: TokenSequence) -> list[tuple[int, int]]:
@@ -225,7 +224,8 @@ class GroupTurns:
         A mean over no attempts is NaN. The group needs at least one attempt.
         """
         share = len(self.failed) / (len(self.failed) + len(self.finished))
-        return share, _mean(self.finished), _mean(self.failed)
+        finished, failed = (sum(turns) / len(turns) if turns else nan for turns in (self.finished, self.failed))
+        return share, finished, failed
 
 
 class FailingByLength:
@@ -248,40 +248,37 @@ class FailingByLength:
     def __init__(self) -> None:
         self._open: dict[str, GroupTurns] = {}
         self._rows: deque[tuple[float, float, float]] = deque(maxlen=MOST_GROUPS)
-        self._score: float | None = None
+        self.score: float | None = None
+        """Standard deviations by which failing seems to depend on length; None for too few groups."""
 
-    def failed(self, group_id: str, size: int, turns: int) -> None:
+    def add_failed(self, group_id: str, size: int, turns: int) -> None:
         """An attempt failed after `turns` turns."""
-        self._group(group_id, size).failed.append(turns)
+        self._open_group(group_id, size).failed.append(turns)
 
-    def finished(self, group_id: str, size: int, turns: int) -> None:
+    def add_finished(self, group_id: str, size: int, turns: int) -> None:
         """An episode ended by its own rules or by a limit."""
-        self._group(group_id, size).finished.append(turns)
-        self.ended(group_id, size)
+        self._open_group(group_id, size).finished.append(turns)
+        self.end_member(group_id, size)
 
-    def ended(self, group_id: str, size: int) -> None:
+    def end_member(self, group_id: str, size: int) -> None:
         """A member of the group will not be tried again."""
-        group = self._group(group_id, size)
+        group = self._open_group(group_id, size)
         group.num_ended += 1
         if group.num_ended == size:
-            self._close(group_id)
+            self._close_group(group_id)
 
-    def score(self) -> float | None:
-        """Standard deviations by which failing seems to depend on length; None for too few groups."""
-        return self._score
-
-    def _group(self, group_id: str, size: int) -> GroupTurns:
+    def _open_group(self, group_id: str, size: int) -> GroupTurns:
         if group_id not in self._open:
             if len(self._open) == MOST_OPEN:
-                self._close(next(iter(self._open)))
+                self._close_group(next(iter(self._open)))
             self._open[group_id] = GroupTurns(size)
         return self._open[group_id]
 
-    def _close(self, group_id: str) -> None:
+    def _close_group(self, group_id: str) -> None:
         group = self._open.pop(group_id)
         if group.finished:
             self._rows.append(group.row())
-            self._score = score_of(np.array(self._rows))
+            self.score = score_of(np.array(self._rows))
 
 
 def score_of(rows: Floats) -> float | None:
@@ -311,7 +308,3 @@ def ranks(values: Floats) -> Floats:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray((ends - (counts - 1) / 2)[inverse], np.float64)
-
-
-def _mean(turns: list[int]) -> float:
-    return sum(turns) / len(turns) if turns else nan

@@ -48,7 +48,7 @@ from flowrl.nodes.generation.responses import (
     TokenRequest,
     UpdateGate,
     WeightUpdates,
-    skips,
+    skips_version,
 )
 from flowrl.nodes.generation.vllm_processes import EngineDied, check_vllm_version, stored_problems
 from flowrl.nodes.generation.vllm_sampler import EVALUATION, VllmSampler, priority_of
@@ -156,7 +156,7 @@ class Generator(Node):
         problems = [f"sampling: {text}" for text in self.sampling.problems(trained=self.trained)]
         known = self.sampling.problems(trained=False)
         problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
-        problems += self._too_long()
+        problems += self._length_problems()
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
         problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
@@ -166,7 +166,7 @@ class Generator(Node):
             problems.append(f"every is {self.every}; it needs at least 1; to keep version 0, ignore the weights port")
         return problems
 
-    def _too_long(self) -> Iterator[str]:
+    def _length_problems(self) -> Iterator[str]:
         """Answers that leave no token for a prompt in the context, or in the engine's longest sequence."""
         most, answer = None, max(self.sampling.max_tokens, self.evaluation.max_tokens)
         where = f"the context of {self.policy.model}"
@@ -262,10 +262,10 @@ class Generator(Node):
             async with required():  # before its first weights it has served no caller, so its death ends the run
                 # An invocation before the first weights would hold devices that the trainer needs to publish them.
                 with self.context.waiting("its first weights"):
-                    await self._gate.passed()
-            tasks.create_task(self._serve(self.requests, self._answer))
-            tasks.create_task(self._serve(self.turns, self._reply))
-            await self.prompts.each(self._generate, concurrency=self.engine.concurrency)
+                    await self._gate.wait_open()
+            tasks.create_task(self._serve_port(self.requests, self._generate_held_out))
+            tasks.create_task(self._serve_port(self.turns, self._generate_reply))
+            await self.prompts.each(self._generate_sample, concurrency=self.engine.concurrency)
             self.rollouts.close()  # `run` continues: evaluation may continue, and the last step's weights still arrive
 
     async def close(self) -> None:
@@ -273,19 +273,20 @@ class Generator(Node):
             await self.blocking(self._sampler.close)
             self._receiver.close()
 
-    async def _serve(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
+    async def _serve_port(self, port: Serve[Req, Rep], body: Callable[[Req], Awaitable[Rep]]) -> None:
         if port.live is not None:
-            await port.each(self._standby.serving(body), concurrency=self.engine.concurrency)
+            await port.each(self._standby.guard_body(body), concurrency=self.engine.concurrency)
 
     async def _follow_weights(self) -> None:
         if not self.weights.connected:
             async with self.context.on_devices():
-                await self._updates.stay(self.context.start_version)
+                await self._updates.keep_version(self.context.start_version)
             return
         async for manifest in self.weights:
-            left_out = self._standby.has_left or skips(self._updates.version, manifest.version, every=self.every)
-            if left_out or not await self._standby.goes_on(self._updates.take(manifest)):
-                self._updates.skip(manifest)
+            waits = skips_version(self._updates.version, manifest.version, every=self.every)
+            update = self._updates.take_version
+            if self._standby.has_left or waits or not await self._standby.goes_on(update(manifest)):
+                self._updates.skip_version(manifest)
             self.weights.finish(manifest)
         if self._updates.version < 0:
             raise FlowrlError(
@@ -322,20 +323,20 @@ class Generator(Node):
 
     # Samples
 
-    async def _generate(self, prompt: Prompt) -> None:
+    async def _generate_sample(self, prompt: Prompt) -> None:
         if self.rollouts.was_sent():
             return
-        sample = await self._sample(prompt, self.sampling, priority_of(self.prompts.ticket(prompt)))
+        sample = await self._sample_prompt(prompt, self.sampling, priority_of(self.prompts.ticket(prompt)))
         self.context.metric("tokens_generated", sample.response_tokens - len(prompt.prefix_token_ids))
         self.context.ledger.generated(sample)
         await self.rollouts.send(sample)
 
-    async def _answer(self, prompt: Prompt) -> Sample:
-        sample = await self._sample(prompt, self.evaluation.as_told(prompt), EVALUATION)
+    async def _generate_held_out(self, prompt: Prompt) -> Sample:
+        sample = await self._sample_prompt(prompt, self.evaluation.with_options_of(prompt), EVALUATION)
         self.context.metric("tokens_evaluated", sample.response_tokens)
         return sample
 
-    async def _sample(self, prompt: Prompt, sampling: Sampling, priority: int) -> Sample:
+    async def _sample_prompt(self, prompt: Prompt, sampling: Sampling, priority: int) -> Sample:
         """Generate one sample, with more than one request if checkpoints interrupt it."""
         asked = TokenRequest(
             prompt.sample_id,
@@ -343,43 +344,55 @@ class Generator(Node):
             sampling,
             prompt.seed,
             priority,
-            prefix=_prefix(prompt),
+            prefix=prefix_of(prompt),
             kept=priority != EVALUATION,
         )
-        return self._finished(prompt, await self._responses.respond(asked))
+        response = await self._responses.sample_response(asked)
+        num_prompt, num_response = len(prompt.token_ids), len(response)
+        mask = np.zeros(num_prompt + num_response, np.bool_)
+        mask[num_prompt:] = True
+        return Sample.of(
+            prompt,
+            response_text=self._sampler.decode_text(response.token_ids),
+            token_ids=np.concatenate([prompt.token_ids, response.token_ids]).astype(np.int32),
+            policy_mask=mask,
+            behavior_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), response.logprobs]),
+            versions=np.concatenate([np.full(num_prompt, -1, np.int32), response.versions]),
+            prompt_tokens=num_prompt,
+            truncated=response.finish_reason != "stop",
+            generator=self.replica_name,
+            generated_s=time.time(),
+        )
 
     # Turns of episodes
 
-    async def _reply(self, turn: Turn) -> Reply:
+    async def _generate_reply(self, turn: Turn) -> Reply:
         arrived_s, held_out = time.monotonic(), turn.ticket < 0
-        sampling = (self.evaluation if held_out else self.sampling).limited(turn.max_tokens, turn.stop)
+        sampling = (self.evaluation if held_out else self.sampling).limited_to(turn.max_tokens, turn.stop)
         priority = EVALUATION if held_out else priority_of(turn.ticket)
         asked = TokenRequest(
-            turn.request_id, turn.token_ids, sampling, turn.seed, priority, prefix=_prefix(turn), kept=not held_out
+            turn.request_id, turn.token_ids, sampling, turn.seed, priority, prefix=prefix_of(turn), kept=not held_out
         )
         try:
-            reply = self._replied(turn, await self._responses.respond(asked), arrived_s)
+            reply = self._reply_of(turn, await self._responses.sample_response(asked), arrived_s)
         except ResponseLost as lost:
-            self._book_lost(turn, Response(lost.response.parts[1:], lost.response.started_s), arrived_s)
+            # Another replica is asked. What was sampled here is booked, without the prefix that it has as well.
+            sampled = Response(lost.response.parts[1:], lost.response.started_s)
+            self._count_tokens(turn, len(sampled))
+            after = replace(turn, token_ids=np.concatenate([turn.token_ids, turn.prefix_token_ids]))
+            self.context.ledger.request_lost(after, self._reply_of(after, sampled, arrived_s), GENERATOR_DIED)
             raise
-        self._count(turn, reply.token_ids.size - turn.prefix_token_ids.size)
+        self._count_tokens(turn, reply.token_ids.size - turn.prefix_token_ids.size)
         self.context.ledger.request(turn, reply)
         return reply
 
-    def _count(self, turn: Turn, num_tokens: int) -> None:
+    def _count_tokens(self, turn: Turn, num_tokens: int) -> None:
         """Count tokens that were sampled for the turn."""
         of_training = "tokens_of_opponents" if turn.opponent else "tokens_generated"
         kind = "tokens_evaluated" if turn.ticket < 0 else of_training
         self.context.metric(kind, num_tokens)
 
-    def _book_lost(self, turn: Turn, sampled: Response, arrived_s: float) -> None:
-        """Record what was sampled for a turn that another replica is asked; `sampled` is without the checkpoint's
-        prefix, which the other replica has as well."""
-        self._count(turn, len(sampled))
-        after = replace(turn, token_ids=np.concatenate([turn.token_ids, turn.prefix_token_ids]))
-        self.context.ledger.request_lost(after, self._replied(after, sampled, arrived_s), GENERATOR_DIED)
-
-    def _replied(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
+    def _reply_of(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
         parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
         return Reply(
             request_id=turn.request_id,
@@ -395,25 +408,8 @@ class Generator(Node):
             generator=self.replica_name,
         )
 
-    def _finished(self, prompt: Prompt, response: Response) -> Sample:
-        num_prompt, num_response = len(prompt.token_ids), len(response)
-        mask = np.zeros(num_prompt + num_response, np.bool_)
-        mask[num_prompt:] = True
-        return Sample.of(
-            prompt,
-            response_text=self._sampler.text(response.token_ids),
-            token_ids=np.concatenate([prompt.token_ids, response.token_ids]).astype(np.int32),
-            policy_mask=mask,
-            behavior_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), response.logprobs]),
-            versions=np.concatenate([np.full(num_prompt, -1, np.int32), response.versions]),
-            prompt_tokens=num_prompt,
-            truncated=response.finish_reason != "stop",
-            generator=self.replica_name,
-            generated_s=time.time(),
-        )
 
-
-def _prefix(asked: Prompt | Turn) -> Completion:
+def prefix_of(asked: Prompt | Turn) -> Completion:
     """The tokens generated before a checkpoint, as the response's first part; empty if there are none."""
     return Completion(asked.prefix_token_ids, asked.prefix_logprobs, asked.prefix_versions, "")
 
@@ -440,29 +436,29 @@ class Standby:
     def has_left(self) -> bool:
         return self._death is not None
 
-    def serving(self, body: Callable[[Req], Awaitable[Rep]]) -> Callable[[Req], Awaitable[Rep]]:
+    def guard_body(self, body: Callable[[Req], Awaitable[Rep]]) -> Callable[[Req], Awaitable[Rep]]:
         """`body` for a Serve port: raises OutOfService once the engine has died, if other replicas can be asked."""
 
-        async def answer(request: Req) -> Rep:
+        async def answer_request(request: Req) -> Rep:
             if self._death is None:
                 try:
                     return await body(request)
                 except EngineDied as death:
-                    self._leave(death)
+                    self._leave_service(death)
             raise OutOfService(f"{self._replica}: {self._death}")
 
-        return answer
+        return answer_request
 
     async def goes_on(self, work: Awaitable[Any]) -> bool:
         """Await `work`, which uses the engine; False if the engine has died and other replicas do its work."""
         try:
             await work
         except EngineDied as death:
-            self._leave(death)
+            self._leave_service(death)
             return False
         return True
 
-    def _leave(self, death: EngineDied) -> None:
+    def _leave_service(self, death: EngineDied) -> None:
         if not self.can_leave:
             raise death
         if self._death is None:

@@ -79,17 +79,17 @@ class Responses:
         """When the last checkpoint began."""
         self._num_requests = 0
 
-    async def respond(self, asked: TokenRequest) -> Response:
+    async def sample_response(self, asked: TokenRequest) -> Response:
         """Sample until the response ends. Cancelling the call ends its request in vLLM. Raises ResponseLost."""
         response = Response([asked.prefix])
         if asked.kept:
             self._open[asked.key] = response
         try:
             while response.finish_reason in ("", "abort") and len(response) < asked.sampling.max_tokens:
-                await self._at_gate()
+                await self._wait_at_gate()
                 response.started_s = response.started_s or time.monotonic()
                 with self._context.busy("generate"):
-                    response.parts.append(await self._request(asked, response))
+                    response.parts.append(await self._request_part(asked, response))
         except EngineDied as death:
             response.parts.append(death.arrived)
             raise ResponseLost(str(death), response) from None
@@ -97,13 +97,13 @@ class Responses:
             self._open.pop(asked.key, None)
         return response
 
-    async def _at_gate(self) -> None:
+    async def _wait_at_gate(self) -> None:
         while not self._gate.is_open:
             with self._context.waiting("new weights, or the end of a checkpoint"):
                 async with self._sampler.required():
-                    await self._gate.passed()
+                    await self._gate.wait_open()
 
-    async def _request(self, asked: TokenRequest, response: Response) -> Completion:
+    async def _request_part(self, asked: TokenRequest, response: Response) -> Completion:
         self._num_requests += 1
         request_id = f"{asked.key}#{self._num_requests}"
         work = asyncio.create_task(
@@ -119,25 +119,21 @@ class Responses:
         )
         self.running[request_id] = response, work
         try:
-            return await self._outcome(work)
+            while not work.done():  # if a checkpoint finds it unfinished, it counts only after the checkpoint
+                checkpoint = asyncio.ensure_future(self._checkpoint.wait())
+                await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)
+                checkpoint.cancel()
+                if not work.done():
+                    await self._wait_at_gate()
+            return work.result()
         finally:
             work.cancel()  # if this coroutine was cancelled, this ends the request in vLLM
             del self.running[request_id]
 
-    async def _outcome(self, work: asyncio.Task[Completion]) -> Completion:
-        """The result of `work`. If a checkpoint finds `work` unfinished, this returns only after the checkpoint."""
-        while not work.done():
-            checkpoint = asyncio.ensure_future(self._checkpoint.wait())
-            await asyncio.wait((work, checkpoint), return_when=asyncio.FIRST_COMPLETED)
-            checkpoint.cancel()
-            if not work.done():
-                await self._at_gate()
-        return work.result()
-
     async def snapshot(self) -> dict[str, Prefix]:
         """The tokens so far of the responses that checkpoints keep. Their invocations wait until `resume`."""
         self._stopped_s = time.monotonic()
-        self._gate.close("checkpoint")
+        self._gate.close_for("checkpoint")
         while ended := self._ended_in_vllm():
             await asyncio.wait(ended)  # their invocations continue to their sends, which the checkpoint keeps
         self._checkpoint.set()
@@ -153,7 +149,7 @@ class Responses:
     def resume(self) -> None:
         """Let the invocations continue after a checkpoint."""
         self._checkpoint.clear()
-        self._gate.open("checkpoint")
+        self._gate.open_for("checkpoint")
         self._context.gauge("checkpoint_pause_s", time.monotonic() - self._stopped_s)
 
 
@@ -164,11 +160,11 @@ class UpdateGate:
         self._closers = {"weights"}
         self._open = asyncio.Event()
 
-    def close(self, who: str) -> None:
+    def close_for(self, who: str) -> None:
         self._closers.add(who)
         self._open.clear()
 
-    def open(self, who: str) -> None:
+    def open_for(self, who: str) -> None:
         self._closers.discard(who)
         if not self._closers:
             self._open.set()
@@ -177,7 +173,7 @@ class UpdateGate:
     def is_open(self) -> bool:
         return not self._closers
 
-    async def passed(self) -> None:
+    async def wait_open(self) -> None:
         await self._open.wait()
 
 
@@ -207,7 +203,7 @@ class WeightUpdates:
         self._running = running
         self._probes = ProbeCheck(replica, sampler.dtype, bool(context.gpus), probe_tolerance, quantization)
 
-    async def take(self, manifest: Weights) -> bool:
+    async def take_version(self, manifest: Weights) -> bool:
         """Bring the sampler to the manifest's version; False if a newer version exists already."""
         if manifest.version <= self.version:
             return False
@@ -215,55 +211,47 @@ class WeightUpdates:
             fetched = None
             if manifest.base_version != self._content:
                 try:
-                    fetched = await self._fetch(manifest)
+                    if (info := self._receiver.join(manifest)) is not None:
+                        await self._sampler.join_transfer(info)
+                    fetched = await self._context.blocking(self._receiver.fetch, manifest)
                 except SegmentLost:
                     return False
                 stack.callback(fetched.close)
-                await self._sampler.room()
+                await self._sampler.wait_for_room()
             if self._running() and self._receiver.engine.one_by_one:
                 await stack.enter_async_context(self._context.exclusive("weights"))
-            await self._exchange(manifest, fetched)
+            await self._exchange_weights(manifest, fetched)
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
-        await self._probe(manifest)
+        if manifest.probe_logprobs:
+            found = await self._sampler.score_sequences(manifest.probe_token_ids)
+            self._context.gauge("logprob_mismatch", self._probes.check(manifest, found))
         return True
 
-    def skip(self, manifest: Weights) -> None:
+    def skip_version(self, manifest: Weights) -> None:
         """Leave this version out but report it as held: nothing trained waits for it here, so no ticket has to."""
         self._context.ledger.holds(self._replica, manifest.policy, manifest.version)
 
-    async def stay(self, version: int) -> None:
+    async def keep_version(self, version: int) -> None:
         """Used if no node sends weights: the loaded weights are `version` for the whole run."""
         await self._sampler.pause()
-        await self._sampler.label(version)
+        await self._sampler.label_tokens(version)
         self.version = self._content = version
         await self._sampler.resume()
-        self._gate.open("weights")
+        self._gate.open_for("weights")
 
-    async def _fetch(self, manifest: Weights) -> Fetched:
-        info = self._receiver.join(manifest)
-        if info is not None:
-            await self._sampler.join(info)
-        return await self._context.blocking(self._receiver.fetch, manifest)
-
-    async def _exchange(self, manifest: Weights, fetched: Fetched | None) -> None:
-        self._gate.close("weights")
+    async def _exchange_weights(self, manifest: Weights, fetched: Fetched | None) -> None:
+        self._gate.close_for("weights")
         began = time.perf_counter()
         await self._sampler.pause()
         if fetched is not None:
-            self._context.gauge("weight_apply_s", await self._sampler.load(fetched.update, manifest))
-        await self._sampler.label(manifest.version)
+            self._context.gauge("weight_apply_s", await self._sampler.load_version(fetched.update, manifest))
+        await self._sampler.label_tokens(manifest.version)
         self.version, self._content = manifest.version, manifest.base_version
         await self._sampler.resume()
         self._context.gauge("weight_update_pause_s", time.perf_counter() - began)
-        self._gate.open("weights")
-
-    async def _probe(self, manifest: Weights) -> None:
-        if not manifest.probe_logprobs:
-            return
-        found = await self._sampler.score(manifest.probe_token_ids)
-        self._context.gauge("logprob_mismatch", self._probes.check(manifest, found))
+        self._gate.open_for("weights")
 
 
-def skips(held: int, version: int, *, every: int) -> bool:
+def skips_version(held: int, version: int, *, every: int) -> bool:
     """Whether a generator that holds version `held` (-1: none) skips `version` and waits for a later one."""
     return held >= 0 and version // every == held // every

@@ -192,10 +192,10 @@ class EngineProcesses:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._report()
+                self._report_end()
                 continue
             self._descriptors.append(descriptor)
-            loop.add_reader(descriptor, self._report)
+            loop.add_reader(descriptor, self._report_end)
 
     def expect_end(self) -> None:
         """The engine is about to be shut down: do not report that end."""
@@ -218,13 +218,13 @@ class EngineProcesses:
             return
         requests, inside, cancelled = task.cancelling(), True, False
 
-        def cancel(_: asyncio.Future[None]) -> None:
+        def cancel_block(_: asyncio.Future[None]) -> None:
             nonlocal cancelled
             if inside:  # the block may end in the tick in which this is called
                 cancelled = True
                 task.cancel()
 
-        ended.add_done_callback(cancel)
+        ended.add_done_callback(cancel_block)
         try:
             yield
         except asyncio.CancelledError:
@@ -233,11 +233,11 @@ class EngineProcesses:
             raise
         finally:
             inside = False
-            ended.remove_done_callback(cancel)
+            ended.remove_done_callback(cancel_block)
             if cancelled:  # whatever the block raises; otherwise the task would count as cancelled from then on
                 task.uncancel()
 
-    def _report(self) -> None:
+    def _report_end(self) -> None:
         loop = asyncio.get_running_loop()
         for descriptor in self._descriptors:
             loop.remove_reader(descriptor)
@@ -255,7 +255,7 @@ def engine_died() -> EngineDied:
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def reported_start() -> Iterator[None]:
     """Raises FlowrlError if vLLM reports that its engine process has ended before it was ready."""
     try:
         yield

@@ -31,7 +31,7 @@ from flowrl.nodes.generation.vllm_processes import (
     kv_cache_room,
     longest_sequence,
     prepare_environment,
-    starting,
+    reported_start,
 )
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
 from flowrl.runtime.activity.hostloop import apart
@@ -106,7 +106,7 @@ class VllmSampler:
         if engine.kv_cache_bytes is None and not num_gpus:
             config.cache_config.kv_cache_memory_bytes = kv_cache_room(config, longest_response)
         others = set(active_children())
-        with begun_by_us(), starting():
+        with begun_by_us(), reported_start():
             started = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         pids = (child.pid for child in active_children() if child not in others)
         return cls(started, EngineProcesses(pid for pid in pids if pid is not None), slots)
@@ -163,10 +163,10 @@ class VllmSampler:
         )
         prompt = tokens_input(list(token_ids), cache_salt=salt or None)
         version = self._version
-        last = await self._last(prompt, params, request_id, priority)
+        last = await self._run_request(prompt, params, request_id, priority)
         output = last.outputs[0]
         spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
-        completion = self._completion(output.token_ids, output.logprobs, spans, version, output.finish_reason)
+        completion = self._completion_of(output.token_ids, output.logprobs, spans, version, output.finish_reason)
         return replace(completion, cached_tokens=last.num_cached_tokens or 0)
 
     def so_far(self, request_id: str) -> Completion | None:
@@ -184,9 +184,9 @@ class VllmSampler:
         token_ids, starts = state.detokenizer.output_token_ids, state.weight_version_starts
         ends = [*(start for _, start in starts[1:]), len(token_ids)]
         spans = [(label, start, end) for (label, start), end in zip(starts, ends, strict=False)]
-        return self._completion(token_ids, state.logprobs_processor.logprobs, spans, version, "")
+        return self._completion_of(token_ids, state.logprobs_processor.logprobs, spans, version, "")
 
-    def _completion(
+    def _completion_of(
         self, token_ids: Sequence[int], logprobs: Any, spans: Spans, version: int, finish_reason: str
     ) -> Completion:
         """`version` is that of the request's adapter; without adapters, vLLM's spans give the version of each token."""
@@ -195,7 +195,7 @@ class VllmSampler:
         sampled = logprobs.logprobs[: len(token_ids)]
         return Completion.of(token_ids, sampled, spread_versions(spans, len(token_ids)), finish_reason)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) for t = 1 ... T-1 of each sequence, under the current weights."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -212,24 +212,26 @@ class VllmSampler:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             request_id = f"score-{self._num_requests}"
-            output = await self._last(tokens_input(list(sequence), cache_salt=request_id), params, request_id, TRAINING)
+            output = await self._run_request(
+                tokens_input(list(sequence), cache_salt=request_id), params, request_id, TRAINING
+            )
             flat = output.prompt_logprobs
             rows.append([flat.logprobs[start] for start in flat.start_indices[1:]])
         return rows
 
-    async def _last(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
+    async def _run_request(self, prompt: Any, params: Any, request_id: str, priority: int) -> Any:
         from vllm.exceptions import VLLMValidationError
 
         await self.wake_cache()
-        with self._adapters.using() if self._adapters is not None else nullcontext() as adapter_id:
-            adapter, version = _adapter(adapter_id), self._version
+        with self._adapters.use_current() if self._adapters is not None else nullcontext() as adapter_id:
+            adapter, version = _lora_request(adapter_id), self._version
             try:
                 async with self.required():
                     outputs = await self._engine.add_request(
                         request_id, prompt, params, lora_request=adapter, priority=priority
                     )
                     self._begun[request_id] = outputs.request_id, version  # for `so_far`
-                    return await self._finished(outputs)
+                    return await self._last_output(outputs)
             except VLLMValidationError as refusal:
                 raise SampleFailed(f"vLLM refused the request: {refusal}") from None
             except EngineDied as death:
@@ -238,7 +240,7 @@ class VllmSampler:
             finally:
                 self._begun.pop(request_id, None)
 
-    async def _finished(self, outputs: Any) -> Any:
+    async def _last_output(self, outputs: Any) -> Any:
         """The last output of a request, as vLLM's `generate` waits for it."""
         try:
             while not (output := outputs.get_nowait() or await outputs.get()).finished:
@@ -263,25 +265,25 @@ class VllmSampler:
         await self.wake_cache()
         await self._answered(self._engine.resume_generation())
 
-    async def label(self, version: int) -> None:
+    async def label_tokens(self, version: int) -> None:
         """Label tokens sampled from now on with `version`. Only while paused."""
         await self._answered(self._engine.update_weight_version(str(version)))
         self._version = version
 
-    async def join(self, init_info: Mapping[str, Any]) -> None:
+    async def join_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Set up vLLM's transfer engine; for NCCL this returns when the whole group has joined."""
         arguments = {"init_info": dict(init_info)}
         await self._answered(self._engine.collective_rpc("init_weight_transfer_engine", kwargs=arguments))
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until one more version fits; returns immediately for whole weights. Not while paused."""
         if self._adapters is not None:
-            await self._answered(self._adapters.room())
+            await self._answered(self._adapters.wait_for_room())
 
-    async def load(self, update: Mapping[str, Any], manifest: Weights) -> float:
+    async def load_version(self, update: Mapping[str, Any], manifest: Weights) -> float:
         """Load one version into the model in every worker; return the slowest worker's seconds. Only while paused."""
         if self._adapters is not None:
-            return await self._answered(self._adapters.load(update, manifest.adapter, manifest.base_version))
+            return await self._answered(self._adapters.load_adapter(update, manifest.adapter, manifest.base_version))
         applied: Awaitable[list[float]] = self._engine.collective_rpc("apply_weights", args=(dict(update),))
         seconds = await self._answered(applied)
         return max(seconds)
@@ -312,7 +314,7 @@ class VllmSampler:
         finally:
             self._waking = None
 
-    def text(self, token_ids: Int32) -> str:
+    def decode_text(self, token_ids: Int32) -> str:
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def close(self) -> None:
@@ -330,7 +332,7 @@ def priority_of(ticket: int) -> int:
     return min(max(ticket, TRAINING), EVALUATION - 1)
 
 
-def _adapter(adapter_id: int | None) -> Any:
+def _lora_request(adapter_id: int | None) -> Any:
     """The request's reference to an adapter; vLLM ignores the path of an adapter that is already loaded."""
     if adapter_id is None:
         return None
@@ -350,7 +352,7 @@ class Adapters:
         self._current = 0
         self._freed = asyncio.Event()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until one more adapter fits."""
         await self._leave_idle()
         while len(self._users) >= self._slots.count:
@@ -358,8 +360,8 @@ class Adapters:
             await self._freed.wait()
             await self._leave_idle()
 
-    async def load(self, update: Mapping[str, Any], adapter: Mapping[str, Any], version: int) -> float:
-        """Make the adapter of `version` current; return the slowest worker's seconds. Call `room` first."""
+    async def load_adapter(self, update: Mapping[str, Any], adapter: Mapping[str, Any], version: int) -> float:
+        """Make the adapter of `version` current; return the slowest worker's seconds. Call `wait_for_room` first."""
         adapter_id = version + 1
         seconds: list[float] = await self._engine.collective_rpc(
             "load_adapter", args=(dict(update), dict(adapter), adapter_id)
@@ -369,7 +371,7 @@ class Adapters:
         return max(seconds)
 
     @contextmanager
-    def using(self) -> Iterator[int]:
+    def use_current(self) -> Iterator[int]:
         """The id of the current adapter, which is kept until the end of the block."""
         adapter_id = self._current
         self._users[adapter_id] += 1

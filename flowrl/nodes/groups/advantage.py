@@ -57,12 +57,14 @@ class GroupAdvantage(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            await self._settle(members, members.items)
+            await self._send_or_filter(members, members.items)
 
-    async def _settle(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
+    async def _send_or_filter(self, members: Members[Scored], taken: Sequence[Scored]) -> None:
         """Filter the group or send it; `taken` are the messages that delivered its samples."""
         await report_outcome(self.outcomes, members.items)
-        reason = self._why_filtered(members)
+        reason = "group_too_small"  # too few members to compare; groups that are not compared have any size
+        if len(members.items) >= 2 or self.estimate.estimator not in GROUP_ESTIMATORS:
+            reason = self._filter.judge_group(members.items)
         if reason:
             for sample in taken:
                 self.scored.drop(sample, reason, state="filtered")
@@ -77,14 +79,8 @@ class GroupAdvantage(Node):
             group_id=members.group_id,
             samples=unvalued(members.items) if waits else self.estimate.trainable(members.items),
             group_size=members.size,
-            metrics=self._filter.since_kept(),
+            metrics=self._filter.take_sums(),
         )
-
-    def _why_filtered(self, members: Members[Scored]) -> str:
-        """The reason why the group is not trained on; "" if it is."""
-        if len(members.items) < 2 and self.estimate.estimator in GROUP_ESTIMATORS:
-            return "group_too_small"
-        return self._filter.judge(members.items)
 
     def state(self) -> Mapping[str, Any]:
         return self._filter.state()
@@ -105,4 +101,4 @@ class JoinedAdvantage(GroupAdvantage):
         async for pairs in join(self.scored, self.referenced).groups(self.size):
             samples = tuple(dataclasses.replace(s, ref_logprobs=r.ref_logprobs) for s, r in pairs.items)
             members = Members(pairs.group_id, pairs.ticket, pairs.size, samples, pairs.lost)
-            await self._settle(members, [scored for scored, _ in pairs.items])
+            await self._send_or_filter(members, [scored for scored, _ in pairs.items])

@@ -162,59 +162,59 @@ class TokenBatch(Node):
             if full_since_s is not None:
                 self.context.metric("oldest_wait_s", time.monotonic() - full_since_s)
             window.offer(ticket, group)
-            self._pace.begin(_now_s())
-            self._before_send = self._now()
-            while (groups := window.take(self._least())) is not None:
-                await self._send(groups, last=not window.begun)
+            self._pace.begin_batch(loop_time_s())
+            self._before_send = self._current_state()
+            while (groups := window.take(self._num_enough())) is not None:
+                await self._send_groups(groups, last=not window.begun)
             self._before_send = None
             full_since_s = time.monotonic() if len(window) >= window.missing else None  # an older group is missing
-        self._before_send = self._now()
+        self._before_send = self._current_state()
         for groups in window.flush():
-            await self._send(groups, last=not window.begun)
+            await self._send_groups(groups, last=not window.begun)
 
-    def _least(self) -> int | None:
+    def _num_enough(self) -> int | None:
         """How many groups are enough to send now: those of a piece if the trainers wait; None: the whole batch."""
-        if not self.context.in_pieces or not self._pace.is_due(_now_s()):
+        if not self.context.in_pieces or not self._pace.is_due(loop_time_s()):
             return None
         ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished
-        return None if ahead else least_of_a_piece(self.num_groups)
+        return None if ahead else -(-self.num_groups // PIECES)
 
-    async def _send(self, groups: Sequence[Group], *, last: bool) -> None:
-        batch = self._piece(await self._valued(groups), last=last)
+    async def _send_groups(self, groups: Sequence[Group], *, last: bool) -> None:
+        """Send the batch of `groups`, or a piece of a batch."""
+        valued = groups
+        if self.values.live is not None:
+            valued = with_values(groups, await self.values(value_question(groups)))
+        batch = self._make_piece(valued, last=last)
         begun = BegunBatch() if last else self._begun.with_piece(groups)
         await self.batches.send(batch, made_from=groups or None)
         self._begun = begun
-        self._pace.sent(_now_s(), last=last)
+        self._pace.note_sent(loop_time_s(), last=last)
         self._num_sent += last
-        self._before_send = self._now()
+        self._before_send = self._current_state()
 
-    async def _valued(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """`groups` with the critic's values, if the graph has a critic."""
-        if self.values.live is None:
-            return groups
-        return with_values(groups, await self.values(question(groups)))
-
-    def _piece(self, groups: Sequence[Group], *, last: bool) -> Batch:
+    def _make_piece(self, groups: Sequence[Group], *, last: bool) -> Batch:
         """The batch of `groups`, or a piece of a batch; the last piece has the figures of the whole batch."""
         if last and not self._begun.num_pieces:
-            return self.batch(groups)
+            return self.make_batch(groups)
         samples = self._in_loss(groups)
         metrics: dict[str, float] = {}
         if last:
             whole = (*self._begun.groups, *groups)
-            metrics = self._figures(whole) | judged_metrics(whole) | source_metrics(whole, self.sources)
-        return self._of(samples, len(groups), piece=self._begun.num_pieces, last=last, metrics=metrics)
+            metrics = self._batch_figures(whole) | judged_metrics(whole) | source_metrics(whole, self.sources)
+        return self._batch_of(samples, len(groups), piece=self._begun.num_pieces, last=last, metrics=metrics)
 
-    def batch(self, groups: Sequence[Group]) -> Batch:
+    def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Make the batch of `groups`, in their order."""
         metrics = judged_metrics(groups) | source_metrics(groups, self.sources)
         if self._running is not None:
-            groups = self._running.batch(groups)
+            groups = self._running.estimate_batch(groups)
             metrics |= self._running.metrics
         samples = self._in_loss(groups)
         if self.whiten != "off":
-            samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")
-        return self._of(samples, len(groups), metrics=self._figures(groups) | metrics)
+            # A batch makes one version, so the version that will train this batch is known here.
+            masks = loss_masks(samples, self._mask_staleness, self.context.start_version + self._num_sent)
+            samples = whitened(samples, masks, mean_only=self.whiten == "mean")
+        return self._batch_of(samples, len(groups), metrics=self._batch_figures(groups) | metrics)
 
     def _in_loss(self, groups: Sequence[Group]) -> tuple[Trainable, ...]:
         """The samples of the groups. With `mask_truncated`, samples that were cut off have no tokens in the loss."""
@@ -222,13 +222,13 @@ class TokenBatch(Node):
         require_advantages(samples)
         return tuple(map(without_overlong, samples)) if self.mask_truncated else samples
 
-    def _figures(self, groups: Sequence[Group]) -> dict[str, float]:
+    def _batch_figures(self, groups: Sequence[Group]) -> dict[str, float]:
         """The figures of a whole batch."""
         samples = tuple(sample for group in groups for sample in group.samples)
         overlong = {"overlong_share": float(np.mean([s.truncated for s in samples]))} if self.mask_truncated else {}
         return batch_metrics(groups) | overlong | branch_metrics(samples) | value_metrics(samples)
 
-    def _of(self, samples: tuple[Trainable, ...], num_groups: int, **fields: Any) -> Batch:
+    def _batch_of(self, samples: tuple[Trainable, ...], num_groups: int, **fields: Any) -> Batch:
         return Batch(
             samples=samples,
             micro_batches=(),
@@ -242,20 +242,15 @@ class TokenBatch(Node):
             **fields,
         )
 
-    def _trained(self, samples: Sequence[Trainable]) -> list[Bool]:
-        """The tokens that will enter the loss. A batch makes one version, so the next batch's version is known here."""
-        version = self.context.start_version + self._num_sent
-        return loss_masks(samples, self._mask_staleness, version)
-
     def state(self) -> Mapping[str, Any]:
         if self._window is None:
             return self._saved or {}
-        return self._before_send or self._now()
+        return self._before_send or self._current_state()
 
-    def _now(self) -> Mapping[str, Any]:
+    def _current_state(self) -> Mapping[str, Any]:
         assert self._window is not None
         running = {} if self._running is None else {"running": self._running.state()}
-        begun = {"batch": self._begun.state()} if self._begun.num_pieces else {}
+        begun = {"batch": dict(vars(self._begun))} if self._begun.num_pieces else {}
         return {**self._window.state(), "version": self.context.start_version + self._num_sent, **running, **begun}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -269,13 +264,15 @@ class TokenBatch(Node):
         if self._saved is not None:
             self._window.load_state(self._saved)
             self._num_sent = int(self._saved["version"]) - self.context.start_version
-            self._begun = BegunBatch.of(self._saved["batch"]) if "batch" in self._saved else BegunBatch()
+            if (batch := self._saved.get("batch")) is not None:
+                self._begun = BegunBatch(tuple(batch["groups"]), int(batch["num_pieces"]))
         if self.context.window == 0 and self.context.max_staleness is not None:
             self._mask_staleness = self.context.max_staleness
         return self._window
 
 
-def _now_s() -> float:
+def loop_time_s() -> float:
+    """The time of the running event loop, by which pieces are paced."""
     return asyncio.get_running_loop().time()
 
 
@@ -354,15 +351,8 @@ class BegunBatch:
 
     def with_piece(self, groups: Sequence[Group]) -> BegunBatch:
         """This batch with one more piece. It keeps copies, which stay valid after the groups are finished."""
-        return BegunBatch((*self.groups, *map(_light, groups)), self.num_pieces + 1)
-
-    def state(self) -> Mapping[str, Any]:
-        return {"groups": self.groups, "num_pieces": self.num_pieces}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> BegunBatch:
-        """From what `state` returned."""
-        return cls(tuple(state["groups"]), int(state["num_pieces"]))
+        light = (replace(group, samples=tuple(map(without_arrays, group.samples))) for group in groups)
+        return BegunBatch((*self.groups, *map(copy.deepcopy, light)), self.num_pieces + 1)
 
 
 class Pace:
@@ -372,12 +362,12 @@ class Pace:
         self._since_s: float | None = None
         """When the last piece of this batch was sent, else when its first group arrived; None before that."""
 
-    def begin(self, now_s: float) -> None:
-        """A group has arrived."""
+    def begin_batch(self, now_s: float) -> None:
+        """A group has arrived. The first one of a batch begins it."""
         if self._since_s is None:
             self._since_s = now_s
 
-    def sent(self, now_s: float, *, last: bool) -> None:
+    def note_sent(self, now_s: float, *, last: bool) -> None:
         """A piece was sent."""
         self._since_s = None if last else now_s
 
@@ -386,16 +376,7 @@ class Pace:
         return self._since_s is not None and now_s - self._since_s >= PACE_S
 
 
-def least_of_a_piece(num_groups: int) -> int:
-    """The smallest number of groups in a piece, for a batch of `num_groups` groups."""
-    return -(-num_groups // PIECES)
-
-
-def _light(group: Group) -> Group:
-    return copy.deepcopy(replace(group, samples=tuple(map(_light_sample, group.samples))))
-
-
-def _light_sample(sample: Trainable) -> Trainable:
+def without_arrays(sample: Trainable) -> Trainable:
     """The sample with its token ids and policy masks, and no other arrays."""
     task = {OF_TASK: sample.columns[OF_TASK]} if OF_TASK in sample.columns else {}
     branches = tuple(replace(branch, **_NO_ARRAYS) for branch in sample.branches)
@@ -421,7 +402,7 @@ class AdaptiveKL:
         values = (("target", self.target), ("gain", self.gain), ("limit", self.limit))
         return [f"adaptive_kl.{name} is {value}; it has to be above 0" for name, value in values if not value > 0]
 
-    def next(self, coef: float, kl: float) -> float:
+    def next_coef(self, coef: float, kl: float) -> float:
         """The coefficient of the next batch, after a batch with `coef` whose KL was `kl`."""
         error = min(max(kl / self.target - 1.0, -self.limit), self.limit)
         return coef * (1.0 + self.gain * error)
@@ -436,7 +417,7 @@ class Moments:
     squares: float = 0.0
     """Sum of squared distances from the mean."""
 
-    def add(self, values: Sequence[float]) -> None:
+    def add_values(self, values: Sequence[float]) -> None:
         new = np.asarray(values, np.float64)
         if not new.size:
             return
@@ -461,28 +442,26 @@ class RunningEstimate:
         self._kl_coef = estimate.kl_coef
         self._metrics: dict[str, float] = {}
 
-    def batch(self, groups: Sequence[Group]) -> list[Group]:
+    def estimate_batch(self, groups: Sequence[Group]) -> list[Group]:
         """`groups` with the advantages of this batch; advances statistics and coefficient by one batch."""
         scale = None
         if self._moments is not None:
             for group in groups:
                 require_one_seat(group.samples, "a running mean of rewards")
-            self._moments.add([whole_reward(sample) for group in groups for sample in group.samples])
+            self._moments.add_values([whole_reward(sample) for group in groups for sample in group.samples])
             scale = self._moments.scale
             self._metrics |= {"reward_running_mean": scale.mean, "reward_running_std": scale.std}
         made = [self._estimate.trainable(group.samples, kl_coef=self._kl_coef, scale=scale) for group in groups]
         if self._adaptive_kl is not None:
-            kl = self._mean_kl(groups)
+            sums = [
+                float(kl_T[: sample.num_tokens][sample.whole_mask].sum())
+                for group in groups
+                for sample, kl_T in zip(group.samples, self._estimate.kl(group.samples), strict=True)
+            ]
+            kl = float(np.mean(sums))
             self._metrics |= {"kl_coef": self._kl_coef, "reward_kl": kl}
-            self._kl_coef = self._adaptive_kl.next(self._kl_coef, kl)
+            self._kl_coef = self._adaptive_kl.next_coef(self._kl_coef, kl)
         return [dataclasses.replace(group, samples=samples) for group, samples in zip(groups, made, strict=True)]
-
-    def _mean_kl(self, groups: Sequence[Group]) -> float:
-        sums = []
-        for group in groups:
-            for sample, kl_T in zip(group.samples, self._estimate.kl(group.samples), strict=True):
-                sums.append(float(kl_T[: sample.num_tokens][sample.whole_mask].sum()))
-        return float(np.mean(sums))
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -499,7 +478,7 @@ class RunningEstimate:
             self._moments = Moments(**state["moments"])
 
 
-def question(groups: Sequence[Group]) -> ValueQuestion:
+def value_question(groups: Sequence[Group]) -> ValueQuestion:
     """The samples of `groups` as a request to a critic."""
     samples = tuple(sample for group in groups for sample in group.samples)
     require_one_seat(samples, "a critic")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import FlowrlError
-from flowrl.messages import Group, Sample, Scored, Trainable
+from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.curriculum import PASSED, ROUNDING
 from flowrl.tasks.rows import OF_TASK
 from flowrl.training.advantages import all_equal, require_one_seat
@@ -60,7 +60,7 @@ class DynamicSampling:
             found.append(f"mean_between is {self.mean_between}; the lower bound has to come first")
         return found
 
-    def reason(self, raw: Sequence[float]) -> str:
+    def why_filtered(self, raw: Sequence[float]) -> str:
         """Why a group with these raw rewards is filtered; "" if it is kept."""
         if self.mean_between is None:
             return "all_equal" if all_equal(raw) else ""
@@ -77,23 +77,18 @@ class GroupFilter:
         self._filtered_of_step = 0
         self._judged = Judged()
 
-    def judge(self, samples: Sequence[Scored]) -> str:
+    def judge_group(self, samples: Sequence[Scored]) -> str:
         """The reason why these members of a group are not trained on; "" if they are."""
         if self._settings is None:
             return ""
         require_one_seat(samples, "dynamic sampling")
-        reason = self._settings.reason([sample.raw_reward for sample in samples])
-        self._judged.add(samples, passed_on=() if reason else samples)
-        if reason:
-            self._filtered_of_step += 1
-        else:
-            self._count_kept(self._settings.groups_per_step)
-        return reason
-
-    def _count_kept(self, groups_per_step: int) -> None:
-        self._kept_of_step += 1
-        if self._kept_of_step >= groups_per_step:
+        reason = self._settings.why_filtered([sample.raw_reward for sample in samples])
+        self._judged.add_group(samples, passed_on=() if reason else samples)
+        self._filtered_of_step += bool(reason)
+        self._kept_of_step += not reason
+        if self._kept_of_step >= self._settings.groups_per_step:
             self._kept_of_step = self._filtered_of_step = 0
+        return reason
 
     def assert_within(self, node: str) -> None:
         """Raise FlowrlError if too many groups were filtered before one batch was full."""
@@ -106,9 +101,9 @@ class GroupFilter:
                 "prompts it sometimes answers, raise group_size, or raise max_filtered_per_step"
             )
 
-    def since_kept(self) -> Mapping[str, float]:
+    def take_sums(self) -> Mapping[str, float]:
         """The sums over the groups judged since the last kept group, then reset; {} without dynamic sampling."""
-        return {} if self._settings is None else self._judged.take()
+        return {} if self._settings is None else self._judged.take_sums()
 
     def state(self) -> Mapping[str, Any]:
         return {"kept": self._kept_of_step, "filtered": self._filtered_of_step, "judged": self._judged.state()}
@@ -122,20 +117,22 @@ GIVE_UP_AFTER = 1024
 
 
 class Judged:
-    """Sums over the groups judged since the last `take`."""
+    """Sums over the groups judged since the last `take_sums`."""
 
     def __init__(self) -> None:
-        self._sums = _nothing()
+        self._sums = _no_groups()
 
-    def add(self, samples: Sequence[Scored], *, passed_on: Sequence[Scored]) -> None:
+    def add_group(self, samples: Sequence[Scored], *, passed_on: Sequence[Scored]) -> None:
         """Add a judged group; the members `passed_on` go to the batcher, the others are filtered."""
         kept = {sample.sample_id for sample in passed_on}
         self._sums["judged_groups"] += 1
         self._sums["filtered_groups"] += not kept
         self._sums["filtered_tokens"] += sum(s.response_tokens for s in samples if s.sample_id not in kept)
         self._sums["judged_raw_reward"] += float(np.mean([sample.raw_reward for sample in samples]))
-        for figure, counts in ((JUDGED, 1), (FILTERED, not kept)):
-            if name := counted_name(figure, samples):
+        source = samples[0].columns.get(OF_TASK) if samples else None
+        if source is not None:  # the task is a mixture
+            for figure, counts in ((JUDGED, 1), (FILTERED, not kept)):
+                name = f"{figure} of {source}"
                 self._sums[name] = self._sums.get(name, 0.0) + counts
 
     def assert_some_pass(self, node: str, why: str) -> None:
@@ -147,9 +144,9 @@ class Judged:
                 "the policy answers sometimes, or raise group_size"
             )
 
-    def take(self) -> Mapping[str, float]:
+    def take_sums(self) -> Mapping[str, float]:
         """Return and reset the sums, for `Group.metrics` of the group that is passed on now."""
-        told, self._sums = self._sums, _nothing()
+        told, self._sums = self._sums, _no_groups()
         return told
 
     def state(self) -> Mapping[str, float]:
@@ -168,7 +165,7 @@ def judged_metrics(groups: Sequence[Group]) -> dict[str, float]:
     told = [group.metrics for group in groups if "judged_groups" in group.metrics]
     if not told:
         return {}
-    sums = {name: sum(metrics[name] for metrics in told) for name in _nothing()}
+    sums = {name: sum(metrics[name] for metrics in told) for name in _no_groups()}
     return {
         "filtered_groups": sums["filtered_groups"],
         "filtered_share": sums["filtered_groups"] / sums["judged_groups"],
@@ -177,17 +174,11 @@ def judged_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def _nothing() -> dict[str, float]:
+def _no_groups() -> dict[str, float]:
     return dict.fromkeys(("judged_groups", "filtered_groups", "filtered_tokens", "judged_raw_reward"), 0.0)
 
 
 JUDGED, FILTERED = "judged_groups", "filtered_groups"
-
-
-def counted_name(figure: str, samples: Sequence[Sample]) -> str:
-    """The name under which a group is counted for its source in a mixture; "" if its task is no mixture."""
-    source = samples[0].columns.get(OF_TASK) if samples else None
-    return "" if source is None else f"{figure} of {source}"
 
 
 def source_metrics(groups: Sequence[Group], names: Mapping[str, str]) -> dict[str, float]:
@@ -205,18 +196,16 @@ def source_metrics(groups: Sequence[Group], names: Mapping[str, str]) -> dict[st
             counts[name] += count
     found: dict[str, float] = {}
     for source, name in names.items():
-        figures = _figures(samples[source]) if source in samples else {}
+        figures: dict[str, float] = {}
+        if found_samples := samples.get(source):
+            rewards = np.array([sample.raw_reward for sample in found_samples])
+            figures = {
+                "num_samples": float(len(found_samples)),
+                "reward_mean": float(rewards.mean()),
+                "pass_rate": float((rewards >= PASSED - ROUNDING).mean()),
+                "response_tokens_mean": float(np.mean([sample.response_tokens for sample in found_samples])),
+            }
         if judged := counts[f"{JUDGED} of {source}"]:
             figures["filtered_share"] = counts[f"{FILTERED} of {source}"] / judged
         found |= {f"source/{name}/{figure}": value for figure, value in figures.items()}
     return found
-
-
-def _figures(samples: Sequence[Trainable]) -> dict[str, float]:
-    rewards = np.array([sample.raw_reward for sample in samples])
-    return {
-        "num_samples": float(len(samples)),
-        "reward_mean": float(rewards.mean()),
-        "pass_rate": float((rewards >= PASSED - ROUNDING).mean()),
-        "response_tokens_mean": float(np.mean([sample.response_tokens for sample in samples])),
-    }

@@ -45,11 +45,11 @@ class Selection(Node):
         self._filter = GroupFilter(dynamic)
         self._judged = Judged()
 
-    def _filtered(self, samples: Sequence[Scored]) -> bool:
+    def _drop_filtered(self, samples: Sequence[Scored]) -> bool:
         """Drop the members of a group that has no learning signal; return whether they were dropped."""
-        reason = self._filter.judge(samples)
+        reason = self._filter.judge_group(samples)
         if reason:
-            self._judged.add(samples, passed_on=())
+            self._judged.add_group(samples, passed_on=())
             for sample in samples:
                 self.scored.drop(sample, reason, state="filtered")
             self._filter.assert_within(self.name)
@@ -96,11 +96,11 @@ class BestOfN(Selection):
         async for members in self.scored.groups(self.size):
             require_one_seat(members.items, "a BestOfN")
             await report_outcome(self.outcomes, members.items)
-            if self._filtered(members.items):
+            if self._drop_filtered(members.items):
                 continue
             best = ranked(members.items)[0]
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
-            self._judged.add(members.items, passed_on=[best] if kept else ())
+            self._judged.add_group(members.items, passed_on=[best] if kept else ())
             for sample in members.items:
                 if sample is not best:
                     self.scored.drop(sample, "not_best", state="filtered")
@@ -113,7 +113,7 @@ class BestOfN(Selection):
     def group(self, members: Members[Scored], best: Scored) -> Group:
         """A group of one sample in which training raises the probability of every policy token."""
         sample = trainable(best, best.whole_mask.astype(np.float64))
-        return Group(members.group_id, (sample,), members.size, self._judged.take())
+        return Group(members.group_id, (sample,), members.size, self._judged.take_sums())
 
 
 class PairMaker(Selection):
@@ -174,7 +174,7 @@ class PairMaker(Selection):
 
     async def setup(self) -> None:
         if self._comparisons is not None:
-            await self.blocking(self._comparisons.open, self.context)
+            await self.blocking(self._comparisons.open_client, self.context)
 
     async def close(self) -> None:
         if self._comparisons is not None:
@@ -183,19 +183,19 @@ class PairMaker(Selection):
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
             await report_outcome(self.outcomes, members.items)
-            if self._filtered(members.items):
+            if self._drop_filtered(members.items):
                 continue
             try:
-                compared = await self._compared(members.items)
+                compared = await self._compare_members(members.items)
             except BadReward as bad:
-                self._failing.failed(self.context, bad.reason, str(bad), samples=len(members.items))
+                self._failing.note_failed(self.context, bad.reason, str(bad), samples=len(members.items))
                 for sample in members.items:
                     self.scored.drop(sample, bad.reason, state="failed")
                 continue
-            self._failing.scored()
+            self._failing.note_scored()
             pair, reason = self.pair(compared)
             pair = tuple(sample for chosen in pair for sample in members.items if sample.sample_id == chosen.sample_id)
-            self._judged.add(members.items, passed_on=pair)
+            self._judged.add_group(members.items, passed_on=pair)
             paired = {sample.sample_id for sample in pair}
             for sample in members.items:
                 if sample.sample_id not in paired:
@@ -205,7 +205,7 @@ class PairMaker(Selection):
             else:
                 self._judged.assert_some_pass(self.name, reason)
 
-    async def _compared(self, samples: Sequence[Scored]) -> Sequence[Scored]:
+    async def _compare_members(self, samples: Sequence[Scored]) -> Sequence[Scored]:
         """With `prefer`, the samples whose reward is the share of comparisons that each has won; else `samples`."""
         if self._comparisons is None:
             return samples
@@ -226,12 +226,12 @@ class PairMaker(Selection):
 
     def group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
         """The pair as neighbours that stay together."""
-        pair = tuple(self._labelled(sample, label, members.group_id) for sample, label in ((chosen, 1), (rejected, -1)))
-        return Group(members.group_id, pair, members.size, self._judged.take())
-
-    def _labelled(self, sample: Scored, label: int, pair: str) -> Trainable:
-        labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=pair)
-        return labelled if self.reference == "initial" else replace(labelled, ref_logprobs=sample.behavior_logprobs)
+        pair: list[Trainable] = []
+        for sample, label in ((chosen, 1), (rejected, -1)):
+            labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=members.group_id)
+            own = self.reference == "round"  # then the reference is the policy that sampled the pair
+            pair.append(replace(labelled, ref_logprobs=sample.behavior_logprobs) if own else labelled)
+        return Group(members.group_id, tuple(pair), members.size, self._judged.take_sums())
 
 
 def ranked(samples: Sequence[Scored]) -> list[Scored]:

@@ -89,10 +89,10 @@ class Critic(ScoringNode):
     # Lifecycle
 
     async def setup(self) -> None:
-        self._receiver = make_receiver(self.context.weight_routes, self._replica, self.context.run_id)
-        await self.blocking(self._load)
+        self._receiver = make_receiver(self.context.weight_routes, self._replica_name, self.context.run_id)
+        await self.blocking(self._build_network)
 
-    def _load(self) -> None:
+    def _build_network(self) -> None:
         """Build the network; the first weights message brings its parameter values."""
         source = resolve(self.policy, progress=self.context.progress)
         from flowrl.training.scoring_models import ModelLoad
@@ -104,7 +104,7 @@ class Critic(ScoringNode):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights())
-            await self.requests.each(self._value, concurrency=1)
+            await self.requests.each(self._answer_question, concurrency=1)
 
     async def close(self) -> None:
         await super().close()
@@ -112,7 +112,7 @@ class Critic(ScoringNode):
             self._receiver.close()
 
     @property
-    def _replica(self) -> str:
+    def _replica_name(self) -> str:
         return f"{self.name}/{self.context.replica}"
 
     # Weights
@@ -120,29 +120,29 @@ class Critic(ScoringNode):
     async def _follow_weights(self) -> None:
         async for manifest in self.weights:
             async with self._model_in_use:
-                await self._take(manifest)
+                await self._take_version(manifest)
             self.weights.finish(manifest)
         if not self._first.is_set():
             raise FlowrlError(
-                f"{self._replica}: the weights edge ended before its first message; "
+                f"{self._replica_name}: the weights edge ended before its first message; "
                 "a trainer publishes its initial weights before its first batch"
             )
 
-    async def _take(self, manifest: Weights) -> None:
+    async def _take_version(self, manifest: Weights) -> None:
         """Bring the model to the manifest's version, unless newer weights replaced that version meanwhile."""
         if manifest.version <= self.version:
             return
         if manifest.base_version != self._content:
             try:
                 with self.context.busy("load"):
-                    await self.blocking(self._replace, manifest)
+                    await self.blocking(self._load_version, manifest)
             except SegmentLost:
                 return  # there is a newer manifest
         self.version, self._content = manifest.version, manifest.base_version
-        self.context.ledger.holds(self._replica, manifest.policy, manifest.version)
+        self.context.ledger.holds(self._replica_name, manifest.policy, manifest.version)
         self._first.set()
 
-    def _replace(self, manifest: Weights) -> None:
+    def _load_version(self, manifest: Weights) -> None:
         assert self.scoring is not None, "`setup` opens it"
         fetched = self._receiver.fetch(manifest)
         try:
@@ -150,9 +150,9 @@ class Critic(ScoringNode):
         finally:
             fetched.close()
         if manifest.probe_logprobs:
-            self._probe(manifest)
+            self._check_probe(manifest)
 
-    def _probe(self, manifest: Weights) -> None:
+    def _check_probe(self, manifest: Weights) -> None:
         """Check that the critic's values of a few fixed sequences match the trainer's."""
         sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
         masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
@@ -162,7 +162,7 @@ class Critic(ScoringNode):
         dtype = coarser(manifest, self.dtype)
         if not difference <= TOLERANCE[dtype]:
             raise ProbeMismatch(
-                f"{self._replica} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
+                f"{self._replica_name} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "
                 f"probe sequences differ from the trainer's by {difference:.4g} on average; with {dtype}, "
                 f"rounding explains up to {TOLERANCE[dtype]:g}. Give the Critic and its Trainer the same model "
                 "and dtype"
@@ -170,7 +170,7 @@ class Critic(ScoringNode):
 
     # Values
 
-    async def _value(self, asked: ValueQuestion) -> Values:
+    async def _answer_question(self, asked: ValueQuestion) -> Values:
         with self.context.waiting("the critic's first weights"):
             await self._first.wait()
         async with self._model_in_use:
@@ -182,4 +182,4 @@ class Critic(ScoringNode):
         """V of the state before each policy token, at the token's position, for every sequence; 0 elsewhere."""
         from flowrl.training.scoring_models import values_of_pass
 
-        return self.scores(values_of_pass, items)
+        return self.score_items(values_of_pass, items)

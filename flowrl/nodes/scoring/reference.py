@@ -37,7 +37,8 @@ from flowrl.messages import Batch, Bool, Float32, Group, Int32, Sample, Trainabl
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
 from flowrl.models.sizes.model_layout import note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
-from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, opened
+from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, open_scoring_model
+from flowrl.nodes.sources.demonstrations import batch_of_samples
 from flowrl.nodes.sources.preferences import Preferences, Renderer
 from flowrl.nodes.sources.row_checks import within_limit
 from flowrl.tasks import Row
@@ -104,7 +105,7 @@ class Reference(ScoringNode):
         self.token_budget = token_budget
         self.batch = batch
         self.layout: Layout = layout
-        self._pass = SharedPass(self._refer_all)
+        self._pass = SharedPass(self._score_sequences)
 
     def facts(self) -> Facts:
         if not self.refresh_every:
@@ -156,22 +157,22 @@ class Reference(ScoringNode):
             check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
 
     async def setup(self) -> None:
-        await self.blocking(self._load)
+        await self.blocking(self._load_model)
         if self.refresh_every:
-            self._receiver = make_receiver(self.context.weight_routes, self._replica, self.context.run_id)
-            self._kept = await self.blocking(self._keep)
+            self._receiver = make_receiver(self.context.weight_routes, self._replica_name, self.context.run_id)
+            self._kept = await self.blocking(self._open_references)
 
-    def _load(self) -> None:
+    def _load_model(self) -> None:
         from flowrl.training.scoring_models import ModelLoad
 
         source = resolve(self.policy, progress=self.context.progress)
         trusted = self.policy.trust_remote_code
         self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
 
-    def _keep(self) -> KeptReferences:
+    def _open_references(self) -> KeptReferences:
         from flowrl.weights.receive import ModuleWeights
 
-        assert self.scoring is not None, "`_load` opens it"
+        assert self.scoring is not None, "`_load_model` opens it"
         num = num_kept(self.refresh_every, self.context.max_staleness)
         network = self.scoring.model.network
         kept = KeptReferences(network, every=self.refresh_every, mixup=self.mixup, kept=num)
@@ -181,7 +182,7 @@ class Reference(ScoringNode):
         return kept
 
     @property
-    def _replica(self) -> str:
+    def _replica_name(self) -> str:
         return f"{self.name}/{self.context.replica}"
 
     def _state_dir(self, path: str) -> Path:
@@ -198,63 +199,63 @@ class Reference(ScoringNode):
 
     async def run(self) -> None:
         if self._kept is None:
-            await self.rollouts.each(self._refer, concurrency=self.batch)
+            await self.rollouts.each(self._score_sample, concurrency=self.batch)
             return
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_weights(self._kept))
-            await self.rollouts.each(self._refer, concurrency=self.batch)
+            await self.rollouts.each(self._score_sample, concurrency=self.batch)
             self.referenced.close()
 
     async def _follow_weights(self, kept: KeptReferences) -> None:
         async for manifest in self.weights:
             if manifest.version % self.refresh_every == 0 and manifest.version > kept.newest:
-                await self.blocking(self._take, kept, manifest)
+                await self.blocking(self._refresh_reference, kept, manifest)
                 self.context.metric("reference_refreshed", 1)
                 async with self._newest:
                     self._newest.notify_all()
-            self.context.ledger.holds(self._replica, manifest.policy, manifest.version)
+            self.context.ledger.holds(self._replica_name, manifest.policy, manifest.version)
             self.weights.finish(manifest)
 
-    def _take(self, kept: KeptReferences, manifest: Weights) -> None:
+    def _refresh_reference(self, kept: KeptReferences, manifest: Weights) -> None:
         """Make the reference of a published version. The version is not overwritten before this node holds it."""
         fetched = self._receiver.fetch(manifest)
         try:
-            kept.take(manifest.version, self._published.read(fetched.update))
+            kept.add_reference(manifest.version, self._published.read(fetched.update))
         finally:
             fetched.close()
 
-    async def _refer(self, sample: Sample) -> None:
+    async def _score_sample(self, sample: Sample) -> None:
         wanted = 0
         if (kept := self._kept) is not None:
-            wanted = kept.of(newest_version(sample))
+            wanted = kept.number_for(newest_version(sample))
             with self.context.waiting("the reference of its version"):
                 async with self._newest:
                     await self._newest.wait_for(lambda: kept.newest >= wanted)
         asked = [_Asked(one.token_ids, one.policy_mask, wanted) for one in sample.sequences]
-        ref_logprobs = np.concatenate(await asyncio.gather(*map(self._pass.ask, asked)))
+        ref_logprobs = np.concatenate(await asyncio.gather(*map(self._pass.ask_model, asked)))
         await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
 
-    async def _refer_all(self, asked: list[_Asked]) -> Sequence[Float32]:
+    async def _score_sequences(self, asked: list[_Asked]) -> Sequence[Float32]:
         with self.context.busy("reference"):
-            return await self.blocking(self._passes, asked)
+            return await self.blocking(self._logprobs_by_reference, asked)
 
-    def _passes(self, asked: list[_Asked]) -> Sequence[Float32]:
+    def _logprobs_by_reference(self, asked: list[_Asked]) -> Sequence[Float32]:
         """The logprobs of each sequence, under the reference of its sample's version."""
         if self._kept is None:
-            return self._logprobs(asked)
+            return self._policy_logprobs(asked)
         places: dict[int, list[int]] = defaultdict(list)
         for place, one in enumerate(asked):
             places[one.reference].append(place)
         found: dict[int, Float32] = {}
         for number, mine in sorted(places.items()):
-            used = self._kept.load(number)
-            logprobs = self._logprobs([asked[place] for place in mine])
+            used = self._kept.load_reference(number)
+            logprobs = self._policy_logprobs([asked[place] for place in mine])
             found |= zip(mine, logprobs, strict=True)
             for _ in mine:
                 self.context.gauge("reference_version", used)
         return [found[place] for place in range(len(asked))]
 
-    def _logprobs(self, sequences: Sequence[_Asked]) -> list[Float32]:
+    def _policy_logprobs(self, sequences: Sequence[_Asked]) -> list[Float32]:
         """log p of the policy tokens of each sequence, at their positions; 0 elsewhere."""
         from flowrl.training.model.row_layout import policy_places
         from flowrl.training.scoring_models import logprobs_of
@@ -262,7 +263,7 @@ class Reference(ScoringNode):
         asked = [number for number, one in enumerate(sequences) if policy_places(one.policy_mask).size]
         results = [np.zeros(len(one.token_ids), np.float32) for one in sequences]
         items = [(sequences[number].token_ids, sequences[number].policy_mask) for number in asked]
-        for number, logprobs in zip(asked, self.scores(logprobs_of, items, self.temperature), strict=True):
+        for number, logprobs in zip(asked, self.score_items(logprobs_of, items, self.temperature), strict=True):
             results[number] = logprobs
         return results
 
@@ -296,22 +297,21 @@ class KeptReferences:
         self._every = every
         self._mixup = mixup
         self._kept = kept
-        self._weights: dict[int, Mapping[str, Tensor]] = {0: self._copied()}
+        self._weights: dict[int, Mapping[str, Tensor]] = {
+            0: {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
+        }
         self._loaded = 0
-
-    def _copied(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
 
     @property
     def newest(self) -> int:
         """The number of the newest reference."""
         return max(self._weights)
 
-    def of(self, version: int) -> int:
+    def number_for(self, version: int) -> int:
         """The number of the reference for samples whose newest token is of that version."""
         return version // self._every * self._every
 
-    def take(self, version: int, policy: Mapping[str, Tensor]) -> None:
+    def add_reference(self, version: int, policy: Mapping[str, Tensor]) -> None:
         """Make reference `version` from `policy`: the policy's weights of that version, by parameter name."""
         own = self._weights[self.newest]
         mixed = {
@@ -322,7 +322,7 @@ class KeptReferences:
         for number in sorted(self._weights)[: -self._kept]:
             del self._weights[number]
 
-    def load(self, number: int) -> int:
+    def load_reference(self, number: int) -> int:
         """Load that reference into the model, or the oldest kept if it is older than that; return the loaded number."""
         import torch
 
@@ -348,7 +348,7 @@ class KeptReferences:
         found: dict[int, dict[str, Any]] = torch.load(directory / FILE, map_location="cpu")
         self._weights = dict(found)
         self._loaded = -1
-        self.load(self.newest)
+        self.load_reference(self.newest)
 
 
 class PreferenceReference(Node):
@@ -412,30 +412,40 @@ class PreferenceReference(Node):
             require_same_vocabulary(self.data.policy, self.policy)
 
     async def setup(self) -> None:
-        self._cache = await self.blocking(self._load)
+        self._cache = await self.blocking(self._fill_cache)
 
-    def _load(self) -> ReferenceCache:
+    def _fill_cache(self) -> ReferenceCache:
         progress = self.context.progress
         model_dir = resolve(self.policy, progress=progress)
         from flowrl.models.references import reference_cache
 
         chat, rows = self.data.chat(progress), self.data.rows()
-        parts = [Renderer(self.data, chat, rows.train), Renderer(self.data, chat, self._chosen(rows.held_out))]
+        parts = [
+            Renderer(self.data, chat, rows.train),
+            Renderer(self.data, chat, self._rows_to_judge_on(rows.held_out)),
+        ]
         self._judged_on = parts[1]
         return reference_cache(
             model_dir,
-            (sequence for part in parts for samples in part if self._kept(samples) for sequence in _sequences(samples)),
+            (
+                sequence
+                for part in parts
+                for samples in part
+                if self.keeps_row(samples)
+                for sample in samples
+                for sequence in scored_sequences(sample)
+            ),
             dtype=self.dtype,
-            open_model=partial(self._open, model_dir),
+            open_model=partial(self._open_model, model_dir),
             token_budget=self.token_budget,
             progress=progress,
         )
 
-    def _kept(self, samples: Sequence[Trainable]) -> bool:
+    def keeps_row(self, samples: Sequence[Trainable]) -> bool:
         """Whether the data keep the row of these samples."""
         return within_limit(samples, self.data.max_tokens)
 
-    def _open(self, model_dir: str) -> ScoringModel:
+    def _open_model(self, model_dir: str) -> ScoringModel:
         import torch
 
         from flowrl.training.model.policy_model import choose_attention
@@ -446,9 +456,9 @@ class PreferenceReference(Node):
         attention = choose_attention(None, torch.device(device), self.dtype)
         trusted = self.policy.trust_remote_code
         load = ModelLoad(model_dir, "lm", "policy", self.dtype, attention, trusted, self.layout)
-        return opened(load, self.context.gpus, device, threads=len(self.context.cores))
+        return open_scoring_model(load, self.context.gpus, device, threads=len(self.context.cores))
 
-    def _chosen(self, held_out: Sequence[Row]) -> Sequence[Row]:
+    def _rows_to_judge_on(self, held_out: Sequence[Row]) -> Sequence[Row]:
         """The rows to evaluate on, independent of the order of the data; rows of one prompt are next to each other."""
         rows = lowest_asked(held_out, self.num_held_out)
         alike = self.data.kind == "labelled" and len({*asked_ids(rows)}) < 2
@@ -471,14 +481,7 @@ class PreferenceReference(Node):
             if max(sample.pass_tokens for sample in samples) <= self.data.max_tokens
         ]
         samples = tuple(self.referenced_sample(sample) for row in rows for sample in row)
-        return Batch(
-            samples=samples,
-            micro_batches=(),
-            num_sequences=len(samples),
-            num_tokens=sum(sample.response_tokens for sample in samples),
-            num_groups=len(rows),
-            token_budget=self.token_budget,
-        )
+        return batch_of_samples(samples, len(rows), self.token_budget)
 
     def referenced_sample(self, sample: Trainable) -> Trainable:
         """`sample`, and its mismatched completion if it has one, with their reference logprobs."""
@@ -489,8 +492,8 @@ class PreferenceReference(Node):
         return replace(sample, ref_logprobs=ref_logprobs, mismatched=other)
 
 
-def _sequences(samples: Sequence[Trainable]) -> Iterator[tuple[Int32, Bool]]:
-    for sample in samples:
-        yield sample.token_ids, sample.policy_mask
-        if sample.mismatched is not None:
-            yield sample.mismatched.token_ids, sample.mismatched.mask
+def scored_sequences(sample: Trainable) -> Iterator[tuple[Int32, Bool]]:
+    """The sequences of which a sample of preference data needs reference logprobs."""
+    yield sample.token_ids, sample.policy_mask
+    if sample.mismatched is not None:
+        yield sample.mismatched.token_ids, sample.mismatched.mask

@@ -92,22 +92,22 @@ class Reward(Node):
         return self._functions.preflight()
 
     async def setup(self) -> None:
-        await self.blocking(self._functions.open, self.context)
+        await self.blocking(self._functions.open_client, self.context)
 
     async def run(self) -> None:
-        await self.rollouts.each(self._score, concurrency=self.concurrency)
+        await self.rollouts.each(self._score_sample, concurrency=self.concurrency)
 
     async def close(self) -> None:
         await self._functions.close()
 
-    async def _score(self, sample: Sample) -> None:
+    async def _score_sample(self, sample: Sample) -> None:
         try:
             with self.context.busy("score"):
-                verdicts = await self._functions.ask(sample)
+                verdicts = await self._functions.score_sample(sample)
         except BadReward as bad:
-            self._failing.failed(self.context, bad.reason, str(bad))
+            self._failing.note_failed(self.context, bad.reason, str(bad))
             raise SampleFailed(bad.reason) from bad
-        self._failing.scored()
+        self._failing.note_scored()
         scored = self.scored_sample(sample, verdicts)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
@@ -115,7 +115,7 @@ class Reward(Node):
     def scored_sample(self, sample: Sample, verdicts: Verdicts) -> Scored:
         """`sample` with the shaped reward, which is trained on, and the verdict before shaping."""
         parts = {name: values[0] for name, values in verdicts.logs.items()}
-        reward = self.shaping.shaped(
+        reward = self.shaping.shape_reward(
             verdicts.rewards[0], parts, num_tokens=sample.response_tokens, truncated=sample.truncated
         )
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
@@ -130,7 +130,7 @@ class Overlong:
     buffer: int
     factor: float = 1.0
 
-    def penalty(self, num_tokens: int) -> float:
+    def length_penalty(self, num_tokens: int) -> float:
         """The value added to the reward of a response of that length; never above 0."""
         over = (num_tokens - (self.max_tokens - self.buffer)) / self.buffer
         return -self.factor * min(max(over, 0.0), 1.0)
@@ -163,18 +163,18 @@ class Shaping:
             found.append(f"shaping.clip is {self.clip}; the lower bound has to come first")
         return found
 
-    def shaped(self, reward: float, parts: Mapping[str, float], *, num_tokens: int, truncated: bool) -> float:
+    def shape_reward(self, reward: float, parts: Mapping[str, float], *, num_tokens: int, truncated: bool) -> float:
         """The reward used for training."""
         reward += sum(weight * parts.get(name, 0.0) for name, weight in self.weights.items())
         if truncated and self.stop_penalty is not None:
             reward = reward * self.stop_penalty if self.stop_penalty >= 0 else self.stop_penalty
         if self.overlong is not None:
-            reward += self.overlong.penalty(num_tokens)
+            reward += self.overlong.length_penalty(num_tokens)
         if self.clip is not None:
             reward = min(max(reward, self.clip[0]), self.clip[1])
         return -reward if self.negate else reward
 
-    def by_turn(self, rewards: Sequence[float], shaped: float) -> list[float]:
+    def rewards_by_turn(self, rewards: Sequence[float], shaped: float) -> list[float]:
         """The rewards of an episode's turns, whose sum is the `shaped` reward.
 
         With `negate`, the sign of each reward is inverted. All other changes by shaping are added to the last turn.

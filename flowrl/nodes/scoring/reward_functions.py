@@ -41,7 +41,7 @@ FIX_FUNCTION = "fix the function, its signature and its result"
 class RewardFunctions:
     """`parts` are the parts of the reward; `processes` worker processes run each synchronous function (None: default).
 
-    Servers get `processes` samples at a time. While none of them can be reached, `ask` waits for up to `away_s`.
+    Servers get `processes` samples at a time. While none of them can be reached, a question waits for up to `away_s`.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class RewardFunctions:
         found = load_rows(self._task, whole=True)
         rows = join_rows(found.train, found.held_out)
         self.parts = check_reward(self.parts, rows)
-        asyncio.run(self._trial(rows[0]))
+        asyncio.run(self._try_reward(rows[0]))
         return adapted_text(self.parts)
 
-    async def _trial(self, row: Row) -> None:
+    async def _try_reward(self, row: Row) -> None:
         client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
         columns = {**row.columns, **asked_columns(self.parts, self._task, row)}
         try:
@@ -90,7 +90,7 @@ class RewardFunctions:
                 "heads if it returns a number under each name"
             )
 
-    def open(self, context: Context) -> None:
+    def open_client(self, context: Context) -> None:
         """Load the functions; heavy. The node of `context` waits for the verdicts. Raises ConfigError."""
         self.parts = check_reward(self.parts, ())
         self._known = KnownRows(self._task) if needs_rows(self.parts) else None
@@ -101,9 +101,9 @@ class RewardFunctions:
             patience=Patience(self._away_s, context.outside, context.progress),
         )
 
-    async def ask(self, sample: Sample) -> Verdicts:
+    async def score_sample(self, sample: Sample) -> Verdicts:
         """The verdict about one sample. Raises BadReward, or ServersAway, which ends the run."""
-        assert self._client is not None, "`open` comes first"
+        assert self._client is not None, "`open_client` comes first"
         row = None if self._known is None else self._known.get(sample.prompt_id)
         columns = {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}
         return await self._client.ask([sample.prompt_text], [sample.response_text], [columns])
@@ -153,9 +153,9 @@ class Comparisons:
         rows = load_rows(self._task, whole=True)
         row = join_rows(rows.train, rows.held_out)[0]
         check_reward(self.parts, [replace(row, columns={**row.columns, SECOND: ""})])
-        asyncio.run(self._trial(row))
+        asyncio.run(self._try_comparison(row))
 
-    async def _trial(self, row: Row) -> None:
+    async def _try_comparison(self, row: Row) -> None:
         client = open_reward(self.parts, timeout_s=self._timeout_s, retries=0, patience=Patience(away_s=0.0))
         answer, columns = row.answer or "", {**row.columns, **asked_columns(self.parts, self._task, row)}
         try:
@@ -165,7 +165,7 @@ class Comparisons:
         finally:
             await client.close()
 
-    def open(self, context: Context) -> None:
+    def open_client(self, context: Context) -> None:
         """Load the function; heavy. The node of `context` waits for the comparisons."""
         check_reward(self.parts, ())
         self._known = KnownRows(self._task) if needs_rows(self.parts) else None
@@ -178,11 +178,15 @@ class Comparisons:
 
     async def shares_won(self, samples: Sequence[Sample]) -> list[float]:
         """The share of comparisons that each sample wins. Raises BadReward, or ServersAway, which ends the run."""
-        assert self._client is not None, "`open` comes first"
+        assert self._client is not None, "`open_client` comes first"
         if len(samples) < 2:
             return [0.0] * len(samples)
         pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in itertools.combinations(range(len(samples)), 2)]
-        columns = [self._columns(sample) for sample in samples]
+        columns: list[dict[str, Any]] = []
+        for sample in samples:
+            row = None if self._known is None else self._known.get(sample.prompt_id)
+            own = {} if row is None else asked_columns(self.parts, self._task, row)
+            columns.append({**sample.columns, **own})
         verdicts = await self._client.ask(
             [samples[first].prompt_text for first, _ in pairs],
             [samples[first].response_text for first, _ in pairs],
@@ -195,10 +199,6 @@ class Comparisons:
             won[first] += likely
             won[second] += 1.0 - likely
         return [share / (len(samples) - 1) for share in won]
-
-    def _columns(self, sample: Sample) -> dict[str, Any]:
-        row = None if self._known is None else self._known.get(sample.prompt_id)
-        return {**sample.columns, **(asked_columns(self.parts, self._task, row) if row is not None else {})}
 
 
 FAILURES_IN_A_ROW = 256
@@ -214,11 +214,11 @@ class FailingRewards:
     def __init__(self) -> None:
         self._number = 0
 
-    def scored(self) -> None:
+    def note_scored(self) -> None:
         """A reward was computed."""
         self._number = 0
 
-    def failed(self, context: Context, reason: str, text: str, *, samples: int = 1) -> None:
+    def note_failed(self, context: Context, reason: str, text: str, *, samples: int = 1) -> None:
         """The reward of `samples` samples failed. Raises FlowrlError after FAILURES_IN_A_ROW samples."""
         if not self._number:
             context.progress(f"a sample failed: {text}")

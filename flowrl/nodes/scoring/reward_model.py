@@ -38,7 +38,7 @@ from flowrl.tasks import KnownRows, Row, Task, parts_of
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, named_parts
-from flowrl.training.layouts import Decision, refused
+from flowrl.training.layouts import refused
 from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
@@ -116,14 +116,10 @@ class RewardModel(ScoringNode):
         for name in ("batch", "token_budget"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        return problems + (refused(self.layout, self._layout) if self.model else [])
-
-    @property
-    def _layout(self) -> Decision:
-        return scoring_layout(self.reward_policy, self.layout)
+        return problems + (refused(self.layout, scoring_layout(self.reward_policy, self.layout)) if self.model else [])
 
     def notes(self) -> list[str]:
-        return [note(self._layout)]
+        return [note(scoring_layout(self.reward_policy, self.layout))]
 
     def preflight(self) -> str | None:
         from flowrl.models.scorer import check_reward_model
@@ -145,7 +141,7 @@ class RewardModel(ScoringNode):
     async def setup(self) -> None:
         await self.blocking(self._load)
         if self._functions is not None:
-            await self.blocking(self._functions.open, self.context)
+            await self.blocking(self._functions.open_client, self.context)
 
     async def close(self) -> None:
         await super().close()
@@ -183,42 +179,39 @@ class RewardModel(ScoringNode):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             if self.requests.live is not None:
-                tasks.create_task(self.requests.each(self._answer, concurrency=self.batch))
-            await self.rollouts.each(self._score, concurrency=self.batch)
+                tasks.create_task(self.requests.each(self._score_held_out, concurrency=self.batch))
+            await self.rollouts.each(self._score_sample, concurrency=self.batch)
             self.scored.close()  # held-out answers may still come
 
-    async def _score(self, sample: Sample) -> None:
+    async def _score_sample(self, sample: Sample) -> None:
         try:
-            score, more = await self.model_score(self.question(sample))
+            score, more = await self.model_score(self.question_of(sample))
         except SampleFailed as failure:
-            self._failing.failed(self.context, str(failure), f"{failure}: {failure.__cause__ or NOT_FINITE}")
+            self._failing.note_failed(self.context, str(failure), f"{failure}: {failure.__cause__ or NOT_FINITE}")
             raise
-        scored = self.scored_sample(sample, score, await self._verdicts(sample), more)
-        self._failing.scored()
+        verdicts = None
+        if self._functions is not None:
+            try:
+                verdicts = await self._functions.score_sample(sample)
+            except BadReward as bad:
+                self._failing.note_failed(self.context, bad.reason, str(bad))
+                raise SampleFailed(bad.reason) from bad
+        scored = self.scored_sample(sample, score, verdicts, more)
+        self._failing.note_scored()
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
-    async def _answer(self, asked: ScoreQuestion) -> ModelScore:
+    async def _score_held_out(self, asked: ScoreQuestion) -> ModelScore:
         score, more = await self.model_score(asked, later=True)
         return ModelScore(score, self.reward_of_score(score), more)
 
     async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
         """The model's score, and further parts to be logged. Raises SampleFailed if a score is not finite, or if the
         model's template does not render the response."""
-        labels = await self._pass.ask(self.rendered(self.scored_ids, asked), later=later)
+        labels = await self._pass.ask_model(self.render_question(self.scored_ids, asked), later=later)
         require_finite(labels)
         more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
         return self._scorer.summed(labels), more
-
-    async def _verdicts(self, sample: Sample) -> Verdicts | None:
-        """The verdicts of the functions of the sum; None if there are none."""
-        if self._functions is None:
-            return None
-        try:
-            return await self._functions.ask(sample)
-        except BadReward as bad:
-            self._failing.failed(self.context, bad.reason, str(bad))
-            raise SampleFailed(bad.reason) from bad
 
     async def _score_all(self, token_ids: list[Int32]) -> Sequence[tuple[float, ...]]:
         with self.context.busy("score"):
@@ -229,9 +222,9 @@ class RewardModel(ScoringNode):
         """Whether the model reads the row and the response as text, not the sample's own tokens."""
         return not self._same_tokens
 
-    def question(self, sample: Sample) -> ScoreQuestion:
+    def question_of(self, sample: Sample) -> ScoreQuestion:
         """The question to the model about a training sample."""
-        return ScoreQuestion.of(sample, self.row_of(sample) if self.reads_text else None)
+        return score_question(sample, self.row_of(sample) if self.reads_text else None)
 
     def scored_ids(self, asked: ScoreQuestion) -> Int32:
         """The token ids that the reward model reads."""
@@ -239,7 +232,7 @@ class RewardModel(ScoringNode):
             return self._scorer.chat.ended(asked.token_ids)
         return self._scorer.ids(asked.turns, asked.response, tools=asked.tools)
 
-    def rendered(self, render: Callable[[ScoreQuestion], T], asked: ScoreQuestion) -> T:
+    def render_question(self, render: Callable[[ScoreQuestion], T], asked: ScoreQuestion) -> T:
         """What `render` makes of the question. Raises SampleFailed where the model's template renders no such response:
         what a policy samples ends no run."""
         try:
@@ -272,7 +265,7 @@ class RewardModel(ScoringNode):
         if beside is not None and self._functions is not None:
             summed, raw = summed + beside.rewards[0], raw + beside.scores[0]
             parts |= named_parts(self._functions.parts, beside)
-        shaped = self.shaping.shaped(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
+        shaped = self.shaping.shape_reward(summed, parts, num_tokens=sample.response_tokens, truncated=sample.truncated)
         fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
         return Scored(**fields, reward=shaped, raw_reward=raw, reward_parts=parts, scored_s=time.time())
 
@@ -333,10 +326,10 @@ class ProcessReward(RewardModel):
         return True
 
     async def model_score(self, asked: ScoreQuestion, *, later: bool = False) -> tuple[float, dict[str, float]]:
-        scores = await self._steps.ask(self.rendered(self.step_tokens, asked), later=later)
+        scores = await self._steps.ask_model(self.render_question(self.step_tokens, asked), later=later)
         require_finite(scores)
         parts = {"steps": float(len(scores))} | {f"step_{n}": score for n, score in enumerate(scores[:MOST_LOGGED])}
-        return reward_of(scores, self.of_steps), parts
+        return reward_of_steps(scores, self.of_steps), parts
 
     def step_tokens(self, asked: ScoreQuestion) -> tuple[Int32, Bool]:
         """The tokens that the model reads, and a mask of the positions with the steps' scores."""
@@ -348,7 +341,7 @@ class ProcessReward(RewardModel):
             return await self.blocking(self._scorer.step_scores, asked)
 
 
-def reward_of(scores: Sequence[float], of_steps: OfSteps) -> float:
+def reward_of_steps(scores: Sequence[float], of_steps: OfSteps) -> float:
     """The reward of a response whose steps have these scores."""
     found = {"min": min(scores), "mean": sum(scores) / len(scores), "product": math.prod(scores), "last": scores[-1]}
     return found[of_steps]
@@ -356,7 +349,10 @@ def reward_of(scores: Sequence[float], of_steps: OfSteps) -> float:
 
 @dataclass(frozen=True)
 class ScoreQuestion(Message):
-    """A response, both as the tokens of its generator and as text that follows the turns of its row."""
+    """A response, both as the tokens of its generator and as text that follows the turns of its row.
+
+    Without the row, only a model that reads the generator's tokens can answer.
+    """
 
     response: str
     token_ids: Int32
@@ -364,11 +360,11 @@ class ScoreQuestion(Message):
     turns: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
 
-    @classmethod
-    def of(cls, sample: Sample, row: Row | None) -> ScoreQuestion:
-        """The question about `sample`; without the row, only a model that reads the generator's tokens can answer."""
-        asked = ((), ()) if row is None else (row.turns, row.tools)
-        return cls(sample.response_text, sample.token_ids, *asked)
+
+def score_question(sample: Sample, row: Row | None) -> ScoreQuestion:
+    """The question about `sample` and its row."""
+    asked = ((), ()) if row is None else (row.turns, row.tools)
+    return ScoreQuestion(sample.response_text, sample.token_ids, *asked)
 
 
 @dataclass(frozen=True)

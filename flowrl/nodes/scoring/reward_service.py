@@ -13,7 +13,7 @@ from flowrl.messages import Bool, Int32
 from flowrl.models import Policy, check_model, resolve
 from flowrl.models.tokens.chat import Messages, Unrendered
 from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
-from flowrl.nodes.scoring.reward_model import OfSteps, reward_of
+from flowrl.nodes.scoring.reward_model import OfSteps, reward_of_steps
 from flowrl.runtime.telemetry.standard_streams import print_text
 from flowrl.tasks.reward_calls.http import Patience, RewardServer
 from flowrl.tasks.reward_calls.judge import BadReward, RowColumns, Verdicts
@@ -84,9 +84,9 @@ class AskModel:
         self._exclusive = asyncio.Lock()
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
-        asked = conversations(prompts, responses, columns)
+        asked = asked_conversations(prompts, responses, columns)
         async with self._exclusive:
-            found = await asyncio.to_thread(_of_rendered, self._scorer.score_labels, asked)
+            found = await asyncio.to_thread(_score_rendered, self._scorer.score_labels, asked)
         scores = tuple(map(self._scorer.summed, found))
         if len(self._scorer.labels) == 1:
             return Verdicts(scores, scores)
@@ -105,10 +105,10 @@ class AskSteps(AskModel):
         self._of_steps: OfSteps = of_steps
 
     async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
-        asked = _of_rendered(self._step_tokens, conversations(prompts, responses, columns))
+        asked = _score_rendered(self._step_tokens, asked_conversations(prompts, responses, columns))
         async with self._exclusive:
             found = await asyncio.to_thread(self._scorer.step_scores, asked)
-        rewards = tuple(reward_of(scores, self._of_steps) for scores in found)
+        rewards = tuple(reward_of_steps(scores, self._of_steps) for scores in found)
         return Verdicts(rewards, rewards, {"steps": tuple(float(len(scores)) for scores in found)})
 
     def _step_tokens(self, asked: Sequence[tuple[Messages, str]]) -> list[tuple[Int32, Bool]]:
@@ -116,7 +116,7 @@ class AskSteps(AskModel):
         return [step_tokens(chat, turns, split_steps(response, separator), separator) for turns, response in asked]
 
 
-def _of_rendered(score: Callable[[A], T], asked: A) -> T:
+def _score_rendered(score: Callable[[A], T], asked: A) -> T:
     """What `score` makes of the responses. Raises BadReward if the model's template does not render one of them."""
     try:
         return score(asked)
@@ -124,7 +124,7 @@ def _of_rendered(score: Callable[[A], T], asked: A) -> T:
         raise BadReward("reward_unrendered", f"a response cannot be scored: {problem}") from problem
 
 
-def conversations(
+def asked_conversations(
     prompts: Sequence[str], responses: Sequence[str], columns: RowColumns
 ) -> list[tuple[Sequence[Mapping[str, Any]], str]]:
     """The turns of each prompt, with the response. They are the `messages` of the prompt's row, if it has them."""
@@ -134,7 +134,7 @@ def conversations(
     ]
 
 
-class Weighed:
+class WeighedAnswers:
     """Weighs the values of a function's answers; a weight for a value that the function does not return is an error."""
 
     def __init__(self, what: str, client: RewardClient, weights: Mapping[str, float]) -> None:
@@ -155,13 +155,13 @@ class Weighed:
         await self._client.close()
 
 
-def serve(what: str, options: ServeOptions) -> None:
+def serve_until_interrupted(what: str, options: ServeOptions) -> None:
     """Serve until interrupted. Raises ConfigError if the model or function does not load, or the port is in use."""
-    server = RewardServer(what, _client(what, options))
-    asyncio.run(_serve(server, options))
+    asyncio.run(_listen(RewardServer(what, open_scorer(what, options)), options))
 
 
-def _client(what: str, options: ServeOptions) -> RewardClient:
+def open_scorer(what: str, options: ServeOptions) -> RewardClient:
+    """What answers the requests: a reward model, or a function. Raises ConfigError."""
     model = Policy(what, trust_remote_code=options.trust_remote_code)
     if model.path.is_dir() or (model.hub_name is not None and ":" not in what):
         from flowrl.models.scorer import check_reward_model, load_scorer
@@ -189,10 +189,10 @@ def _client(what: str, options: ServeOptions) -> RewardClient:
     check_reward(parts, ())
     impatient = Patience(away_s=0.0)  # the clients of this server wait and try again
     client = open_reward(parts, timeout_s=options.timeout_s, concurrency=options.workers, patience=impatient)
-    return Weighed(what, client, options.head_weights) if options.weights else client
+    return WeighedAnswers(what, client, options.head_weights) if options.weights else client
 
 
-async def _serve(server: RewardServer, options: ServeOptions) -> None:
+async def _listen(server: RewardServer, options: ServeOptions) -> None:
     from aiohttp import web
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class ScoringNode(Node):
-    """A node with one model. A subclass opens it in `setup` with `open_model`, and uses it with `scores`."""
+    """A node with one model. A subclass opens it in `setup` with `open_model`, and uses it with `score_items`."""
 
     policy: Policy
     dtype: Dtype
@@ -43,11 +43,11 @@ class ScoringNode(Node):
         import torch
 
         torch.set_num_threads(max(1, len(self.context.cores)))
-        model = opened(load, self.context.gpus, self.load_device, threads=len(self.context.cores))
+        model = open_scoring_model(load, self.context.gpus, self.load_device, threads=len(self.context.cores))
         self.scoring = model
         return model
 
-    def scores(self, one: Callable[..., list[R]], items: Sequence[Any], *args: Any) -> list[R]:
+    def score_items(self, one: Callable[..., list[R]], items: Sequence[Any], *args: Any) -> list[R]:
         """The result of the pass `one` (`flowrl.training.scoring_models`) for each item; blocking."""
         from flowrl.training.scoring_models import scored
 
@@ -80,7 +80,7 @@ class ScoringNode(Node):
             self.scoring.close()
 
 
-def opened(load: ModelLoad, gpus: Sequence[int], device: str, *, threads: int) -> ScoringModel:
+def open_scoring_model(load: ModelLoad, gpus: Sequence[int], device: str, *, threads: int) -> ScoringModel:
     """The model on `device`; with several GPUs, sharded over the GPUs of this process."""
     from flowrl.training.scoring_models import LocalModel
 
@@ -122,7 +122,7 @@ class SharedPass(Generic[Q, A]):
         self._waiting: list[_Question[Q, A]] = []
         self._model_is_free = asyncio.Lock()
 
-    async def ask(self, content: Q, *, later: bool = False) -> A:
+    async def ask_model(self, content: Q, *, later: bool = False) -> A:
         """Return the answer; raises the exception of the pass."""
         mine: _Question[Q, A] = _Question(content, later)
         self._waiting.append(mine)
@@ -130,19 +130,16 @@ class SharedPass(Generic[Q, A]):
             while mine.answer is None:  # a pass that a `later` question runs may answer only other questions
                 async with self._model_is_free:
                     if mine.answer is None:  # else another caller's pass answered it while this one waited
-                        await self._pass()
+                        asked = [question for question in self._waiting if not question.later] or list(self._waiting)
+                        answers = await self._answer_all([question.content for question in asked])
+                        for question, answer in zip(asked, answers, strict=True):
+                            question.answer = answer
+                        self._waiting = [question for question in self._waiting if question.answer is None]
         finally:
             if mine in self._waiting:
                 self._waiting.remove(mine)
         assert mine.answer is not None
         return mine.answer
-
-    async def _pass(self) -> None:
-        asked = [question for question in self._waiting if not question.later] or list(self._waiting)
-        answers = await self._answer_all([question.content for question in asked])
-        for question, answer in zip(asked, answers, strict=True):
-            question.answer = answer
-        self._waiting = [question for question in self._waiting if question.answer is None]
 
 
 def require_one_sequence(samples: Iterable[Sample], user: str) -> None:

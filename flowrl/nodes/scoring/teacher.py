@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -62,7 +61,7 @@ class Teacher(ScoringNode):
         self.token_budget = token_budget
         self.batch = batch
         self.layout: Layout = layout
-        self._pass = SharedPass(self._judge_all)
+        self._pass = SharedPass(self._judge_samples)
 
     def facts(self) -> Facts:
         return Facts(concurrency=self.batch)
@@ -89,9 +88,9 @@ class Teacher(ScoringNode):
             require_same_vocabulary(self.student, self.policy)
 
     async def setup(self) -> None:
-        await self.blocking(self._load)
+        await self.blocking(self._load_model)
 
-    def _load(self) -> None:
+    def _load_model(self) -> None:
         from flowrl.training.scoring_models import ModelLoad
 
         source = resolve(self.policy, progress=self.context.progress)
@@ -99,24 +98,21 @@ class Teacher(ScoringNode):
         self.open_model(ModelLoad(source, dtype=self.dtype, trust_remote_code=trusted, layout=self.layout))
 
     async def run(self) -> None:
-        await self.rollouts.each(self._judge, concurrency=self.batch)
+        await self.rollouts.each(self._score_sample, concurrency=self.batch)
 
-    async def _judge(self, sample: Sample) -> None:
+    async def _score_sample(self, sample: Sample) -> None:
         require_one_sequence([sample], "a Teacher")
-        logprobs, hidden = await self._pass.ask(sample)
+        logprobs, hidden = await self._pass.ask_model(sample)
         scored = scored_by_teacher(sample, logprobs, hidden if self.exact else None)
         self.context.ledger.scored(scored)
         await self.scored.send(scored)
 
-    async def _judge_all(self, samples: list[Sample]) -> list[Judgement]:
-        with self.context.busy("teach"):
-            return await self.blocking(self._judgements, samples)
-
-    def _judgements(self, samples: Sequence[Sample]) -> list[Judgement]:
+    async def _judge_samples(self, samples: list[Sample]) -> list[Judgement]:
         from flowrl.training.scoring_models import judgements_of
 
         items = [(sample.token_ids, sample.policy_mask) for sample in samples]
-        return self.scores(judgements_of, items, self.temperature)
+        with self.context.busy("teach"):
+            return await self.blocking(self.score_items, judgements_of, items, self.temperature)
 
 
 class TeacherAdvantage(Node):
@@ -143,10 +139,10 @@ class TeacherAdvantage(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            samples = tuple(trainable(sample, self.advantages(sample)) for sample in members.items)
+            samples = tuple(trainable(sample, self.token_advantages(sample)) for sample in members.items)
             await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
-    def advantages(self, sample: Scored) -> Array:
+    def token_advantages(self, sample: Scored) -> Array:
         """The advantages of every token of `sample`. Raises ConfigError if no teacher has scored it."""
         if sample.teacher_logprobs is None:
             raise ConfigError(

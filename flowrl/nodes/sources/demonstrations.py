@@ -26,7 +26,7 @@ from flowrl.nodes.sources.row_checks import (
     DroppedRows,
     RowTexts,
     TooLong,
-    refuse_long,
+    refuse_long_rows,
     rendered_alone,
     require_rendered,
     shortened,
@@ -112,17 +112,17 @@ class Demonstrations(Node):
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
         tried = join_rows(rows, load_demonstrations(self.task).held_out) if self.part == "train" else rows
-        said = (require_rendered(self.policy, self.task, tried, self._texts), end_problem(self.policy))
+        said = (require_rendered(self.policy, self.task, tried, self._row_texts), end_problem(self.policy))
         return "; ".join(text for text in said if text) or None
 
-    def _texts(self, row: Row) -> RowTexts:
+    def _row_texts(self, row: Row) -> RowTexts:
         return RowTexts(row.turns, (row.response,), row.tools, every_turn=self.trained == "all")
 
     def _refuse_long(self, chat: Chat) -> None:
         lengths = rendered_alone(
             self._read_rows(), lambda row: len(chat.with_tools(row.tools).completion(row.turns, row.response)[0])
         )
-        refuse_long(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
+        refuse_long_rows(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
 
     async def setup(self) -> None:
         tokenizer = await self.blocking(tokenizer_of, self.policy, progress=self.context.progress)
@@ -143,24 +143,24 @@ class Demonstrations(Node):
 
     async def run(self) -> None:
         async for prompt in self.prompts:
-            sample = self._dropped.rendered(self._rows[prompt.prompt_id], partial(self.demonstration, prompt))
-            if sample is None or not self._dropped.fits([sample]):
+            sample = self._dropped.render_row(self._rows[prompt.prompt_id], partial(self.make_sample, prompt))
+            if sample is None or not self._dropped.samples_fit([sample]):
                 self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
                 continue
             self.context.metric("tokens_generated", sample.response_tokens)
             self.context.ledger.generated(sample)
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
-    def rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
+    def render_conversation(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
         chat = chat.with_tools(row.tools)
         token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(row.turns, row.response)
         return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
-    def demonstration(self, prompt: Prompt) -> Trainable:
+    def make_sample(self, prompt: Prompt) -> Trainable:
         """The sample that a model would make by giving the row's answer."""
         row = self._rows[prompt.prompt_id]
-        token_ids, mask = self.rendered(self._chat, row)
+        token_ids, mask = self.render_conversation(self._chat, row)
         return given_sample(
             token_ids,
             mask,
@@ -186,39 +186,71 @@ class Demonstrations(Node):
         chat = Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
         rows = load_demonstrations(self.task).held_out
         answered = [row for row in lowest_rows(rows, most) if row.has_response]
-        samples = rendered_alone(answered, lambda row: self._held_out_sample(row, chat))
+
+        def held_out_sample(row: Row) -> Trainable:
+            return given_sample(
+                *self.render_conversation(chat, row),
+                sample_id=row.prompt_id,
+                group_id=row.prompt_id,
+                prompt_id=row.prompt_id,
+                prompt_text=row.prompt,
+                response_text=reply_text(row.response),
+            )
+
+        samples = rendered_alone(answered, held_out_sample)
         return [sample for sample in samples if len(sample.token_ids) <= self.max_tokens]
 
-    def _held_out_sample(self, row: Row, chat: Chat) -> Trainable:
-        return given_sample(
-            *self.rendered(chat, row),
-            sample_id=row.prompt_id,
-            group_id=row.prompt_id,
-            prompt_id=row.prompt_id,
-            prompt_text=row.prompt,
-            response_text=reply_text(row.response),
-        )
 
+class HeldOutBatch(Node):
+    """The common part of nodes that send held-out samples as one batch, on which trainers are evaluated, never trained.
 
-class HeldOutDemonstrations(Node):
-    """Sends up to `num_rows` rows that `data` holds out from training; for texts, up to `num_rows` sequences.
-
-    The choice does not depend on the order of the data. Rows that are too long for `data` are left out.
+    Subclasses render the samples. `max_tokens` is the longest sample of the data, and `option` the option that says so.
     """
 
     batch: Out[Batch]
 
-    def __init__(self, data: HeldOutSource, *, num_rows: int = 512, token_budget: int = 8192) -> None:
-        self.data = data
+    group_size = 1
+    """Samples of a row."""
+    option = "max_tokens"
+
+    def __init__(self, *, num_rows: int, token_budget: int, max_tokens: int) -> None:
         self.num_rows = num_rows
         self.token_budget = token_budget
+        self.max_tokens = max_tokens
 
     def facts(self) -> Facts:
         return Facts(keeps_lineage=False)
 
     def check(self, facts: Any) -> list[str]:
         ranges = (("num_rows", self.num_rows), ("token_budget", self.token_budget))
-        problems = [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+        return [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+
+    def render_samples(self) -> list[Trainable]:
+        """The samples of up to `num_rows` rows; the choice does not depend on the order of the data."""
+        raise NotImplementedError
+
+    async def setup(self) -> None:
+        self._samples = await self.blocking(self.render_samples)
+
+    async def run(self) -> None:
+        if not self._samples:
+            raise ConfigError(f"all held-out rows have more than {self.max_tokens} tokens; raise {self.option}")
+        number = len(self._samples) // self.group_size
+        await self.batch.send(batch_of_samples(self._samples, number, self.token_budget))
+
+
+class HeldOutDemonstrations(HeldOutBatch):
+    """Sends up to `num_rows` rows that `data` holds out from training; for texts, up to `num_rows` sequences.
+
+    The choice does not depend on the order of the data. Rows that are too long for `data` are left out.
+    """
+
+    def __init__(self, data: HeldOutSource, *, num_rows: int = 512, token_budget: int = 8192) -> None:
+        super().__init__(num_rows=num_rows, token_budget=token_budget, max_tokens=data.max_tokens)
+        self.data = data
+
+    def check(self, facts: Any) -> list[str]:
+        problems = super().check(facts)
         if self.data.part != "train":
             problems.append(f"its data trains on part={self.data.part!r}; set part='train', so that rows are held out")
         return problems
@@ -226,13 +258,8 @@ class HeldOutDemonstrations(Node):
     def preflight(self) -> None:
         self.data.require_held_out()
 
-    async def setup(self) -> None:
-        self._samples = await self.blocking(self.data.held_out_samples, self.num_rows, self.context.progress)
-
-    async def run(self) -> None:
-        if not self._samples:
-            raise ConfigError(f"all held-out rows have more than {self.data.max_tokens} tokens; raise max_tokens")
-        await self.batch.send(batch_of(self._samples, self.token_budget))
+    def render_samples(self) -> list[Trainable]:
+        return self.data.held_out_samples(self.num_rows, self.context.progress)
 
 
 class HeldOutSource(Protocol):
@@ -290,13 +317,13 @@ def require_responses(task: Task, rows: Sequence[Row]) -> None:
         )
 
 
-def batch_of(samples: Sequence[Trainable], token_budget: int) -> Batch:
+def batch_of_samples(samples: Sequence[Trainable], num_groups: int, token_budget: int) -> Batch:
     """All samples as one batch."""
     return Batch(
         samples=tuple(samples),
         micro_batches=(),
         num_sequences=len(samples),
         num_tokens=sum(sample.response_tokens for sample in samples),
-        num_groups=len(samples),
+        num_groups=num_groups,
         token_budget=token_budget,
     )

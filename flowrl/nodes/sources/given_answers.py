@@ -25,7 +25,7 @@ from flowrl.nodes.sources.row_checks import (
     DroppedRows,
     RowTexts,
     TooLong,
-    refuse_long,
+    refuse_long_rows,
     rendered_alone,
     require_rendered,
     shortened,
@@ -90,8 +90,8 @@ class GivenAnswers(Node):
         return join_rows(found.train, found.held_out) if self.part == "all" else found.train
 
     def _refuse_long(self, chat: Chat) -> None:
-        lengths = rendered_alone(self._asked_rows(), lambda row: len(self._rendered(chat, row)[0]))
-        refuse_long(lengths, self.max_tokens, option="max_answer_tokens", task=self.task.name)
+        lengths = rendered_alone(self._asked_rows(), lambda row: len(self._render_answer(chat, row)[0]))
+        refuse_long_rows(lengths, self.max_tokens, option="max_answer_tokens", task=self.task.name)
 
     def _all_rows(self) -> Sequence[Row]:
         found = load_rows(self.task, whole=True)
@@ -115,15 +115,15 @@ class GivenAnswers(Node):
             elif prompt.member:
                 self.prompts.drop(prompt, "answer_given", state="filtered")
             else:
-                await self._give(prompt)
+                await self._give_answer(prompt)
 
     def is_given(self, group_id: str) -> bool:
         """Whether the group has the data's answer."""
         return random.Random(f"{self.context.seed}/{group_id}").random() < self.share
 
-    async def _give(self, prompt: Prompt) -> None:
-        sample = self._dropped.rendered(self._rows[prompt.prompt_id], partial(self.sample, prompt))
-        if sample is None or not self._dropped.fits([sample]):
+    async def _give_answer(self, prompt: Prompt) -> None:
+        sample = self._dropped.render_row(self._rows[prompt.prompt_id], partial(self.make_sample, prompt))
+        if sample is None or not self._dropped.samples_fit([sample]):
             self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
             return
         self.context.metric("answers_given", 1)
@@ -131,15 +131,15 @@ class GivenAnswers(Node):
         self.context.ledger.generated(sample)
         await self.rollouts.send(sample)
 
-    def _rendered(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
+    def _render_answer(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
         """(ids, mask) of a prompt with its answer; the mask marks the answer."""
         token_ids, mask = chat.with_tools(row.tools).completion(row.turns, row.response)
         return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
-    def sample(self, prompt: Prompt) -> Sample:
+    def make_sample(self, prompt: Prompt) -> Sample:
         """The sample that a model would make by giving the row's answer."""
         row = self._rows[prompt.prompt_id]
-        token_ids, mask = self._rendered(self._chat, row)
+        token_ids, mask = self._render_answer(self._chat, row)
         return Sample.of(
             prompt,
             response_text=reply_text(row.response),
@@ -211,14 +211,14 @@ class GivenResponses(Node):
     async def run(self) -> None:
         async for prompt in self.prompts:
             row = self._rows[prompt.prompt_id]
-            sample = await self.blocking(self._dropped.rendered, row, partial(self.sample, prompt))
+            sample = await self.blocking(self._dropped.render_row, row, partial(self.make_sample, prompt))
             if sample is None:
                 self.prompts.drop(prompt, "unrendered")
                 continue
             self.context.ledger.generated(sample)
             await self.rollouts.send(sample)
 
-    def sample(self, prompt: Prompt) -> Sample:
+    def make_sample(self, prompt: Prompt) -> Sample:
         """The prompt with its row's response."""
         response: Any = prompt.columns[self.column]
         row = self._rows[prompt.prompt_id]

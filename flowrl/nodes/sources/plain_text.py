@@ -83,13 +83,13 @@ class TextSource(PromptSource):
         self._pieces = self.texts.sequences(rows)
         return self._pieces
 
-    def _say(self, found: Rows) -> None:
+    def _report_rows(self, found: Rows) -> None:
         unused = len(found.train) + len(found.held_out) - self._num_texts
         others = f", {unused} texts held out" if unused else ""
         self.context.progress(
             f"{self._num_texts} texts, {len(self._rows)} sequences, {self._pieces.num_trained} tokens{others}"
         )
-        self.say_skipped(found)
+        self.report_skipped(found)
 
     def group(self, row: TextPiece, epoch: int) -> list[Prompt]:  # type: ignore[override]
         text = self._chat.tokenizer.decode(row.token_ids[1:])
@@ -118,7 +118,7 @@ class TextDataset(Node):
 
     async def run(self) -> None:
         async for prompt in self.prompts:
-            sample = _sample(
+            sample = text_sample(
                 prompt.token_ids,
                 prompt.text,
                 sample_id=prompt.sample_id,
@@ -142,12 +142,13 @@ class TextDataset(Node):
         rows = lowest_rows(self.texts.read().held_out, None)
         found = self.texts.sequences(rows, progress).lowest(most)
         return [
-            _sample(one.token_ids, "", sample_id=one.prompt_id, group_id=one.prompt_id, prompt_id=one.prompt_id)
+            text_sample(one.token_ids, "", sample_id=one.prompt_id, group_id=one.prompt_id, prompt_id=one.prompt_id)
             for one in found
         ]
 
 
-def _sample(token_ids: Int32, text: str, **fields: str | int) -> Trainable:
+def text_sample(token_ids: Int32, text: str, **fields: str | int) -> Trainable:
+    """The sample of a sequence: the first token is context."""
     mask = np.ones(len(token_ids), np.bool_)
     mask[0] = False
     return given_sample(token_ids, mask, prompt_text="", response_text=text, **fields)
@@ -165,8 +166,18 @@ class TextPieces(Sequence[TextPiece]):
     """Sequences of up to `most` tokens, cut from each text separately or from all texts joined; kept in `tokens`."""
 
     def __init__(self, texts: Iterable[Int32], tokens: TokenStore, most: int, *, joined: bool) -> None:
-        self._tokens, self._bounds = tokens, _bounds(texts, tokens, most, joined=joined)
-        self._ids = self._named()
+        found, length = array("q"), 0
+        for text in texts:
+            tokens.add(text)
+            for start, stop in () if joined else pieces(len(text), most):
+                found.extend((length + start, length + stop))
+            length += len(text)
+        for bounds in pieces(length, most) if joined else ():
+            found.extend(bounds)
+        self._tokens = tokens
+        self._bounds: Ints = np.array(found, np.int64).reshape(-1, 2)
+        """Start and stop of each sequence among the tokens."""
+        self._ids = self._digests()
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -199,31 +210,18 @@ class TextPieces(Sequence[TextPiece]):
         start, stop = map(int, self._bounds[index])
         return self._tokens.read(start, stop)
 
-    def _named(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def _digests(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """The digest of each sequence: of its tokens, and of the number of earlier sequences with the same tokens."""
-        found = np.fromiter((_digest(self._token_ids(n), 0) for n in range(len(self))), np.uint64, len(self))
+        found = np.fromiter((_digest_of(self._token_ids(n), 0) for n in range(len(self))), np.uint64, len(self))
         order = np.argsort(found, kind="stable")
         _, starts, group = np.unique(found[order], return_index=True, return_inverse=True)
         occurrences = np.arange(len(self)) - starts[group]
         for place in np.flatnonzero(occurrences):
             index = int(order[place])
-            found[index] = _digest(self._token_ids(index), int(occurrences[place]))
+            found[index] = _digest_of(self._token_ids(index), int(occurrences[place]))
         return found
 
 
-def _digest(token_ids: Int32, occurrence: int) -> int:
+def _digest_of(token_ids: Int32, occurrence: int) -> int:
     name = hashlib.blake2b(token_ids.tobytes() + occurrence.to_bytes(8, "big"), digest_size=8)
     return int.from_bytes(name.digest(), "big")
-
-
-def _bounds(texts: Iterable[Int32], tokens: TokenStore, most: int, *, joined: bool) -> Ints:
-    """Start and stop of each sequence; adds the tokens of `texts` to `tokens`."""
-    found, length = array("q"), 0
-    for text in texts:
-        tokens.add(text)
-        for start, stop in () if joined else pieces(len(text), most):
-            found.extend((length + start, length + stop))
-        length += len(text)
-    for bounds in pieces(length, most) if joined else ():
-        found.extend(bounds)
-    return np.array(found, np.int64).reshape(-1, 2)

@@ -6,10 +6,10 @@ They are recorded in the same ledger as rollouts: each completion is a member of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -17,26 +17,27 @@ from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
-from flowrl.graph.ports import In, Members, Out
-from flowrl.messages import Batch, Bool, Group, Int32, Mismatched, Prompt, Trainable
+from flowrl.graph.ports import In, Out
+from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered
 from flowrl.models.turn_ends import end_problem
+from flowrl.nodes.sources.demonstrations import HeldOutBatch
 from flowrl.nodes.sources.row_checks import (
     DroppedRows,
     RowTexts,
     TooLong,
-    refuse_long,
+    refuse_long_rows,
     rendered_alone,
     require_rendered,
     shortened,
+    within_limit,
 )
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Row, Rows, Task, load_preferences
 from flowrl.tasks.row_reading.message_shapes import reply_text
 from flowrl.tasks.row_reading.row_loading import RowUse
 from flowrl.tasks.row_reading.rows_on_disk import (
-    Digests,
     asked_ids,
     join_rows,
     lowest_asked,
@@ -139,7 +140,7 @@ class PreferenceDataset(Node):
         both = join_rows(rows.train, rows.held_out)
         check_tools(self.data.policy, both)
         if self.data.kind == "labelled":
-            mismatches(rows.train)
+            mismatched_rows(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
             self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
         said = [require_rendered(self.data.policy, self.data.task, both, self.data.texts)]
@@ -148,7 +149,7 @@ class PreferenceDataset(Node):
 
     def _refuse_long(self, rendered: Renderer) -> None:
         lengths = (max(len(sample.token_ids) for sample in samples) for samples in rendered)
-        refuse_long(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
+        refuse_long_rows(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
 
     async def setup(self) -> None:
         chat = await self.blocking(self.data.chat, self.context.progress)
@@ -163,22 +164,19 @@ class PreferenceDataset(Node):
     async def run(self) -> None:
         async for members in self.prompts.groups(self.data.group_size):
             row = self._render.rows[members.items[0].prompt_id]
-            samples = self._dropped.rendered(row, partial(self.samples, members.items))
-            if samples is None or not self._dropped.fits(samples):
+            samples = self._dropped.render_row(row, partial(self.make_samples, members.items))
+            if samples is None or not self._dropped.samples_fit(samples):
                 for prompt in members.items:
                     self.prompts.drop(prompt, "unrendered" if samples is None else "too_long")
                 continue
-            await self._send(members, samples)
+            for sample in samples:
+                self.context.metric("tokens_generated", sample.response_tokens)
+                self.context.ledger.generated(sample)
+            await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
-    async def _send(self, members: Members[Prompt], samples: tuple[Trainable, ...]) -> None:
-        for sample in samples:
-            self.context.metric("tokens_generated", sample.response_tokens)
-            self.context.ledger.generated(sample)
-        await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
-
-    def samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
+    def make_samples(self, prompts: Sequence[Prompt]) -> tuple[Trainable, ...]:
         """The completions of one row, with the ids that the ledger uses."""
-        rendered = self._render.row(prompts[0].prompt_id)
+        rendered = self._render.render_row(prompts[0].prompt_id)
         generator = f"{self.name}/{self.context.replica}"
         return tuple(
             replace(
@@ -206,27 +204,27 @@ class Renderer:
         self.rows = rows_by_id(rows)
         self._unrendered: set[str] = set()
         """Ids of rows whose completions cannot be rendered, as far as they were met as mismatches."""
-        self._mismatches = mismatches(rows) if rows and data.kind == "labelled" else {}
+        self._mismatches = mismatched_rows(rows) if rows and data.kind == "labelled" else {}
 
     def __iter__(self) -> Iterator[tuple[Trainable, ...]]:
         """The samples of each row that the template renders."""
-        return rendered_alone(self.rows, self.row)
+        return rendered_alone(self.rows, self.render_row)
 
-    def row(self, row_id: str) -> tuple[Trainable, ...]:
+    def render_row(self, row_id: str) -> tuple[Trainable, ...]:
         """The pair as neighbours, chosen first, or the one labelled completion. Raises Unrendered."""
         row = self.rows[row_id]
         if self._kind == "pairs":
             both = ((row.columns["chosen"], 1), (row.columns["rejected"], -1))
-            return self._shortened(tuple(self._sample(row, member, *one) for member, one in enumerate(both)))
+            return self._shorten_prompts(tuple(self._make_sample(row, member, *one) for member, one in enumerate(both)))
         label = 1 if row.columns["label"] else -1
-        sample = self._sample(row, 0, row.columns["completion"], label)
-        ids, mask = self._mismatched(row)
+        sample = self._make_sample(row, 0, row.columns["completion"], label)
+        ids, mask = self._render_mismatched(row)
         if self._truncates:  # as the sample itself: the completion stays
             ids, mask = shortened(ids, mask, self._max_tokens)
         mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
-        return self._shortened((replace(sample, mismatched=mismatched),))
+        return self._shorten_prompts((replace(sample, mismatched=mismatched),))
 
-    def _mismatched(self, row: Row) -> tuple[Int32, Bool]:
+    def _render_mismatched(self, row: Row) -> tuple[Int32, Bool]:
         """The row's prompt with the completion of the next row whose prompt is another one and whose completion can be
         rendered. Raises Unrendered if there is none."""
         other = row
@@ -240,14 +238,14 @@ class Renderer:
                 self._unrendered.add(other.prompt_id)
         raise Unrendered("no other row has a completion that can be put behind its prompt")
 
-    def _shortened(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
+    def _shorten_prompts(self, samples: tuple[Trainable, ...]) -> tuple[Trainable, ...]:
         """If one of the completions is too long, all lose the same number of tokens from the start of their prompt."""
         excess = max(len(sample.token_ids) for sample in samples) - self._max_tokens
         if not self._truncates or not 0 < excess < min(sample.prompt_tokens for sample in samples):
             return samples
-        return tuple(_without_beginning(sample, excess) for sample in samples)
+        return tuple(cut_beginning(sample, excess) for sample in samples)
 
-    def _sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
+    def _make_sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
         chat = self._chat.with_tools(row.tools)
         token_ids, mask = (chat.scored if self._scored else chat.completion)(row.turns, reply)
         return Trainable(
@@ -272,7 +270,8 @@ class Renderer:
         )
 
 
-def _without_beginning(sample: Trainable, number: int) -> Trainable:
+def cut_beginning(sample: Trainable, number: int) -> Trainable:
+    """`sample` without its first `number` tokens, all of which are of its prompt."""
     return replace(
         sample,
         token_ids=sample.token_ids[number:],
@@ -284,13 +283,14 @@ def _without_beginning(sample: Trainable, number: int) -> Trainable:
     )
 
 
-def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
+def mismatched_rows(rows: Sequence[Row]) -> Mapping[str, Row]:
     """For each row, the next row with another prompt in the order of their ids, which is practically random.
 
     The result depends only on the data, not on seed, epoch or batch, so its reference logprobs are computed once.
     Raises ConfigError if all prompts are the same.
     """
-    ids, asked = (_digests(one) for one in (prompt_ids(rows), asked_ids(rows)))
+    both = (prompt_ids(rows), asked_ids(rows))
+    ids, asked = (np.fromiter((int(one, 16) for one in found), np.uint64) for found in both)
     order = np.argsort(ids)
     ends = np.flatnonzero(asked[order] != np.roll(asked[order], -1))
     if not ends.size:
@@ -304,30 +304,17 @@ def mismatches(rows: Sequence[Row]) -> Mapping[str, Row]:
     return match_rows(rows, found)
 
 
-def _digests(found: Iterable[str]) -> Digests:
-    return np.fromiter((int(one, 16) for one in found), np.uint64)
-
-
-class HeldOutPreferences(Node):
+class HeldOutPreferences(HeldOutBatch):
     """Sends up to `num_rows` held-out rows of `data`; the choice does not depend on the order of the file.
 
     Rows with a conversation of more than the data's `max_tokens` are left out. For objectives that compare
     with a reference, a PreferenceReference sends the same rows with its logprobs.
     """
 
-    batch: Out[Batch]
-
     def __init__(self, data: Preferences, *, num_rows: int = 512, token_budget: int = 8192) -> None:
+        super().__init__(num_rows=num_rows, token_budget=token_budget, max_tokens=data.max_tokens)
         self.data = data
-        self.num_rows = num_rows
-        self.token_budget = token_budget
-
-    def facts(self) -> Facts:
-        return Facts(keeps_lineage=False)
-
-    def check(self, facts: Any) -> list[str]:
-        ranges = (("num_rows", self.num_rows), ("token_budget", self.token_budget))
-        return [f"{name} is {value}; it needs at least 1" for name, value in ranges if value < 1]
+        self.group_size = data.group_size
 
     def preflight(self) -> None:
         check_model(self.data.policy)
@@ -336,28 +323,8 @@ class HeldOutPreferences(Node):
                 f"{self.data.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
             )
 
-    async def setup(self) -> None:
-        self._samples = await self.blocking(self._render)
-
-    def _render(self) -> list[Trainable]:
+    def render_samples(self) -> list[Trainable]:
         chat = self.data.chat(self.context.progress)
         chosen = lowest_asked(self.data.rows().held_out, self.num_rows)
-        rendered = [samples for samples in Renderer(self.data, chat, chosen) if self._fits(samples)]
-        return [sample for samples in rendered for sample in samples]
-
-    def _fits(self, samples: Sequence[Trainable]) -> bool:
-        return max(len(sample.token_ids) for sample in samples) <= self.data.max_tokens
-
-    async def run(self) -> None:
-        samples = tuple(self._samples)
-        if not samples:
-            raise ConfigError(f"all held-out rows have more than {self.data.max_tokens} tokens; raise max_tokens")
-        batch = Batch(
-            samples=samples,
-            micro_batches=(),
-            num_sequences=len(samples),
-            num_tokens=sum(sample.response_tokens for sample in samples),
-            num_groups=len(samples) // self.data.group_size,
-            token_budget=self.token_budget,
-        )
-        await self.batch.send(batch)
+        rendered = Renderer(self.data, chat, chosen)
+        return [s for samples in rendered if within_limit(samples, self.data.max_tokens) for s in samples]

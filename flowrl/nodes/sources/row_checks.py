@@ -46,7 +46,7 @@ CHUNK = 128
 BITS = 10
 """Rows are tried in 2 ** BITS sweeps over all, each between the rows of those before."""
 
-PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
+PROGRAM = (sys.executable, "-c", f"from {__name__} import try_sent_rows; try_sent_rows()")
 """What a process runs that tries rows."""
 
 
@@ -62,7 +62,7 @@ class RowTexts:
     every_turn: bool = False
     """Whether earlier turns of the assistant are trained too."""
 
-    def problem(self, chat: Chat) -> str:
+    def why_unrendered(self, chat: Chat) -> str:
         """Why the chat cannot render it; "" if it can."""
         chat, first = chat.with_tools(self.tools), 0 if self.every_turn else len(self.turns)
         try:
@@ -91,7 +91,7 @@ class Trial:
     problems: dict[int, str] = field(default_factory=dict)
     """Index of a row -> why it cannot be rendered."""
 
-    def add(self, numbers: Sequence[int], found: Sequence[str]) -> None:
+    def add_rows(self, numbers: Sequence[int], found: Sequence[str]) -> None:
         self.tried += len(numbers)
         self.problems |= {number: why for number, why in zip(numbers, found, strict=True) if why}
 
@@ -105,7 +105,11 @@ def require_rendered(policy: Policy, task: Task, rows: Sequence[Row], texts: Cal
     if (tokenizer := known_tokenizer(policy)) is None:
         return None
     found = try_rows(policy, Chat(tokenizer, task.system_prompt), rows, texts)
-    skipped = {number: why for number, why in found.problems.items() if _is_skipped(task, rows[number])}
+    skipped: dict[int, str] = {}
+    for number, why in found.problems.items():
+        source = Task(str(rows[number].columns[OF_TASK])) if len(task.sources) > 1 else task
+        if source.options.get("malformed") == "skip":
+            skipped[number] = why
     if stopping := [number for number in found.problems if number not in skipped]:
         first = min(stopping)
         wrong = (
@@ -131,42 +135,38 @@ def place_of(row: Row) -> str:
     return row.place or f"the row of the prompt {row.prompt[:60]!r}"
 
 
-def _is_skipped(task: Task, row: Row) -> bool:
-    source = Task(str(row.columns[OF_TASK])) if len(task.sources) > 1 else task
-    return source.options.get("malformed") == "skip"
-
-
 def try_rows(
     policy: Policy, chat: Chat, rows: Sequence[Row], texts: Callable[[Row], RowTexts], *, limit_s: float = TRIAL_S
 ) -> Trial:
     """Render the rows until all are done, or the time is over. `chat` has the tokenizer of `policy`."""
     found, started = Trial(len(rows)), time.monotonic()
-    chunks = _chunks(len(rows))
+    chunks = spread_chunks(len(rows))
     for numbers in chunks:
-        found.add(numbers, [texts(rows[number]).problem(chat) for number in numbers])
+        found.add_rows(numbers, [texts(rows[number]).why_unrendered(chat) for number in numbers])
         spent = time.monotonic() - started
         needed = spent / found.tried * (len(rows) - found.tried)
         if spent >= limit_s:
             break
-        if spent >= ALONE_S / 5 and needed > ALONE_S and _num_cores() > 1:
-            number = min(_num_cores(), math.ceil(needed / ALONE_S))
-            _try_apart(policy, chat.system_prompt, rows, texts, chunks, found, number, started + limit_s)
+        if spent >= ALONE_S / 5 and needed > ALONE_S and num_cores() > 1:
+            number = min(num_cores(), math.ceil(needed / ALONE_S))
+            _try_in_processes(policy, chat.system_prompt, rows, texts, chunks, found, number, started + limit_s)
             break
     return found
 
 
-def _chunks(num_rows: int) -> Iterator[list[int]]:
+def spread_chunks(num_rows: int) -> Iterator[list[int]]:
     """All indices, in an order whose every beginning is spread evenly, some at a time."""
     firsts = (int(f"{number:0{BITS}b}"[::-1], 2) for number in range(1 << BITS))  # each halves the gaps so far
     order = (number for first in firsts for number in range(first, num_rows, 1 << BITS))
     return iter(lambda: list(itertools.islice(order, CHUNK)), [])
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def _try_apart(
+def _try_in_processes(
     policy: Policy,
     system_prompt: str,
     rows: Sequence[Row],
@@ -179,21 +179,21 @@ def _try_apart(
     """Render the remaining chunks in processes, until they are done or `until` on the monotonic clock."""
     reading = threading.Lock()
 
-    def ask(_: int) -> None:
+    def ask_process(_: int) -> None:
         with subprocess.Popen(PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdin is not None and child.stdout is not None
             try:
-                _send(child.stdin, (policy, system_prompt))
+                _send_message(child.stdin, (policy, system_prompt))
                 while True:
                     with reading:
                         numbers = next(chunks, []) if time.monotonic() < until else []
                         asked = [texts(rows[number]) for number in numbers]
                     if not numbers:
                         return
-                    _send(child.stdin, asked)
+                    _send_message(child.stdin, asked)
                     answer = pickle.load(child.stdout)
                     with reading:
-                        found.add(numbers, answer)
+                        found.add_rows(numbers, answer)
             except (EOFError, BrokenPipeError):
                 raise ConfigError(
                     f"a process that tried rows ended with {child.wait()}; look at what it printed above"
@@ -202,15 +202,15 @@ def _try_apart(
                 child.kill()
 
     with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(ask, range(processes)))
+        list(pool.map(ask_process, range(processes)))
 
 
-def _send(pipe: Any, message: Any) -> None:
+def _send_message(pipe: Any, message: Any) -> None:
     pickle.dump(message, pipe)  # between two processes of one program, over a pipe of their own
     pipe.flush()
 
 
-def main() -> None:
+def try_sent_rows() -> None:
     """The program of a process: it renders what arrives on standard input, until that ends."""
     die_with_parent()
     with os.fdopen(os.dup(1), "wb") as outbox:
@@ -222,7 +222,7 @@ def main() -> None:
                 asked: list[RowTexts] = pickle.load(sys.stdin.buffer)
             except EOFError:
                 return
-            _send(outbox, [one.problem(chat) for one in asked])
+            _send_message(outbox, [one.why_unrendered(chat) for one in asked])
 
 
 R = TypeVar("R")
@@ -254,7 +254,9 @@ class PromptLimit:
         return found
 
 
-def within(rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, task: str) -> tuple[Sequence[Row], int]:
+def rows_within(
+    rows: Sequence[Row], chat: Chat, most: int, limit: PromptLimit, *, task: str
+) -> tuple[Sequence[Row], int]:
     """The held-out rows of `task` that are asked, and how many prompts have more than `most` tokens.
 
     `limit` says whether such long prompts are asked without their beginning, or not asked. Raises ConfigError if they
@@ -286,13 +288,11 @@ def prompt_length(chat: Chat, row: Row) -> int:
 def shortened(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool]:
     """The last `most` tokens; all tokens if the last trained turn would lose its beginning or its whole prompt."""
     excess = len(token_ids) - most
-    return (token_ids[excess:], mask[excess:]) if 0 < excess < answer_start(mask) else (token_ids, mask)
-
-
-def answer_start(mask: Bool) -> int:
-    """Where the last trained turn begins."""
+    if excess <= 0:
+        return token_ids, mask
     places = np.flatnonzero(~mask[: int(np.flatnonzero(mask)[-1])])
-    return int(places[-1]) + 1 if places.size else 0
+    answer_start = int(places[-1]) + 1 if places.size else 0
+    return (token_ids[excess:], mask[excess:]) if excess < answer_start else (token_ids, mask)
 
 
 def within_limit(samples: Iterable[Trainable | Sample | Prompt], most: int) -> bool:
@@ -319,7 +319,7 @@ class DroppedRows:
         self._task = task
         self._number = 0
 
-    def fits(self, samples: Iterable[Trainable | Sample | Prompt]) -> bool:
+    def samples_fit(self, samples: Iterable[Trainable | Sample | Prompt]) -> bool:
         """Whether the samples of a row are short enough; else the caller drops the row. Raises ConfigError if as many
         rows as there are were too long, one after the other."""
         fits = within_limit(samples, self._most)
@@ -331,11 +331,11 @@ class DroppedRows:
             )
         return fits
 
-    def rendered(self, row: Row, render: Callable[[], T]) -> T | None:
+    def render_row(self, row: Row, render: Callable[[], T]) -> T | None:
         """What `render` makes of the row; None if the template does not render it, so that the caller drops the row.
 
         The first such row is named, and all are counted (`rows_unrendered`): a trial before the run names them unless
-        they are to be left out, or it had no time for all. Raises ConfigError as `fits` does.
+        they are to be left out, or it had no time for all. Raises ConfigError as `samples_fit` does.
         """
         try:
             return render()
@@ -363,7 +363,7 @@ def rendered_alone(rows: Iterable[R], render: Callable[[R], T]) -> Iterator[T]:
             continue
 
 
-def refuse_long(lengths: Iterable[int], most: int, *, option: str, task: str, noun: str = "conversations") -> None:
+def refuse_long_rows(lengths: Iterable[int], most: int, *, option: str, task: str, noun: str = "conversations") -> None:
     """Raise ConfigError if one of these lengths is above `most`."""
     lengths = list(lengths)
     if long := [length for length in lengths if length > most]:

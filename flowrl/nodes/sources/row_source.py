@@ -33,7 +33,7 @@ from flowrl.nodes.sources.row_checks import (
     TooLong,
     prompt_length,
     prompt_texts,
-    refuse_long,
+    refuse_long_rows,
     rendered_alone,
     require_rendered,
 )
@@ -117,7 +117,7 @@ class RowSource(Node):
         if self.curriculum is not None:
             names = [*prompt_ids(self._rows)]
             self._rates = PassRates(self.curriculum, names, self._buckets(self._rows), seed=self._seed)
-            self._take_up()
+            self._load_curriculum()
 
     def _buckets(self, rows: Sequence[Any]) -> list[str] | None:
         """The bucket of each row; None if each row has its own. Raises ConfigError if no row has the column."""
@@ -152,45 +152,42 @@ class RowSource(Node):
                     return
                 self._epoch, self._position = epoch, position + 1
             return
-        notes = asyncio.create_task(self.outcomes.each(self._note))
+        notes = asyncio.create_task(self.outcomes.each(self._note_outcome))
         try:
-            await self._send_chosen(self._rates)
+            await self._send_chosen_rows(self._rates)
             self.prompts.close()
             await notes
         finally:
             notes.cancel()
 
-    async def _send_chosen(self, rates: PassRates) -> None:
+    async def _send_chosen_rows(self, rates: PassRates) -> None:
         """Send groups until no further group is wanted, or the last epoch has ended."""
         ordered = self._from_cursor()
         numbers = {prompt_id: index for index, prompt_id in enumerate(prompt_ids(self._rows))}
         while True:
             # A group that was waiting when a checkpoint was taken comes first: some of its members may have been sent.
-            found = self._waiting or rates.choose()
+            found = self._waiting or rates.choose_row()
             place = None
             if found is None or found.reason == "order":
                 if (place := next(ordered, None)) is None:
                     return
                 found = ChosenRow(numbers[place[2].prompt_id], "order")
             if self._waiting is None:
-                rates.asked(found.row)  # before it is sent: its outcome may arrive while the last member is sent
+                rates.note_asked(found.row)  # before it is sent: its outcome may arrive while the last member is sent
                 self._waiting = found
-            if not await self.offer(self.group(self._rows[found.row], rates.visits(found.row) - 1)):
+            if not await self.offer(self.group(self._rows[found.row], rates.num_visits(found.row) - 1)):
                 return
             self._waiting = None
             if place is not None:
                 self._epoch, self._position = place[0], place[1] + 1
-            self._count(found)
+            self.context.metric("prompts_chosen", found.reason == "chosen")
+            self.context.metric("prompts_replayed", found.reason == "replayed")
+            if found.pass_rate is not None and found.reason == "chosen":
+                self.context.gauge("chosen_pass_rate", found.pass_rate)
 
-    def _count(self, found: ChosenRow) -> None:
-        self.context.metric("prompts_chosen", found.reason == "chosen")
-        self.context.metric("prompts_replayed", found.reason == "replayed")
-        if found.pass_rate is not None and found.reason == "chosen":
-            self.context.gauge("chosen_pass_rate", found.pass_rate)
-
-    async def _note(self, outcome: GroupOutcome) -> Noted:
+    async def _note_outcome(self, outcome: GroupOutcome) -> Noted:
         assert self._rates is not None
-        is_new = self._rates.note(outcome)
+        is_new = self._rates.note_outcome(outcome)
         if is_new:
             self.context.gauge("all_equal_share", all_equal(outcome.raw_rewards))
             self.context.gauge("prompts_solved", self._rates.num_at(1.0))
@@ -222,6 +219,16 @@ class RowSource(Node):
         """All rows of `part`."""
         return join_rows(train, held_out) if self.part == "all" else train if self.part == "train" else held_out
 
+    def _rows_of_task(self, task: Task, found: Rows) -> Sequence[Row]:
+        """The rows of `part` among those of a task, at most `num_prompts`; a mixture keeps its weights in them."""
+        return first_rows(self.of_part(found.train, found.held_out), task, self.num_prompts)
+
+    def _order_of_task(self, task: Task, epoch: int) -> list[int]:
+        """The order of an epoch; that of a mixture draws from each source by its weight."""
+        if len(task.sources) > 1:
+            return mixed_order(self._rows, task, self._seed, epoch)
+        return epoch_order(len(self._rows), self._seed, epoch)
+
     def state(self) -> Mapping[str, Any]:
         cursor = {"epoch": self._epoch, "position": self._position, "order": self._digests.get(self._epoch, "")}
         if self._rates is None:
@@ -240,15 +247,15 @@ class RowSource(Node):
             f"the prompts of epoch {epoch} differ from those that the run was started with, or their order does; "
             "resume with the task, data and seed it was started with, or start a new run from the checkpoint's model"
             for epoch, order in epochs.items()
-            if order != self._digest(self._order(epoch))
+            if order != self._digest_of_order(self._epoch_order(epoch))
         ]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._saved = state
-        self._take_up()
+        self._load_curriculum()
 
-    def _take_up(self) -> None:
+    def _load_curriculum(self) -> None:
         """Load the curriculum's state from a checkpoint, as soon as both the curriculum and that state exist."""
         if self._rates is not None and "curriculum" in self._saved:
             self._rates.load_state(self._saved["curriculum"])
@@ -259,17 +266,17 @@ class RowSource(Node):
         epochs = self.epochs if self.epochs is not None or self.context.steps is not None else 1
         epoch, start = self._epoch, self._position
         while epochs is None or epoch < epochs:
-            if not (order := self._order(epoch)):  # no rows: this epoch and all later ones would be empty
+            if not (order := self._epoch_order(epoch)):  # no rows: this epoch and all later ones would be empty
                 return
-            self._digests[epoch] = self._digest(order)
+            self._digests[epoch] = self._digest_of_order(order)
             for position in range(start, len(order)):
                 yield epoch, position, self._rows[order[position]]
             epoch, start = epoch + 1, 0
 
-    def _order(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         return epoch_order(len(self._rows), self._seed, epoch)
 
-    def _digest(self, order: Sequence[int]) -> str:
+    def _digest_of_order(self, order: Sequence[int]) -> str:
         """The digest of the prompts in this order."""
         names = [*prompt_ids(self._rows)]
         found = hashlib.blake2b(digest_size=8)
@@ -377,9 +384,9 @@ class PromptSource(RowSource):
         )
         if self.too_long == "error":
             await self.blocking(self._refuse_long, self._chat, self._rows)
-        self._say(await self.blocking(self.read))
+        self._report_rows(await self.blocking(self.read))
 
-    def _say(self, found: Rows) -> None:
+    def _report_rows(self, found: Rows) -> None:
         """Report how many rows are used, and why the others are not."""
         unused = len(found.train) + len(found.held_out) - len(self._rows)
         others = [f"{unused} held out or not asked for"] if unused else []
@@ -389,17 +396,16 @@ class PromptSource(RowSource):
         for name, number in (("rows_repeated", found.repeated), ("rows_below_min_score", found.low_scores)):
             if number:
                 self.context.metric(name, number)
-        self.say_skipped(found)
+        self.report_skipped(found)
 
-    def say_skipped(self, found: Rows) -> None:
+    def report_skipped(self, found: Rows) -> None:
         """Report the rows that were skipped because they are malformed."""
         if skipped := found.skipped:
             self.context.metric("rows_skipped", len(skipped))
             self.context.progress(f"{len(skipped)} malformed rows are skipped, the first: {skipped[0]}")
 
     def rows(self) -> Sequence[Row]:
-        rows = self.read()
-        return first_rows(self.of_part(rows.train, rows.held_out), self.task, self.num_prompts)
+        return self._rows_of_task(self.task, self.read())
 
     def read(self) -> Rows:
         """All rows; a process reads them only once."""
@@ -408,7 +414,7 @@ class PromptSource(RowSource):
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         """Its members; none if the template does not render the prompt."""
         self._seen += 1
-        rendered = self._dropped.rendered(row, lambda: self._chat.with_tools(row.tools).prompt(row.turns))
+        rendered = self._dropped.render_row(row, lambda: self._chat.with_tools(row.tools).prompt(row.turns))
         if rendered is None:
             return []
         text, token_ids = rendered
@@ -422,20 +428,18 @@ class PromptSource(RowSource):
         return self.members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
 
     async def offer(self, group: list[Prompt]) -> bool:
-        if not group or not self._dropped.fits(group[:1]):
+        if not group or not self._dropped.samples_fit(group[:1]):
             return True
         return await super().offer(group)
 
-    def _order(self, epoch: int) -> list[int]:
-        if len(self.task.sources) > 1:
-            return mixed_order(self._rows, self.task, self._seed, epoch)
-        return super()._order(epoch)
+    def _epoch_order(self, epoch: int) -> list[int]:
+        return self._order_of_task(self.task, epoch)
 
     def _refuse_long(self, chat: Chat, rows: Sequence[Row]) -> None:
         """Raise ConfigError if a prompt is too long."""
         lengths = rendered_alone(rows, lambda row: prompt_length(chat, row))
         option = "max_prompt_tokens"
-        refuse_long(lengths, self.max_prompt_tokens, option=option, task=self.task.name, noun="prompts")
+        refuse_long_rows(lengths, self.max_prompt_tokens, option=option, task=self.task.name, noun="prompts")
 
 
 MESSAGES = "messages"
@@ -473,16 +477,13 @@ class TaskSource(RowSource):
         return "; ".join(load_rows(self.task, whole=self.part == "all").opened) or None
 
     def rows(self) -> Sequence[Row]:
-        rows = load_rows(self.task, whole=self.part == "all")
-        return first_rows(self.of_part(rows.train, rows.held_out), self.task, self.num_prompts)
+        return self._rows_of_task(self.task, load_rows(self.task, whole=self.part == "all"))
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         return self.members(row.prompt_id, epoch, **task_fields(self.task, row))
 
-    def _order(self, epoch: int) -> list[int]:
-        if len(self.task.sources) > 1:
-            return mixed_order(self._rows, self.task, self._seed, epoch)
-        return super()._order(epoch)
+    def _epoch_order(self, epoch: int) -> list[int]:
+        return self._order_of_task(self.task, epoch)
 
 
 def task_fields(task: Task, row: Row) -> Mapping[str, Any]:

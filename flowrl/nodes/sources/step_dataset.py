@@ -13,14 +13,15 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
-from flowrl.messages import Batch, Group, Prompt, Trainable
+from flowrl.messages import Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
 from flowrl.models.tokens.steps import require_steps, separator_of, split_steps, step_tokens
+from flowrl.nodes.sources.demonstrations import HeldOutBatch
 from flowrl.nodes.sources.row_checks import (
     DroppedRows,
     RowTexts,
     TooLong,
-    refuse_long,
+    refuse_long_rows,
     rendered_alone,
     require_rendered,
 )
@@ -67,19 +68,21 @@ class StepDataset(Node):
             labelled_steps(row, self.separator)
         if self.too_long == "error" and not self.policy.built_in:
             self._refuse_long(Chat(tokenizer_of(self.policy), self.task.system_prompt))
-        return require_rendered(self.policy, self.task, rows, self.texts)
+        return require_rendered(self.policy, self.task, rows, self.row_texts)
 
-    def texts(self, row: Row) -> RowTexts:
+    def row_texts(self, row: Row) -> RowTexts:
         """What is rendered of a row."""
         return RowTexts(row.turns, tools=row.tools, steps=tuple(labelled_steps(row, self.separator)[0]))
 
     def _refuse_long(self, chat: Chat) -> None:
         found = load_demonstrations(self.task)
         rows = join_rows(found.train, found.held_out)
-        lengths = rendered_alone(rows, lambda row: len(self.sample(chat, row, sample_id="", group_id="").token_ids))
-        refuse_long(lengths, self.max_tokens, option="max_length", task=self.task.name)
+        lengths = rendered_alone(
+            rows, lambda row: len(self.make_sample(chat, row, sample_id="", group_id="").token_ids)
+        )
+        refuse_long_rows(lengths, self.max_tokens, option="max_length", task=self.task.name)
 
-    def sample(self, chat: Chat, row: Row, **fields: Any) -> Trainable:
+    def make_sample(self, chat: Chat, row: Row, **fields: Any) -> Trainable:
         """The sample of a row; with `too_long="truncate"`, without as much of its prompt's beginning as is too long."""
         most = self.max_tokens if self.too_long == "truncate" else None
         return step_sample(chat, row, self.separator, most=most, **fields)
@@ -99,8 +102,8 @@ class StepDataset(Node):
         async for prompt in self.prompts:
             fields = {name: getattr(prompt, name) for name in ("sample_id", "group_id", "epoch", "member")}
             row = self._rows[prompt.prompt_id]
-            sample = self._dropped.rendered(row, partial(self.sample, self._chat, row, **fields))
-            if sample is None or not self._dropped.fits([sample]):
+            sample = self._dropped.render_row(row, partial(self.make_sample, self._chat, row, **fields))
+            if sample is None or not self._dropped.samples_fit([sample]):
                 self.prompts.drop(prompt, "unrendered" if sample is None else "too_long")
                 continue
             self.context.metric("tokens_generated", sample.response_tokens)
@@ -108,18 +111,14 @@ class StepDataset(Node):
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
 
-class HeldOutSteps(Node):
+class HeldOutSteps(HeldOutBatch):
     """Sends up to `num_rows` held-out rows as one batch, on which a trainer is evaluated."""
 
-    batch: Out[Batch]
+    option = "max_length"
 
     def __init__(self, data: StepDataset, *, num_rows: int = 256, token_budget: int = 8192) -> None:
+        super().__init__(num_rows=num_rows, token_budget=token_budget, max_tokens=data.max_tokens)
         self.data = data
-        self.num_rows = num_rows
-        self.token_budget = token_budget
-
-    def facts(self) -> Facts:
-        return Facts(keeps_lineage=False)
 
     def preflight(self) -> None:
         if not load_demonstrations(self.data.task).held_out:
@@ -127,24 +126,13 @@ class HeldOutSteps(Node):
                 f"{self.data.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
             )
 
-    async def setup(self) -> None:
-        self._samples = await self.blocking(self._render)
-
-    def _render(self) -> tuple[Trainable, ...]:
+    def render_samples(self) -> list[Trainable]:
         chat = Chat(tokenizer_of(self.data.policy, progress=self.context.progress), self.data.task.system_prompt)
         rows = lowest_rows(load_demonstrations(self.data.task).held_out, self.num_rows)
         made = rendered_alone(
-            rows, lambda row: self.data.sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id)
+            rows, lambda row: self.data.make_sample(chat, row, sample_id=row.prompt_id, group_id=row.prompt_id)
         )
-        return tuple(sample for sample in made if len(sample.token_ids) <= self.data.max_tokens)
-
-    async def run(self) -> None:
-        if not self._samples:
-            raise ConfigError(f"all held-out rows have more than {self.data.max_tokens} tokens; raise max_length")
-        steps = sum(sample.response_tokens for sample in self._samples)
-        number = len(self._samples)
-        batch = Batch(self._samples, (), number, steps, num_groups=number, token_budget=self.token_budget)
-        await self.batch.send(batch)
+        return [sample for sample in made if len(sample.token_ids) <= self.data.max_tokens]
 
 
 def labelled_steps(row: Row, separator: str) -> tuple[list[str], list[float]]:
@@ -153,7 +141,8 @@ def labelled_steps(row: Row, separator: str) -> tuple[list[str], list[float]]:
     if isinstance(steps, str):
         steps = split_steps(steps, separator)
     labels: Any = row.columns.get(LABELS)
-    if not _texts(steps) or not isinstance(labels, Sequence) or isinstance(labels, str) or len(labels) != len(steps):
+    listed = isinstance(steps, Sequence) and bool(steps) and all(isinstance(step, str) for step in steps)
+    if not listed or not isinstance(labels, Sequence) or isinstance(labels, str) or len(labels) != len(steps):
         raise ConfigError(
             f"the row of the prompt {row.prompt[:60]!r} has no `steps` (a list of texts, or one text with separators) "
             f"and as many `labels`: it has {', '.join(row.columns) or 'the prompt alone'}"
@@ -161,10 +150,6 @@ def labelled_steps(row: Row, separator: str) -> tuple[list[str], list[float]]:
     if not all(isinstance(label, bool | int | float) and 0 <= label <= 1 for label in labels):
         raise ConfigError(f"the row of the prompt {row.prompt[:60]!r} has the labels {list(labels)}; they are 0 to 1")
     return list(steps), [float(label) for label in labels]
-
-
-def _texts(steps: Any) -> bool:
-    return isinstance(steps, Sequence) and bool(steps) and all(isinstance(step, str) for step in steps)
 
 
 def step_sample(chat: Chat, row: Row, separator: str, *, most: int | None = None, **fields: Any) -> Trainable:

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="draw_shifted",
         fault="of the draws on a border between two weights the number before is taken",
-        function="WeightedDraw.draw",
+        function="WeightedDraw.draw_number",
         before="if place + step < len(self._sums) and self._sums[place + step] <= left:",
         after="if place + step < len(self._sums) and self._sums[place + step] < left:",
         test="tests/nodes/test_nodes_pass_rates.py::test_a_number_is_drawn_exactly_as_often_as_its_weight_says",
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         name="episode_room",
         fault="the room for a reply does not count the context",
-        function="Attempt._turn",
+        function="Attempt._play_turn",
         before="limits = (self._tokens - context.size, self._limits.turn_tokens, step.max_tokens)",
         after="limits = (self._tokens, self._limits.turn_tokens, step.max_tokens)",
         test="tests/nodes/episodes/test_nodes_environment.py::test_limits_cut_an_episode_off_before_the_model_does",
@@ -112,9 +112,9 @@ MUTANTS = (
     Mutant(
         name="filter_on_shaped_rewards",
         fault="dynamic sampling judges shaped rewards",
-        function="GroupFilter.judge",
-        before="reason = self._settings.reason([sample.raw_reward for sample in samples])",
-        after="reason = self._settings.reason([sample.reward for sample in samples])",
+        function="GroupFilter.judge_group",
+        before="reason = self._settings.why_filtered([sample.raw_reward for sample in samples])",
+        after="reason = self._settings.why_filtered([sample.reward for sample in samples])",
         test="tests/nodes/test_nodes_dynamic.py::test_raw_rewards_decide_before_any_shaping",
     ),
     Mutant(
@@ -145,7 +145,7 @@ MUTANTS = (
         name="generator_takes_prompts_early",
         fault="a generator takes prompts before its first weights",
         function="Generator.run",
-        before="await self._gate.passed()",
+        before="await self._gate.wait_open()",
         after="pass",
         test="tests/nodes/generation/test_generator_devices.py::test_nothing_is_taken_before_the_first_weights",
     ),
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         name="kl_controller_sign",
         fault="the KL controller moves away from its target",
-        function="AdaptiveKL.next",
+        function="AdaptiveKL.next_coef",
         before="return coef * (1.0 + self.gain * error)",
         after="return coef * (1.0 - self.gain * error)",
         test="tests/nodes/test_nodes_running.py::test_the_controller_moves_towards_its_target_within_its_limit",
@@ -209,7 +209,7 @@ MUTANTS = (
         name="lost_engine_holds_tickets",
         fault="a generator whose engine has died keeps tickets of all later versions",
         function="Generator._follow_weights",
-        before="self._updates.skip(manifest)",
+        before="self._updates.skip_version(manifest)",
         after="pass",
         test="tests/runtime/checkpoints/test_runtime_half_done.py::test_an_engine_that_dies_costs_requests_and_no_episode",
     ),
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         name="outcome_counted_twice",
         fault="an outcome that is told again counts again",
-        function="PassRates.note",
+        function="PassRates.note_outcome",
         before="if known is None or not known[HEARD] < outcome.epoch < known[ASKED]:",
         after="if known is None or not known[HEARD] <= outcome.epoch < known[ASKED]:",
         test="tests/nodes/test_nodes_curriculum.py::test_an_outcome_counts_once_and_a_prompt_in_flight_is_not_chosen",
@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         name="overlong_bonus",
         fault="long responses are rewarded",
-        function="Overlong.penalty",
+        function="Overlong.length_penalty",
         before="return -self.factor * min(max(over, 0.0), 1.0)",
         after="return self.factor * min(max(over, 0.0), 1.0)",
         test="tests/nodes/test_nodes_reward.py::test_shaping_steps_in_their_order",
@@ -256,9 +256,9 @@ MUTANTS = (
     Mutant(
         name="pair_cut_apart",
         fault="the completions of a pair lose different parts of their prompt",
-        function="Renderer._shortened",
-        before="return tuple(_without_beginning(sample, excess) for sample in samples)",
-        after="return tuple(_without_beginning(s, max(0, len(s.token_ids) - self._max_tokens)) for s in samples)",
+        function="Renderer._shorten_prompts",
+        before="return tuple(cut_beginning(sample, excess) for sample in samples)",
+        after="return tuple(cut_beginning(s, max(0, len(s.token_ids) - self._max_tokens)) for s in samples)",
         test="tests/nodes/test_nodes_too_long.py::test_both_completions_of_a_pair_lose_the_same_part_of_their_prompt",
     ),
     Mutant(
@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         name="piece_before_the_trainer_waits",
         fault="a piece is sent while the trainer works on the batch before",
-        function="TokenBatch._least",
+        function="TokenBatch._num_enough",
         before="ahead = self.batches.num_untaken if self._begun.num_pieces else self.batches.num_unfinished",
         after="ahead = self.batches.num_untaken if self._begun.num_pieces else 0",
         test="tests/nodes/test_nodes_batch_pieces.py::test_a_busy_trainer_gets_whole_batches",
@@ -320,7 +320,7 @@ MUTANTS = (
     Mutant(
         name="reference_of_another_time",
         fault="a sample is compared with the reference before its own",
-        function="KeptReferences.of",
+        function="KeptReferences.number_for",
         before="return version // self._every * self._every",
         after="return max(0, version - 1) // self._every * self._every",
         test="tests/nodes/test_nodes_refreshed.py::test_a_sample_is_compared_with_the_reference_of_its_version",
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         name="request_without_cache",
         fault="a request comes to vLLM while its KV cache sleeps",
-        function="VllmSampler._last",
+        function="VllmSampler._run_request",
         before="await self.wake_cache()",
         after="pass",
         test="tests/nodes/generation/test_vllm_sleep.py::test_a_request_wakes_the_cache",
@@ -360,9 +360,9 @@ MUTANTS = (
     Mutant(
         name="seat_reward_of_the_mover",
         fault="every seat gets the reward of the one that has moved",
-        function="Attempt._reward",
-        before="other.rewarded(reward)",
-        after="other.rewarded(step.rewards[seat.number])",
+        function="Attempt._reward_seats",
+        before="other.add_reward(reward)",
+        after="other.add_reward(step.rewards[seat.number])",
         test="tests/nodes/episodes/test_nodes_seats.py::test_each_seat_gets_its_own_reward_at_its_last_turn",
     ),
     Mutant(
@@ -392,7 +392,7 @@ MUTANTS = (
     Mutant(
         name="stop_penalty_everywhere",
         fault="finished responses pay the stop penalty too",
-        function="Shaping.shaped",
+        function="Shaping.shape_reward",
         before="if truncated and self.stop_penalty is not None:",
         after="if self.stop_penalty is not None:",
         test="tests/nodes/test_nodes_reward.py::test_shaping_steps_in_their_order",
@@ -408,7 +408,7 @@ MUTANTS = (
     Mutant(
         name="tensor_size_not_derived",
         fault="a generator uses one of its GPUs",
-        function="Parallel._tensor",
+        function="Parallel.tensor_size",
         before="return self.tensor or max(1, num_gpus) // (self.pipeline * self.data)",
         after="return self.tensor or 1",
         test="tests/nodes/generation/test_generator_parallel.py::test_what_is_not_asked_for_is_tensor_parallel",
@@ -456,17 +456,17 @@ MUTANTS = (
     Mutant(
         name="whitening_of_stale_tokens",
         fault="tokens too old for the loss enter the whitening",
-        function="TokenBatch._trained",
-        before="return loss_masks(samples, self._mask_staleness, version)",
-        after="return loss_masks(samples, -1, version)",
+        function="TokenBatch.make_batch",
+        before="masks = loss_masks(samples, self._mask_staleness, self.context.start_version + self._num_sent)",
+        after="masks = loss_masks(samples, -1, self.context.start_version + self._num_sent)",
         test="tests/nodes/test_nodes_batch.py::test_tokens_that_are_too_old_do_not_enter_the_whitening",
     ),
     Mutant(
         name="whitening_per_group",
         fault="each group is whitened by itself",
-        function="TokenBatch.batch",
-        before='samples = whitened(samples, self._trained(samples), mean_only=self.whiten == "mean")',
-        after='samples = sum((whitened(g.samples, self._trained(g.samples), mean_only=self.whiten == "mean") for g in groups), ())',
+        function="TokenBatch.make_batch",
+        before='samples = whitened(samples, masks, mean_only=self.whiten == "mean")',
+        after="samples = sum((whitened(g.samples, loss_masks(g.samples, self._mask_staleness, self._num_sent), mean_only=False) for g in groups), ())",
         test="tests/nodes/test_nodes_batch.py::test_whitening_is_over_the_trained_tokens_of_the_whole_batch",
     ),
 )

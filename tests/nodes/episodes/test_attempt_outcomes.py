@@ -61,12 +61,12 @@ class Played:
     def begin(self, num: int) -> None:
         for _ in range(num):
             stack = ExitStack()
-            self._open.append((stack, stack.enter_context(self.outcomes.playing())))
+            self._open.append((stack, stack.enter_context(self.outcomes.begin_attempt())))
 
     def succeed(self, num: int) -> None:
         for _ in range(num):
             stack, attempt = self._open.pop(0)
-            self.outcomes.succeeded(attempt)
+            self.outcomes.note_success(attempt)
             stack.close()
 
     def fail(self, num: int, cause: str = "env_unreachable", *, event: str = "") -> list[bool]:
@@ -75,7 +75,7 @@ class Played:
         for _ in range(num):
             stack, attempt = self._open.pop(0)
             with stack:
-                used.append(self.outcomes.failed(attempt, cause, f"{cause}!", event=event))
+                used.append(self.outcomes.note_failure(attempt, cause, f"{cause}!", event=event))
         return used
 
     def begin_and_fail(self, num: int, cause: str = "env_unreachable", *, event: str = "") -> None:
@@ -129,16 +129,16 @@ def test_attempts_that_fail_one_after_another_and_start_again_at_once_end_the_ru
 def test_further_attempts_wait_until_one_succeeds() -> None:
     async def scenario() -> None:
         played = Played()
-        await played.outcomes.ready()  # nothing has failed
+        await played.outcomes.wait_ready()  # nothing has failed
         played.begin(FIRST_ATTEMPTS + 1)
         played.fail(FIRST_ATTEMPTS)
-        waiting = [asyncio.create_task(played.outcomes.ready()) for _ in range(100)]
+        waiting = [asyncio.create_task(played.outcomes.wait_ready()) for _ in range(100)]
         await ticks()
         assert played.context.waiting == 100 and not any(task.done() for task in waiting)
         played.succeed(1)
         await asyncio.gather(*waiting)
         assert played.context.waiting == 0
-        await played.outcomes.ready()
+        await played.outcomes.wait_ready()
 
     asyncio.run(scenario())
 
@@ -147,7 +147,7 @@ def test_a_pause_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_outcomes, "PAUSES_S", (0.01, 0.01))
     played = Played()
     played.begin_and_fail(FIRST_ATTEMPTS)
-    asyncio.run(played.outcomes.ready())
+    asyncio.run(played.outcomes.wait_ready())
 
 
 def test_what_fails_soon_is_no_sign_of_what_is_still_played() -> None:
@@ -211,12 +211,12 @@ class Away(Environment):
         super().__init__("played", Policy("tiny"), limits=Limits(retries=2))
         self.away = away
 
-    async def attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Any:
+    async def play_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Any:
         if log.attempt < self.away:
             raise AttemptFailed("env_unreachable", "away")
         return "played"
 
-    def episode(self, prompt: Prompt, played: Any, attempt: int) -> Any:
+    def make_episode(self, prompt: Prompt, played: Any, attempt: int) -> Any:
         return attempt
 
 

@@ -19,7 +19,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Trainable, packed
 from flowrl.models import Policy
 from flowrl.nodes import BestOfN, PairMaker, TokenBatch
-from flowrl.nodes.groups.batch import branch_metrics, question, repeated_tokens, require_advantages
+from flowrl.nodes.groups.batch import branch_metrics, repeated_tokens, require_advantages, value_question
 from flowrl.nodes.scoring.reference import EpisodeReference
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.runtime.ledger.ledger_client import Use
@@ -233,7 +233,7 @@ def test_what_takes_one_sequence_says_so() -> None:
     made = trainable(0, THREE)
     text = r"sample 'g:0' has 3 sequences, .* takes samples of one; set history='append'"
     with pytest.raises(ConfigError, match=text):
-        question([Group("g", (made,), 1)])
+        value_question([Group("g", (made,), 1)])
     with pytest.raises(ConfigError, match=text):
         PairMaker(size=2).pair([made, trainable(1, [[1]])])
     require_one_sequence([trainable(1, [[1]])], "a critic")

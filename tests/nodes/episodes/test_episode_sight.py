@@ -23,7 +23,7 @@ from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, Generator, Limits
 from flowrl.nodes.episodes.episode_node import template_findings
-from flowrl.nodes.episodes.episode_reports import retokenizes
+from flowrl.nodes.episodes.episode_reports import is_retokenized
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.training.batch_stats import ages_by_turn, length_name
@@ -59,7 +59,7 @@ def test_shares_of_a_line(tmp_path: Path) -> None:
 
 def test_a_reply_that_tokenizing_would_change() -> None:
     tokenizer = character_tokenizer()
-    assert not retokenizes(tokenizer, tokenizer("12<|end|>")["input_ids"])
+    assert not is_retokenized(tokenizer, tokenizer("12<|end|>")["input_ids"])
 
     class Merging:
         def decode(self, ids: list[int], **options: Any) -> str:
@@ -68,7 +68,7 @@ def test_a_reply_that_tokenizing_would_change() -> None:
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [7]}
 
-    assert retokenizes(Merging(), [1, 2])
+    assert is_retokenized(Merging(), [1, 2])
 
 
 def test_ages_by_turn() -> None:

@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import Environment, Limits, Shaping
-from flowrl.nodes.episodes.attempt import joined
+from flowrl.nodes.episodes.attempt import join_observations
 from flowrl.testing import NodeRecord, NodeRig
 from tests.environments import play_envs
 from tests.nodes.episodes.test_nodes_environment import TOKENIZER, Script, prompt
@@ -154,7 +154,7 @@ def test_members_of_a_group_play_the_same_seat_and_the_next_epoch_another() -> N
     node = Environment(f"{PLAYED}:Bids", Policy("tiny"))
     node.opponent.connected = True
     node._pool = type("Pool", (), {"seats": 2})()
-    later = {epoch: node._trained(Prompt(**{**prompt(seed=1).__dict__, "epoch": epoch})) for epoch in range(3)}
+    later = {epoch: node._trained_seats(Prompt(**{**prompt(seed=1).__dict__, "epoch": epoch})) for epoch in range(3)}
     assert later == {0: (1,), 1: (0,), 2: (1,)}
 
 
@@ -173,7 +173,7 @@ def test_a_seat_that_is_shown_nothing_at_first_reads_what_the_other_did() -> Non
 
 def test_texts_that_a_seat_has_not_read_are_one_message() -> None:
     shown = [Observation("a"), Observation("b")]
-    assert joined(shown, (), 999) == [{"role": "user", "content": "a\nb"}]
-    assert joined([], (), 999) == [{"role": "user", "content": ""}]
+    assert join_observations(shown, (), 999) == [{"role": "user", "content": "a\nb"}]
+    assert join_observations([], (), 999) == [{"role": "user", "content": ""}]
     told = Observation(messages=({"role": "user", "content": "c"},))
-    assert [message["content"] for message in joined([told, *shown], (), 999)] == ["c", "a", "b"]
+    assert [message["content"] for message in join_observations([told, *shown], (), 999)] == ["c", "a", "b"]

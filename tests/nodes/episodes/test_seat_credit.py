@@ -11,7 +11,7 @@ from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
 from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, PairMaker
-from flowrl.nodes.groups.batch import RunningEstimate, question
+from flowrl.nodes.groups.batch import RunningEstimate, value_question
 from flowrl.nodes.groups.group_filter import GroupFilter
 from flowrl.testing import run_node
 from flowrl.training.advantages import Estimate, of_seat, require_one_seat, seats_of
@@ -111,13 +111,15 @@ def test_what_compares_one_reward_of_a_sample_says_so() -> None:
     trainable = Estimate("dr_grpo").trainable([made, game(1, (0.0, 1.0))])
     text = r"has played 2 seats of sample 'g:0', .* connect the port opponent"
     with pytest.raises(ConfigError, match=text):
-        GroupFilter(DynamicSampling(groups_per_step=1)).judge([made])
+        GroupFilter(DynamicSampling(groups_per_step=1)).judge_group([made])
     with pytest.raises(ConfigError, match=text):
         PairMaker(size=2).pair([made, made])
     with pytest.raises(ConfigError, match=text):
         run_node(BestOfN(size=2), {"scored": [made, game(1, (0.0, 1.0))]})
     with pytest.raises(ConfigError, match=text):
-        question([Group("g", trainable, 2)])
+        value_question([Group("g", trainable, 2)])
     with pytest.raises(ConfigError, match=text):
-        RunningEstimate(Estimate("rloo"), normalise_rewards=True, adaptive_kl=None).batch([Group("g", trainable, 2)])
+        RunningEstimate(Estimate("rloo"), normalise_rewards=True, adaptive_kl=None).estimate_batch(
+            [Group("g", trainable, 2)]
+        )
     require_one_seat([replace(made, seats=(1,), seat_rewards=((1, 0.5),), branches=())], "a critic")

@@ -104,10 +104,10 @@ def test_an_episode_that_stays_out_of_the_loss_is_in_the_baseline() -> None:
 
 
 def test_shaping_keeps_the_sum_and_negates_every_turn() -> None:
-    assert Shaping().by_turn([0.1, 0.2, 0.3], 0.1 + 0.2 + 0.3) == [0.1, 0.2, 0.3]
-    assert Shaping(negate=True).by_turn([1.0, -2.0], 1.0) == [-1.0, 2.0]
-    assert Shaping(stop_penalty=0.5).by_turn([1.0, 1.0], 1.0) == [1.0, 0.0]
-    assert Shaping().by_turn([], 0.0) == []
+    assert Shaping().rewards_by_turn([0.1, 0.2, 0.3], 0.1 + 0.2 + 0.3) == [0.1, 0.2, 0.3]
+    assert Shaping(negate=True).rewards_by_turn([1.0, -2.0], 1.0) == [-1.0, 2.0]
+    assert Shaping(stop_penalty=0.5).rewards_by_turn([1.0, 1.0], 1.0) == [1.0, 0.0]
+    assert Shaping().rewards_by_turn([], 0.0) == []
 
 
 def test_samples_without_turns_are_refused_in_a_sentence() -> None:

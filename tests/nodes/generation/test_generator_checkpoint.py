@@ -40,7 +40,7 @@ class Table:
     def so_far(self, request_id: str) -> Completion | None:
         return self.parts.get(request_id, part())
 
-    def text(self, token_ids: Any) -> str:
+    def decode_text(self, token_ids: Any) -> str:
         return ""
 
 
@@ -55,11 +55,11 @@ async def begun(count: int) -> tuple[Generator, Table, list[asyncio.Task[Sample]
     internals.name, internals._sampler, internals._updates = "generator", table, Updates()
     internals.context = RecordingContext()
     internals._responses = Responses(internals._sampler, internals._updates, generator._gate, internals.context)
-    generator._gate.open("weights")
+    generator._gate.open_for("weights")
     prompts = [*(make_prompt(number) for number in range(count)), make_prompt(99)]
     kinds = [TRAINING] * count + [EVALUATION]
     samples = [
-        asyncio.create_task(generator._sample(prompt, generator.sampling, kind))
+        asyncio.create_task(generator._sample_prompt(prompt, generator.sampling, kind))
         for prompt, kind in zip(prompts, kinds, strict=True)
     ]
     await ticks(10)  # all that can go on has gone on
@@ -127,7 +127,7 @@ def test_what_begins_during_a_checkpoint_waits_and_what_is_cancelled_ends_its_re
     async def body() -> None:
         generator, table, samples = await begun(1)
         await generator.snapshot()
-        late = asyncio.create_task(generator._sample(make_prompt(1), generator.sampling, TRAINING))
+        late = asyncio.create_task(generator._sample_prompt(make_prompt(1), generator.sampling, TRAINING))
         samples[0].cancel()
         await ticks(10)  # all that can go on has gone on
         assert samples[0].cancelled() and next(iter(table.ends.values())).cancelled()

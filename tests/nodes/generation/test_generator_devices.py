@@ -140,7 +140,7 @@ def test_nothing_is_taken_before_the_first_weights(compiled: list[str]) -> None:
         running = asyncio.create_task(made.run())
         await ticks(20)
         before = list(ports.taken)
-        made._gate.open("weights")
+        made._gate.open_for("weights")
         await ticks(20)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -148,7 +148,7 @@ def test_nothing_is_taken_before_the_first_weights(compiled: list[str]) -> None:
 
     made = placed((0,), time_shared=True)
     before, after = asyncio.run(life())
-    assert before == [] and sorted(after) == ["_generate", "answer"]
+    assert before == [] and sorted(after) == ["_generate_sample", "answer_request"]
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ class Letters:
     def required(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def text(self, token_ids: Any) -> str:
+    def decode_text(self, token_ids: Any) -> str:
         return ""
 
 
@@ -81,7 +81,7 @@ def generator(sampler: Letters) -> tuple[Generator, Booked]:
     internals._sampler, internals._parser = sampler, reply_parser(TOKENIZER)
     updates: Any = Updates()
     internals._responses = Responses(internals._sampler, updates, made._gate, internals.context)
-    made._gate.open("weights")
+    made._gate.open_for("weights")
     return made, context
 
 
@@ -93,7 +93,7 @@ def turn(**fields: Any) -> Turn:
 def reply_to(asked: Turn, text: str = "12<|end|>") -> tuple[Reply, Letters, Booked]:
     sampler = Letters(text)
     made, context = generator(sampler)
-    return asyncio.run(made._reply(asked)), sampler, context
+    return asyncio.run(made._generate_reply(asked)), sampler, context
 
 
 def test_a_turn_is_sampled_as_training_is_within_its_own_limits() -> None:
@@ -137,8 +137,8 @@ def test_a_turn_is_continued_after_a_checkpoint_and_its_tokens_are_not_in_it() -
     async def body() -> None:
         made, _ = generator(Letters("12<|end|>"))
         assert await made.snapshot() == {}
-        waiting = asyncio.create_task(made._reply(turn()))
-        sample = asyncio.create_task(made._sample(make_prompt(1), made.sampling, 0))
+        waiting = asyncio.create_task(made._generate_reply(turn()))
+        sample = asyncio.create_task(made._sample_prompt(make_prompt(1), made.sampling, 0))
         await ticks(3)
         assert not waiting.done()
         await made.resume()
@@ -161,7 +161,7 @@ def test_what_had_arrived_of_a_turn_is_booked_when_the_engine_dies_without_what_
     asked = turn(prefix_token_ids=before, prefix_logprobs=np.zeros(1, np.float32), prefix_versions=before * 0 + 6)
     made, context = generator(dying("2"))
     with pytest.raises(EngineDied):
-        asyncio.run(made._reply(asked))
+        asyncio.run(made._generate_reply(asked))
     ((lost, reply, reason),) = context.lost
     assert (reason, context.requests) == ("generator_died", [])
     assert lost.request_id == "s/0.0" and lost.token_ids.tolist() == [*CONTEXT, *before]
@@ -189,7 +189,7 @@ def test_a_replica_whose_engine_died_answers_nothing_more_and_leaves_versions_ou
         standby = Standby(context, "generator/1")
         for _ in range(2):
             with pytest.raises(OutOfService, match=r"generator/1: vLLM's engine process died"):
-                await standby.serving(dies)(turn())
+                await standby.guard_body(dies)(turn())
         assert standby.has_left and not await standby.goes_on(dies(turn()))
         assert len(context.told) == 1 and context.counted == {"generators_lost": 1.0}
 
@@ -201,7 +201,7 @@ def test_a_replica_that_no_other_can_stand_in_for_ends_the_run() -> None:
         context: Any = Replicas(others_stand_in=False)
         standby = Standby(context, "generator/0")
         with pytest.raises(EngineDied):
-            await standby.serving(dies)(turn())
+            await standby.guard_body(dies)(turn())
         with pytest.raises(EngineDied):
             await standby.goes_on(dies(turn()))
 
@@ -219,10 +219,10 @@ def test_a_request_at_the_gate_ends_with_the_engine() -> None:
     async def body() -> None:
         sampler = Dead("12<|end|>")
         made, context = generator(sampler)
-        made._gate.close("weights")
+        made._gate.close_for("weights")
         sampler.death = engine_died()
         with pytest.raises(EngineDied):
-            await made._reply(turn())
+            await made._generate_reply(turn())
         assert [reply.token_ids.size for _, reply, _ in context.lost] == [0]
 
     asyncio.run(body())

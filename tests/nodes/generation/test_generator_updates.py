@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.messages import Weights
-from flowrl.nodes.generation.responses import UpdateGate, WeightUpdates, skips
+from flowrl.nodes.generation.responses import UpdateGate, WeightUpdates, skips_version
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
@@ -34,22 +34,22 @@ class Recorder:
     async def pause(self) -> None:
         self.note("pause")
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         self.note("room")
 
-    async def load(self, update: Mapping[str, Any], manifest: Weights) -> float:
+    async def load_version(self, update: Mapping[str, Any], manifest: Weights) -> float:
         segment = Segment(update["segment"])
         self.note(f"load {segment.version}")
         segment.close()
         return 0.0
 
-    async def label(self, version: int) -> None:
+    async def label_tokens(self, version: int) -> None:
         self.note(f"label {version}")
 
     async def resume(self) -> None:
         self.note("resume")
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self.note("score")
         return [[self.logprob] * (len(sequence) - 1) for sequence in sequences]
 
@@ -67,7 +67,7 @@ class Rig:
 
     def take(self, manifest: Weights) -> bool:
         self.sampler.events.clear()
-        return asyncio.run(self.updates.take(manifest))
+        return asyncio.run(self.updates.take_version(manifest))
 
 
 @pytest.fixture
@@ -135,10 +135,10 @@ def test_the_probe_is_scored_after_the_pause() -> None:
 
 def test_the_gate_opens_when_all_have_opened_it() -> None:
     gate = UpdateGate()
-    gate.close("checkpoint")
-    gate.open("weights")
+    gate.close_for("checkpoint")
+    gate.open_for("weights")
     assert not gate.is_open
-    gate.open("checkpoint")
+    gate.open_for("checkpoint")
     assert gate.is_open
 
 
@@ -146,7 +146,7 @@ def taken(versions: Sequence[int], *, every: int) -> list[int]:
     """Those of the versions that arrive which a generator takes; the latest edge has lost the others."""
     held = [-1]
     for version in versions:
-        if not skips(held[-1], version, every=every):
+        if not skips_version(held[-1], version, every=every):
             held.append(version)
     return held[1:]
 
@@ -159,6 +159,6 @@ def test_a_generator_may_take_every_nth_version() -> None:
 
 def test_a_version_that_is_left_out_holds_no_ticket_back(publisher: Publisher) -> None:
     rig = Rig()
-    rig.updates.skip(published(publisher, 4))
+    rig.updates.skip_version(published(publisher, 4))
     assert rig.context.held == [("generator/0", "policy", 4)]
     assert rig.updates.version == -1 and not rig.sampler.events

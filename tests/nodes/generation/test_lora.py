@@ -153,20 +153,20 @@ def test_an_adapter_stays_until_its_last_request_and_the_next_one_waits_for_it()
     async def life() -> None:
         engine = Engine()
         adapters = Adapters(engine, AdapterSlots(4, 2))
-        assert await adapters.load({}, {}, 0) == 0.3
-        with adapters.using() as first:
+        assert await adapters.load_adapter({}, {}, 0) == 0.3
+        with adapters.use_current() as first:
             assert first == 1
-            await adapters.room()
-            await adapters.load({}, {}, 1)
+            await adapters.wait_for_room()
+            await adapters.load_adapter({}, {}, 1)
             assert engine.held == {1, 2}
-            waiting = asyncio.create_task(adapters.room())
+            waiting = asyncio.create_task(adapters.wait_for_room())
             await ticks()
             assert not waiting.done()
-            with adapters.using() as second:
+            with adapters.use_current() as second:
                 assert second == 2
         await waiting
         assert engine.held == {2}
-        await adapters.load({}, {}, 2)
+        await adapters.load_adapter({}, {}, 2)
         assert engine.held == {2, 3}
 
     asyncio.run(life())

@@ -20,7 +20,7 @@ from flowrl.nodes.generation.vllm_processes import (
     EngineDied,
     EngineProcesses,
     error_in,
-    starting,
+    reported_start,
 )
 from flowrl.testing import NodeRig
 from tests.nodes.generation.generator_rig import make_prompt
@@ -139,7 +139,7 @@ def test_a_block_that_ends_in_the_same_tick_as_the_process_is_not_cancelled_late
         processes.listen()
         async with processes.required():
             loop.call_soon(answered.set)
-            loop.call_soon(processes._report)
+            loop.call_soon(processes._report_end)
             await answered.wait()
         assert processes.have_ended
         await asyncio.sleep(0.01)  # where a cancel would arrive
@@ -209,9 +209,9 @@ def test_a_process_that_is_gone_already() -> None:
 
 
 def test_an_engine_that_does_not_start_is_told_in_a_sentence() -> None:
-    with pytest.raises(FlowrlError, match="ended before it was ready"), starting():
+    with pytest.raises(FlowrlError, match="ended before it was ready"), reported_start():
         raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
-    with pytest.raises(RuntimeError, match="another"), starting():
+    with pytest.raises(RuntimeError, match="another"), reported_start():
         raise RuntimeError("another")
 
 
@@ -241,10 +241,10 @@ def test_what_has_ended_the_engine_is_quoted_and_nothing_else() -> None:
 def test_the_message_of_a_failed_start_has_the_engines_error(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "from flowrl.nodes.generation.vllm_processes import starting\n"
+        "from flowrl.nodes.generation.vllm_processes import reported_start\n"
         f"print({LOG!r}, flush=True)\n"
         "try:\n"
-        "    with starting():\n"
+        "    with reported_start():\n"
         "        raise RuntimeError('Engine core initialization failed. See root cause above.')\n"
         "except Exception as problem:\n"
         f"    open({str(tmp_path / 'told')!r}, 'w').write(str(problem))\n"

@@ -77,7 +77,7 @@ def test_an_update_is_applied_before_the_cache_takes_its_room() -> None:
         await sampler.wake()
         await sampler.pause()
         assert engine.asleep == {"kv_cache"}
-        await sampler.load({}, None)  # type: ignore[arg-type]
+        await sampler.load_version({}, None)  # type: ignore[arg-type]
         await sampler.resume()
         assert engine.calls == ["sleep", "wake weights", "pause", "apply", "wake kv_cache", "resume"]
 
@@ -134,7 +134,7 @@ def test_a_request_wakes_the_cache() -> None:
         engine, sampler = made()
         await sampler.sleep()  # vLLM's
         await sampler.wake()
-        assert await sampler.score([[5, 6, 7]]) == [[-0.5, -0.25]]
+        assert await sampler.score_sequences([[5, 6, 7]]) == [[-0.5, -0.25]]
         assert engine.calls == ["sleep", "wake weights", "wake kv_cache", "request score-1"]
 
     play(main())

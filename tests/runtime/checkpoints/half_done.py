@@ -155,7 +155,7 @@ class Clock:
         logprobs = [-(1 + at % 7) / 8 for at, _ in enumerate(part)]
         return Completion.of(part, logprobs, [self.version] * len(part), reason)
 
-    def text(self, token_ids: Any) -> str:
+    def decode_text(self, token_ids: Any) -> str:
         return str(TOKENIZER.decode(token_ids))
 
     def close(self) -> None:
@@ -193,11 +193,11 @@ class Speaker(Generator):
         sampler: Any = self._sampler
         return int(sampler.version)
 
-    async def take(self, manifest: Any) -> bool:
+    async def take_version(self, manifest: Any) -> bool:
         sampler: Any = self._sampler
         sampler.require_alive()
         sampler.version = manifest.version
-        self._gate.open("weights")
+        self._gate.open_for("weights")
         self.context.ledger.holds(self.replica_name, manifest.policy, manifest.version)
         return True
 
@@ -209,5 +209,5 @@ class Speaker(Generator):
         SEEN.pauses_s.append(asyncio.get_running_loop().time() - self.stopped_s)
         await super().resume()
 
-    def skip(self, manifest: Any) -> None:
+    def skip_version(self, manifest: Any) -> None:
         self.context.ledger.holds(self.replica_name, manifest.policy, manifest.version)

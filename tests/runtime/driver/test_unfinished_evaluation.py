@@ -206,8 +206,8 @@ def test_a_count_says_how_many_of_how_many_and_how_fast() -> None:
     count = ProgressCount("answers", said.append, total=5276, there=1000, now=lambda: now[0])
     for seconds, number in ((70.0, 40), (74.9, 100), (75.0, 100), (79.0, 10), (81.0, 5), (82.0, 1)):
         now[0] = seconds
-        count.add(number)
-    count.end()
+        count.count_items(number)
+    count.report_end()
     assert said == [
         "1,000 of 5,276 answers are there already",
         "1,240 of 5,276 answers (40/s)",
@@ -216,6 +216,6 @@ def test_a_count_says_how_many_of_how_many_and_how_fast() -> None:
     ]
     short: list[str] = []
     count = ProgressCount("answers", short.append, total=3, now=lambda: 0.0)
-    count.add(3)
-    count.end()
+    count.count_items(3)
+    count.report_end()
     assert short == [], "what takes no time is not told"

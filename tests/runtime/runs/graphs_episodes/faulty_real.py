@@ -27,9 +27,9 @@ class MeddlingGenerator(Generator):
         named = self.context.replica + 1 == self.context.num_replicas
         self.moments = Moments(self._sampler.tokenizer, named=named)
 
-    async def _reply(self, turn: Turn) -> Reply:
+    async def _generate_reply(self, turn: Turn) -> Reply:
         async with self.moments.generating(turn):
-            reply = await super()._reply(turn)
+            reply = await super()._generate_reply(turn)
         return self.moments.said(turn, reply)
 
     async def snapshot(self) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Unsteady(Env):
 class Rewriting(Environment):
     """The template shows of earlier replies only what follows their last "c", as others drop reasoning."""
 
-    def _load(self, model_dir: str) -> None:
-        super()._load(model_dir)
+    def _load_tokenizer(self, model_dir: str) -> None:
+        super()._load_tokenizer(model_dir)
         content, shown = "{{ message['content'] }}", "{{ message['content'].split('c')[-1] }}"
         choice = f"{{% if message['role'] == 'assistant' %}}{shown}{{% else %}}{content}{{% endif %}}"
         self._templates = Templates(character_tokenizer(chat_template=CHAT_TEMPLATE.replace(content, choice)))

@@ -10,7 +10,7 @@ from flowrl.environments.sticks_env import Sticks
 from flowrl.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
-from flowrl.nodes.generation.responses import skips
+from flowrl.nodes.generation.responses import skips_version
 from tests.runtime.runs.graphs_episodes.played import Meddler, Speaker, Training
 
 SAYS = "111122233334"
@@ -36,7 +36,7 @@ class Mover(Speaker):
 
     async def follow(self) -> None:
         async for weights in self.weights:
-            if not skips(self.version, weights.version, every=self.every):
+            if not skips_version(self.version, weights.version, every=self.every):
                 self.version = weights.version
             self.ready.set()
             self.context.ledger.holds(f"{self.name}/{self.context.replica}", weights.policy, weights.version)
