@@ -33,7 +33,7 @@ IMPORTED = (
     "flowrl.commands.run_graph",
     "flowrl.graph.analysis.check",
     "flowrl.recipes",
-    "flowrl.blocks",
+    "flowrl.options",
     "ray",
     "ray.dashboard.agent",
     "ray.dashboard.modules.reporter.reporter_agent",

@@ -10,17 +10,21 @@ The default is a game of some turns that `tiny` can learn, against an opponent t
 from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.recipes.agent_tools import GroupedEpisodes, episode_graph
+from flowrl.options import EnvironmentOptions, EpisodeConfig, EpisodeData, ReplySampling
+from flowrl.recipes.agent_tools import episode_graph
 from flowrl.tasks import Task
 
 
 @dataclass(frozen=True)
-class AgentGame(GroupedEpisodes):
+class AgentGame(EpisodeConfig):
+    help_texts = {"task": "What `tiny` is warm-started on; other policies ignore it."}
+
+    data: EpisodeData = EpisodeData(Task("sticks"))
+    sampling: ReplySampling = ReplySampling(max_tokens=16)
+    episodes: EnvironmentOptions = EnvironmentOptions()
+
     environment: str = "flowrl.environments.sticks_env:SticksAgainst"
     """The environment's name, as in docs/environments.md."""
-    task: Task = Task("sticks")
-    """What `tiny` is warm-started on; other policies ignore it."""
-    max_tokens: int = 16
 
 
 def graph(cfg: AgentGame) -> Graph:

@@ -6,10 +6,22 @@ flowrl run custom_node --steps 60
 from dataclasses import dataclass
 
 from flowrl import Facts, Graph, In, Node, Out, Sample
-from flowrl.blocks import evaluate, refer
-from flowrl.loss_options import RewardKLOptions
 from flowrl.nodes import GroupAdvantage
-from flowrl.prompt_options import RewardOptions
+from flowrl.options import (
+    EvaluationOptions,
+    GroupOptions,
+    NormalisationOptions,
+    OnlineConfig,
+    ResponseShaping,
+    RewardKLLoss,
+    RewardOptions,
+    make_batcher,
+    make_generator,
+    make_prompts,
+    make_reward,
+    make_trainer,
+    train_on_answers,
+)
 from flowrl.training.advantages import Estimate
 
 
@@ -37,40 +49,30 @@ def short_and_right(prompt: str, response: str, *, answer: str) -> dict[str, obj
 
 
 @dataclass(frozen=True)
-class Custom(RewardKLOptions, RewardOptions):
-    evaluate: int = 0
+class Custom(OnlineConfig):
+    reward: RewardOptions = RewardOptions()
+    shaping: ResponseShaping = ResponseShaping()
+    groups: GroupOptions = GroupOptions()
+    normalisation: NormalisationOptions = NormalisationOptions()
+    loss: RewardKLLoss = RewardKLLoss()
+    evaluation: EvaluationOptions = EvaluationOptions(evaluate=0)
 
 
 def graph(cfg: Custom) -> Graph:
-    estimate = Estimate("group_norm", **cfg.reward_kl_settings)
-    filtering = cfg.filtering(cfg.groups_per_step)
+    estimate = Estimate("group_norm", **cfg.loss.of_estimate)
+    objective = cfg.loss.build(cfg.sampling.max_tokens)
 
     g = Graph("custom_node")
-    prompts = g.add("prompts", cfg.prompts(curriculum=cfg.curriculum))
-    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
+    prompts = g.add("prompts", make_prompts(cfg))
+    generator = g.add("generator", make_generator(cfg), **cfg.place_generator())
     no_echo = g.add("no_echo", NoEcho())
-    reward = g.add("reward", cfg.make_reward(function=short_and_right), **cfg.place_reward())
-    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size, dynamic=filtering))
-    batcher = g.add("batcher", cfg.batcher(**cfg.of_advantages(estimate), adaptive_kl=cfg.adaptive_kl))
-    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.max_tokens)), **cfg.place(cfg.trainer))
+    reward = g.add("reward", make_reward(cfg, function=short_and_right), **cfg.reward.place_in(cfg))
+    filtering = cfg.groups.build(cfg.steps.groups_per_step)
+    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.sampling.group_size, dynamic=filtering))
+    batcher = g.add("batcher", make_batcher(cfg, estimate))
+    trainer = g.add("trainer", make_trainer(cfg, objective), **cfg.place(cfg.trainer.size))
 
-    g.connect(prompts.prompts, generator.prompts)
-    g.connect(generator.rollouts, no_echo.rollouts)
-    rollouts, followers = refer(g, cfg, cfg.compared_with, no_echo.kept, trainer)
-    g.connect(rollouts, reward.rollouts)
-    g.connect(reward.scored, advantage.scored)
-    g.connect(advantage.groups, batcher.groups)
-    g.connect(batcher.batches, trainer.batches, dispatch="gang")
-    g.latest(trainer.weights, generator.weights)
-    if cfg.curriculum.used:
-        g.call(advantage.outcomes, prompts.outcomes)
-    g.admit(
-        prompts.prompts,
-        until=(generator.weights, *followers),
-        staleness=cfg.staleness,
-        on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
+    reference, through = cfg.loss.compared_with(cfg), (no_echo.rollouts, no_echo.kept)
+    return train_on_answers(
+        g, cfg, prompts, generator, reward, advantage, batcher, trainer, reference=reference, through=through
     )
-    evaluate(g, cfg, generator)
-    cfg.share_devices(g, ("trainer", "reward", "reference"))
-    return g

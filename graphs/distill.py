@@ -1,5 +1,8 @@
 """Distillation: a teacher scores every token of the student's samples, or of the data's answers, for the student.
 
+    advantage   A_t = log π_teacher(token t) − log π(token t), at every sampled token, and the loss is that of a policy
+    --exact     loss = KL(π ‖ π_teacher) of whole next-token distributions; with --beta the divergence of GKD
+
 flowrl run distill --steps 60
 flowrl run distill --beta 0.5 --lmbda 0.5 --steps 60
 flowrl run distill --beta 0 --lmbda 0 --policy /models/small --teacher /models/large --task answers.jsonl --steps 200
@@ -10,24 +13,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import ANSWERING, evaluate, evaluate_offline, refer
-from flowrl.loss_options import LossOptions
 from flowrl.models import Policy
 from flowrl.nodes import GivenAnswers, Teacher, TeacherAdvantage
-from flowrl.prompt_options import PromptOptions
-from flowrl.role_options import TeacherSize, too_low, unused
+from flowrl.options import (
+    ANSWERING,
+    OnlineConfig,
+    PolicyLoss,
+    TeacherSize,
+    add_evaluation,
+    add_offline_evaluation,
+    add_reference,
+    make_batcher,
+    make_generator,
+    make_prompts,
+    make_trainer,
+    too_low,
+    train_on_groups,
+    unused,
+)
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.token_objectives import GeneralizedJSD, ReverseKL
 
 
 @dataclass(frozen=True)
-class Distill(LossOptions, PromptOptions):
-    policy: str = "tiny"
-    """The student: tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub."""
-    temperature: float = 1.0
-    """Temperature of student and teacher."""
-    group_size: int = 8
-    """Number of samples for one prompt. They are not compared with each other, so 1 is enough."""
+class Distill(OnlineConfig):
+    help_texts = {
+        "policy": "The student: tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub.",
+        "temperature": "Temperature of student and teacher.",
+        "group_size": "Number of samples for one prompt. They are not compared with each other, so 1 is enough.",
+    }
+
+    loss: PolicyLoss = PolicyLoss()
+
     negate_rewards: bool = False
     """A control experiment: the student learns the opposite of what the teacher prefers and must get worse."""
 
@@ -54,13 +71,18 @@ class Distill(LossOptions, PromptOptions):
     def answers(self, student: Policy) -> GivenAnswers:
         """The node that gives the data's answers to the prompts that the student does not answer."""
         return GivenAnswers(
-            self.task,
+            self.data.task,
             student,
             share=1 - self.lmbda,
             max_tokens=self.max_answer_tokens,
-            too_long=self.too_long,
-            part=self.trained_part,
+            too_long=self.data.too_long,
+            part=self.evaluation.trained_part(self.data.task),
         )
+
+    def judge(self, student: Policy, *, exact: bool) -> Teacher:
+        """The node that scores the student's tokens; `exact`: for whole distributions, which the trainer computes."""
+        teacher, scoring = self.model.like(self.teacher.model), self.trainer.scoring(self.teacher)
+        return Teacher(teacher, student=student, temperature=self.sampling.temperature, exact=exact, **scoring)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -77,12 +99,12 @@ class Distill(LossOptions, PromptOptions):
         if not self.lmbda:
             why = "nothing is sampled, for --lmbda is 0: every prompt has the one answer of the data; leave this out"
             names = ("staleness", "on_limit", "look_ahead", "overlong_filter")
-            yield from unused(self, names if self.group_size == 1 else ("group_size", *names), why)
-        if self.task.reward and not self.evaluates:
+            yield from unused(self, names if self.sampling.group_size == 1 else ("group_size", *names), why)
+        if self.data.task.reward and not self.evaluation.evaluates:
             yield "--task.reward scores held-out answers here, for the teacher scores the others, and --evaluate is 0"
         if self.exact and self.beta is not None:
             yield "--exact is the same as --beta 1; give one of the two"
-        if self.compares_whole and self.objective != PolicyObjective():
+        if self.compares_whole and self.loss.objective != PolicyObjective():
             what = "--exact trains the reverse KL" if self.exact else "--beta trains the divergence"
             yield f"{what} itself, without advantages; leave --objective out"
 
@@ -98,22 +120,19 @@ def graph(cfg: Distill) -> Graph:
     exact = ReverseKL(negate=negate) if cfg.beta is None else GeneralizedJSD(negate=negate, beta=cfg.beta)
 
     if not cfg.lmbda:
-        return offline_graph(replace(cfg, group_size=1), exact)
+        return offline_graph(replace(cfg, sampling=replace(cfg.sampling, group_size=1)), exact)
 
     g = Graph("distill")
-    prompts = g.add("prompts", cfg.prompts(student))
-    generator = g.add("generator", cfg.make_generator(cfg.sampling), **cfg.place_generator())
-    judge = g.add(
-        "teacher",
-        Teacher(teacher, student=student, temperature=cfg.temperature, exact=whole, **cfg.scoring(cfg.teacher)),
-        **cfg.place(cfg.teacher),
-    )
-    advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
-    batcher = g.add("batcher", cfg.batcher())
-    learner = cfg.make_trainer(exact if whole else cfg.loss(cfg.max_tokens), teacher=teacher if whole else None)
-    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
+    prompts = g.add("prompts", make_prompts(cfg, student))
+    generator = g.add("generator", make_generator(cfg), **cfg.place_generator())
+    judge = g.add("teacher", cfg.judge(student, exact=whole), **cfg.place(cfg.teacher))
+    advantage = g.add("advantage", TeacherAdvantage(size=cfg.sampling.group_size, negate=negate))
+    batcher = g.add("batcher", make_batcher(cfg))
+    objective = exact if whole else cfg.loss.build(cfg.sampling.max_tokens)
+    learner = make_trainer(cfg, objective, teacher=teacher if whole else None)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer.size))
 
-    rollouts, followers = refer(g, cfg, cfg.compared_with, generator.rollouts, trainer)
+    rollouts, followers = add_reference(g, cfg, cfg.loss.compared_with(cfg), generator.rollouts, trainer)
     g.connect(rollouts, judge.rollouts)
     if cfg.lmbda == 1:
         g.connect(prompts.prompts, generator.prompts)
@@ -123,17 +142,8 @@ def graph(cfg: Distill) -> Graph:
         g.connect(given.rollouts, judge.rollouts)
         g.connect(given.others, generator.prompts)
     g.connect(judge.scored, advantage.scored)
-    g.connect(advantage.groups, batcher.groups)
-    g.connect(batcher.batches, trainer.batches, dispatch="gang")
-    g.latest(trainer.weights, generator.weights)
-    g.admit(
-        prompts.prompts,
-        until=(generator.weights, *followers),
-        staleness=cfg.staleness,
-        on_limit=cfg.on_limit,
-        look_ahead=cfg.look_ahead,
-    )
-    evaluate(g, cfg, generator)
+    train_on_groups(g, cfg, prompts, advantage.groups, batcher, trainer, generator, followers=followers)
+    add_evaluation(g, cfg, generator)
     cfg.share_devices(g, ("trainer", "teacher", "reference"))
     return g
 
@@ -143,16 +153,12 @@ def offline_graph(cfg: Distill, objective: ReverseKL) -> Graph:
     student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
 
     g = Graph("distill")
-    prompts = g.add("prompts", cfg.prompts(student))
+    prompts = g.add("prompts", make_prompts(cfg, student))
     answers = g.add("answers", cfg.answers(student))
-    judge = g.add(
-        "teacher",
-        Teacher(teacher, student=student, temperature=cfg.temperature, exact=True, **cfg.scoring(cfg.teacher)),
-        **cfg.place(cfg.teacher),
-    )
-    advantage = g.add("advantage", TeacherAdvantage(size=cfg.group_size, negate=cfg.negate_rewards))
-    batcher = g.add("batcher", cfg.batcher())
-    trainer = g.add("trainer", cfg.make_trainer(objective, teacher=teacher), **cfg.place(cfg.trainer))
+    judge = g.add("teacher", cfg.judge(student, exact=True), **cfg.place(cfg.teacher))
+    advantage = g.add("advantage", TeacherAdvantage(size=cfg.sampling.group_size, negate=cfg.negate_rewards))
+    batcher = g.add("batcher", make_batcher(cfg))
+    trainer = g.add("trainer", make_trainer(cfg, objective, teacher=teacher), **cfg.place(cfg.trainer.size))
 
     g.connect(prompts.prompts, answers.prompts)
     g.ignore(answers.others)
@@ -160,6 +166,7 @@ def offline_graph(cfg: Distill, objective: ReverseKL) -> Graph:
     g.connect(judge.scored, advantage.scored)
     g.connect(advantage.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
-    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=cfg.sampling)
+    sampling = cfg.sampling.build(cfg.generator.stop_strings)
+    add_offline_evaluation(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling)
     cfg.share_devices(g, ("trainer", "teacher"))
     return g

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl import Graph
-from flowrl.blocks import TruncationOptions
 from flowrl.nodes import Evaluation, Generator, PromptLimit, Sampling, TooLong
-from flowrl.role_options import too_low
-from flowrl.scorer_options import ScorerOptions
+from flowrl.options import GeneratorOptions, GraphConfig, RewardOptions, TruncationOptions, too_low
 from flowrl.tasks import Task
 from flowrl.tasks.evaluation_set import EvaluationSet
 from flowrl.tasks.rewards import MODEL, names_model
@@ -22,14 +20,18 @@ OF_MADE_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Evaluate(ScorerOptions, TruncationOptions):
+class Evaluate(GraphConfig):
     learning = "samples"  # its answers are as long as those of training
+    help_texts = {
+        "policy": "tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers.",
+        "task": "What is asked: all rows of a file, a dataset directory or a dataset of the Hub; the held-out rows of "
+        "arithmetic and reasoning_gym/NAME. Options follow a colon.",
+    }
 
-    policy: str = "tiny"
-    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
-    task: Task = Task("arithmetic")
-    """What is asked: all rows of a file, a dataset directory or a dataset of the Hub; the held-out rows of arithmetic
-    and reasoning_gym/NAME. Options follow a colon."""
+    generator: GeneratorOptions = GeneratorOptions()
+    truncation: TruncationOptions = TruncationOptions()
+    reward: RewardOptions = RewardOptions()
+
     prompts: int | None = None
     """Maximum number of prompts to ask from each set; None: all, or 512 from a task that makes its rows."""
     evaluate_samples: int = 1
@@ -61,8 +63,8 @@ class Evaluate(ScorerOptions, TruncationOptions):
                 "would be all equal; it has to be above 0"
             )
         if all(one.asked_at == 0 for one in self.sets):
-            yield from self.untruncated_problems()
-        if self.reward_model.model and not any(names_model(one.task.reward) for one in self.sets):
+            yield from self.truncation.untruncated_problems()
+        if self.reward.reward_model.model and not any(names_model(one.task.reward) for one in self.sets):
             yield (
                 "--reward-model scores nothing, for each set of --evaluate-task has a check or reward of its own; "
                 "leave it out, or write reward=reward_model into a set"
@@ -75,12 +77,10 @@ class Evaluate(ScorerOptions, TruncationOptions):
     @property
     def sets(self) -> tuple[EvaluationSet, ...]:
         """What is asked."""
-        named = [
-            EvaluationSet.parse(text, like=self.held_out_task, samples=self.evaluate_samples)
-            for text in self.evaluate_task
-        ]
-        further = [replace(self.task, name=name, reward="") for name in self.evaluate_also]
-        tasks = [*([] if named else [self.held_out_task]), *further]
+        like = self.reward.held_out_task(self.data.task)
+        named = [EvaluationSet.parse(text, like=like, samples=self.evaluate_samples) for text in self.evaluate_task]
+        further = [replace(self.data.task, name=name, reward="") for name in self.evaluate_also]
+        tasks = [*([] if named else [like]), *further]
         return tuple(self._sampled(one) for one in (*map(self._limited, named), *map(self._set_of, tasks)))
 
     def _set_of(self, task: Task) -> EvaluationSet:
@@ -98,32 +98,34 @@ class Evaluate(ScorerOptions, TruncationOptions):
         found = replace(one, temperature=usual if one.temperature is None else one.temperature)
         if found.asked_at == 0:
             return found
-        top_p, top_k = one.top_p, one.top_k
+        top_p, top_k, usual_of = one.top_p, one.top_k, self.truncation
         return replace(
-            found, top_p=self.top_p if top_p is None else top_p, top_k=self.top_k if top_k is None else top_k
+            found, top_p=usual_of.top_p if top_p is None else top_p, top_k=usual_of.top_k if top_k is None else top_k
         )
 
 
 def graph(cfg: Evaluate) -> Graph:
-    sampling = Sampling(max_tokens=cfg.max_tokens, stop=cfg.stop_strings)
+    sampling = Sampling(max_tokens=cfg.max_tokens, stop=cfg.generator.stop_strings)
 
     g = Graph("evaluate")
-    answers = Generator(cfg.model, sampling=sampling, engine=cfg.engine)
+    engine = cfg.generator.engine
+    answers = Generator(cfg.model, sampling=sampling, engine=engine)
     generator = g.add("generator", answers, **cfg.place_generator())
     asked = Evaluation(
         (),
         cfg.model,
         sets=cfg.sets,
-        prompt_limit=PromptLimit(cfg.evaluate_max_prompt_tokens, cfg.too_long, engine=cfg.engine.max_model_len),
-        concurrency=cfg.engine.concurrency * cfg.generator.replicas,
-        **cfg.held_out_asking,
+        prompt_limit=PromptLimit(cfg.evaluate_max_prompt_tokens, cfg.too_long, engine=engine.max_model_len),
+        concurrency=engine.concurrency * cfg.generator.size.replicas,
+        **cfg.reward.held_out_asking,
     )
     evaluation = g.add("evaluation", asked)
 
     g.call(evaluation.generate, generator.requests)
-    if asked.asks_model and cfg.reward_model.model:
+    size = cfg.reward.reward_model
+    if asked.asks_model and size.model:
         task = replace(cfg.sets[0].task, reward=MODEL)  # the evaluation itself asks the functions of a sum
-        reward = g.add("reward", cfg.make_reward_model(task, **cfg.reward_model.given), **cfg.place_reward())
+        reward = g.add("reward", cfg.reward.build_model(task, cfg.model, **size.given), **cfg.place(size))
         g.call(evaluation.score, reward.requests)
         g.ignore(reward.rollouts)
         g.ignore(reward.scored)

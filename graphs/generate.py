@@ -9,18 +9,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import AnswerOptions
-from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter, TooLong
-from flowrl.role_options import too_low, unused
-from flowrl.scorer_options import ScorerOptions
+from flowrl.nodes import Generator, RemainingPrompts, ResponseWriter
+from flowrl.options import (
+    AnswerOptions,
+    GeneratorOptions,
+    GraphConfig,
+    PromptData,
+    RewardOptions,
+    TruncationOptions,
+    unused,
+)
 
 
 @dataclass(frozen=True)
-class Generate(ScorerOptions, AnswerOptions):
-    policy: str = "tiny"
-    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers."""
-    group_size: int = 1
-    """Number of responses to one prompt. A single one may be greedy, with --temperature 0."""
+class Generate(GraphConfig):
+    learning = "samples"
+    help_texts = {
+        "policy": "tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model that answers.",
+        "num_prompts": "Number of prompts; None: all.",
+        "too_long": "Prompts over the limit are dropped and counted, lose their beginning, or are an error before the "
+        "first.",
+    }
+
+    data: PromptData = PromptData()
+    generator: GeneratorOptions = GeneratorOptions()
+    sampling: AnswerOptions = AnswerOptions()
+    truncation: TruncationOptions = TruncationOptions()
+    reward: RewardOptions = RewardOptions()
 
     out: str = "responses.jsonl"
     """The file that is written. Prompts that are already in it are left out, so the same command continues it."""
@@ -30,18 +45,12 @@ class Generate(ScorerOptions, AnswerOptions):
     """Write only the response with the highest reward: the best of --group-size."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts."""
-    num_prompts: int | None = None
-    """Number of prompts; None: all."""
-    max_prompt_tokens: int = 512
-    """Maximum number of tokens in a prompt."""
-    too_long: TooLong = "drop"
-    """Prompts over the limit are dropped and counted, lose their beginning, or are an error before the first."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from too_low(self, num_prompts=1, max_prompt_tokens=1)
-        if self.best and self.group_size < 2:
-            yield f"--best chooses among --group-size responses, which is {self.group_size}; it needs at least 2"
+        if self.best and self.sampling.group_size < 2:
+            size = self.sampling.group_size
+            yield f"--best chooses among --group-size responses, which is {size}; it needs at least 2"
         if not self.scored:
             names = ("reward_timeout_s", "reward_concurrency", "reward_away_s", "task.reward", "task.reward_weights")
             yield from unused(self, names, "responses have no rewards; give --score or --best too")
@@ -49,34 +58,35 @@ class Generate(ScorerOptions, AnswerOptions):
     @property
     def scored(self) -> bool:
         """Whether responses get a reward."""
-        return self.score or self.best or bool(self.reward_model.model)
+        return self.score or self.best or bool(self.reward.reward_model.model)
 
 
 def graph(cfg: Generate) -> Graph:
+    sampling = cfg.sampling.build(cfg.generator.stop_strings, cfg.truncation)
 
     g = Graph("generate")
     source = RemainingPrompts(
-        cfg.task,
+        cfg.data.task,
         cfg.model,
-        repeat=cfg.group_size,
+        repeat=cfg.sampling.group_size,
         part=cfg.part,
-        num_prompts=cfg.num_prompts,
+        num_prompts=cfg.data.num_prompts,
         epochs=1,
-        max_prompt_tokens=cfg.max_prompt_tokens,
-        too_long=cfg.too_long,
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        too_long=cfg.data.too_long,
         out=cfg.out,
-        per_group=1 if cfg.best else cfg.group_size,
-        answers_compared=cfg.scored and cfg.answers_compared,
+        per_group=1 if cfg.best else cfg.sampling.group_size,
+        answers_compared=cfg.scored and cfg.reward.compares_answers(cfg.data.task),
     )
     prompts = g.add("prompts", source)
-    answers = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine, trained=False)
+    answers = Generator(cfg.model, sampling=sampling, engine=cfg.generator.engine, trained=False)
     generator = g.add("generator", answers, **cfg.place_generator())
-    writes = ResponseWriter(cfg.out, cfg.task, size=cfg.group_size, best=cfg.best, prompts=source)
+    writes = ResponseWriter(cfg.out, cfg.data.task, size=cfg.sampling.group_size, best=cfg.best, prompts=source)
     writer = g.add("writer", writes)
 
     g.connect(prompts.prompts, generator.prompts)
     if cfg.scored:
-        reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
+        reward = g.add("reward", cfg.reward.build_scorer(cfg.data.task, cfg.model), **cfg.reward.place_in(cfg))
         g.connect(generator.rollouts, reward.rollouts)
         g.connect(reward.scored, writer.samples)
     else:

@@ -7,15 +7,17 @@ flowrl run kto --policy smollm2 --labelled judged.jsonl --evaluate 0 --steps 200
 from dataclasses import dataclass
 
 from flowrl import Graph
+from flowrl.options import EpochOptions, PreferenceData
 from flowrl.recipes.dpo import ReferencedPreferences, preference_graph
 from flowrl.training.loss.preference_objectives import KTOObjective
 
 
 @dataclass(frozen=True)
 class KTO(ReferencedPreferences):
-    batch: int = 64
-    """Number of completions in one step, 2 or more."""
-    held_out: int = 512
+    help_texts = {"batch": "Number of completions in one step, 2 or more."}
+
+    data: PreferenceData = PreferenceData(held_out=512)
+    epochs: EpochOptions = EpochOptions(batch=64)
 
     labelled: str = ""
     """Rows with `prompt`, `completion` and `label` (true or false), or pairs; empty: the task's own pairs."""
@@ -29,4 +31,4 @@ def graph(cfg: KTO) -> Graph:
     objective = KTOObjective(
         beta=cfg.beta, desirable_weight=cfg.desirable_weight, undesirable_weight=cfg.undesirable_weight
     )
-    return preference_graph("kto", cfg, cfg.preferences(cfg.labelled, "labelled"), objective)
+    return preference_graph("kto", cfg, cfg.data.build(cfg.model, cfg.labelled, "labelled"), objective)

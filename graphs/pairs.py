@@ -7,17 +7,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl import Graph
-from flowrl.blocks import AnswerOptions
-from flowrl.nodes import Generator, PairMaker, PairWriter, RemainingPrompts, TooLong
-from flowrl.scorer_options import ScorerOptions
+from flowrl.nodes import Generator, PairMaker, PairWriter, RemainingPrompts
+from flowrl.options import AnswerOptions, GeneratorOptions, GraphConfig, PromptData, RewardOptions, TruncationOptions
 
 
 @dataclass(frozen=True)
-class Pairs(ScorerOptions, AnswerOptions):
-    policy: str = "tiny"
-    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model whose answers are compared."""
-    group_size: int = 4
-    """Number of answers to one prompt; the best and the worst make a pair."""
+class Pairs(GraphConfig):
+    learning = "samples"
+    help_texts = {
+        "policy": "tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the model whose answers "
+        "are compared.",
+        "group_size": "Number of answers to one prompt; the best and the worst make a pair.",
+        "num_prompts": "Number of prompts; None: all.",
+    }
+
+    data: PromptData = PromptData()
+    generator: GeneratorOptions = GeneratorOptions()
+    sampling: AnswerOptions = AnswerOptions(group_size=4)
+    truncation: TruncationOptions = TruncationOptions()
+    reward: RewardOptions = RewardOptions()
 
     pairs: str = "pairs.jsonl"
     """The file that is written. Prompts that already have a pair in it are left out, so the same command continues
@@ -27,43 +35,43 @@ class Pairs(ScorerOptions, AnswerOptions):
     better; empty: the reward."""
     part: Literal["all", "train", "held_out"] = "all"
     """Which prompts. Readers of the file hold out the same prompts again, so with `all` it has both parts."""
-    num_prompts: int | None = None
-    """Number of prompts; None: all."""
-    max_prompt_tokens: int = 512
-    """Maximum number of tokens in a prompt."""
-    too_long: TooLong = "drop"
-    """Prompts over the limit are dropped and counted, lose their beginning, or are an error before training."""
+
+    @property
+    def asks_functions(self) -> bool:
+        return bool(self.prefer)
 
 
 def graph(cfg: Pairs) -> Graph:
+    sampling = cfg.sampling.build(cfg.generator.stop_strings, cfg.truncation)
+
     g = Graph("pairs")
     source = RemainingPrompts(
-        cfg.task,
+        cfg.data.task,
         cfg.model,
-        repeat=cfg.group_size,
+        repeat=cfg.sampling.group_size,
         part=cfg.part,
-        num_prompts=cfg.num_prompts,
+        num_prompts=cfg.data.num_prompts,
         epochs=1,
-        max_prompt_tokens=cfg.max_prompt_tokens,
-        too_long=cfg.too_long,
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        too_long=cfg.data.too_long,
         out=cfg.pairs,
         per_group=1,
-        answers_compared=cfg.answers_compared,
+        answers_compared=cfg.reward.compares_answers(cfg.data.task),
     )
     prompts = g.add("prompts", source)
-    answerer = Generator(cfg.model, sampling=cfg.sampling, engine=cfg.engine, trained=False)
+    answerer = Generator(cfg.model, sampling=sampling, engine=cfg.generator.engine, trained=False)
     generator = g.add("generator", answerer, **cfg.place_generator())
-    reward = g.add("reward", cfg.make_scorer(cfg.task), **cfg.place_reward())
+    reward = g.add("reward", cfg.reward.build_scorer(cfg.data.task, cfg.model), **cfg.reward.place_in(cfg))
     maker = PairMaker(
-        size=cfg.group_size,
+        size=cfg.sampling.group_size,
         reference="initial",
         prefer=cfg.prefer,
-        task=cfg.task,
-        timeout_s=cfg.reward_timeout_s,
-        away_s=cfg.reward_away_s,
+        task=cfg.data.task,
+        timeout_s=cfg.reward.reward_timeout_s,
+        away_s=cfg.reward.reward_away_s,
     )
     pair_maker = g.add("pair_maker", maker)
-    writer = g.add("writer", PairWriter(cfg.pairs, cfg.task))
+    writer = g.add("writer", PairWriter(cfg.pairs, cfg.data.task))
 
     g.connect(prompts.prompts, generator.prompts)
     g.connect(generator.rollouts, reward.rollouts)

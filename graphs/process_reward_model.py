@@ -1,28 +1,32 @@
 """A process reward model: a language model with a scalar head, trained to say for each step whether it is right.
 
+    loss        −log p(label of a step), p = σ(score at the step's last token); mean over the steps
+
 flowrl run process_reward_model --task steps.jsonl --steps 300 --run-dir runs/prm
 flowrl run grpo --reward-model runs/prm/checkpoints/step_000300 --step-separator '\\n'
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowrl import Graph
-from flowrl.blocks import DatasetOptions
 from flowrl.models import Policy
-from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TokenBatch, TooLong
-from flowrl.role_options import too_low, unused
+from flowrl.nodes import DemonstrationSource, HeldOutSteps, StepDataset, TooLong
+from flowrl.options import EpochOptions, GraphConfig, TrainerOptions, too_low, unused
 from flowrl.training.loss.token_objectives import StepCorrectness
 
 
 @dataclass(frozen=True)
-class ProcessRewardModel(DatasetOptions):
-    policy: str = "tiny"
-    """tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the initial model, which gets a new
-    head."""
-    lr: float = 5e-4
-    batch: int = 64
-    """Number of responses in one training step."""
+class ProcessRewardModel(GraphConfig):
+    learning = "rows"
+    help_texts = {
+        "policy": "tiny, smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub: the initial model, which "
+        "gets a new head.",
+        "batch": "Number of responses in one training step.",
+    }
+
+    epochs: EpochOptions = EpochOptions()
+    trainer: TrainerOptions = TrainerOptions(lr=5e-4)
 
     step_separator: str = "\\n"
     """Text that ends a step of a response."""
@@ -45,29 +49,28 @@ class ProcessRewardModel(DatasetOptions):
     @property
     def model(self) -> Policy:
         """The initial model, without a warm start on the task."""
-        return replace(super().model, task=None)
+        return self.policy.build(None)
 
 
 def graph(cfg: ProcessRewardModel) -> Graph:
-    data = StepDataset(
-        cfg.task, cfg.model, separator=cfg.step_separator, max_tokens=cfg.max_length, too_long=cfg.too_long
-    )
-    source = DemonstrationSource(
-        cfg.task, cfg.model, epochs=cfg.epochs, max_tokens=cfg.max_length, too_long=cfg.too_long
-    )
+    task, longest = cfg.data.task, cfg.max_length
+    data = StepDataset(task, cfg.model, separator=cfg.step_separator, max_tokens=longest, too_long=cfg.too_long)
+    epochs = cfg.epochs.epochs
+    source = DemonstrationSource(task, cfg.model, epochs=epochs, max_tokens=longest, too_long=cfg.too_long)
 
     g = Graph("process_reward_model")
     prompts = g.add("prompts", source)
     dataset = g.add("dataset", data)
-    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
-    learner = cfg.make_trainer(StepCorrectness(), judge_every=cfg.judge_every)
-    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer))
+    batcher = g.add("batcher", cfg.epochs.build(cfg.trainer, cfg.model))
+    learner = cfg.trainer.build(cfg.model, StepCorrectness(), judge_every=cfg.judge_every)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer.size))
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     if cfg.held_out:
-        held_out = g.add("held_out", HeldOutSteps(data, num_rows=cfg.held_out, token_budget=cfg.token_budget))
+        judged = HeldOutSteps(data, num_rows=cfg.held_out, token_budget=cfg.trainer.token_budget)
+        held_out = g.add("held_out", judged)
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
     g.ignore(trainer.weights)
     cfg.share_devices(g)

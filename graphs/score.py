@@ -4,19 +4,24 @@ flowrl run score --task sums.jsonl --task.reward rules.py:short --out scored.jso
 flowrl run score --task sums.jsonl --reward-model runs/reward_model/checkpoints/step_000300 --out scored.jsonl
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl import Graph
 from flowrl.models import Policy
 from flowrl.nodes import GivenResponses, RemainingPrompts, ResponseWriter
-from flowrl.scorer_options import ScorerOptions
+from flowrl.options import GraphConfig, PolicyOptions, RewardOptions
 from flowrl.tasks import Task
 
 
 @dataclass(frozen=True)
-class Score(ScorerOptions):
-    policy: str = ""
-    """Model whose tokenizer renders the responses; empty: the reward model, or tiny without one."""
+class Score(GraphConfig):
+    help_texts = {
+        "policy": "Model whose tokenizer renders the responses; empty: the reward model, or tiny without one."
+    }
+
+    policy: PolicyOptions = PolicyOptions("")
+    reward: RewardOptions = RewardOptions()
+
     response: str = "response"
     """The column of the file that has the responses."""
     out: str = "scored.jsonl"
@@ -25,16 +30,13 @@ class Score(ScorerOptions):
     @property
     def model(self) -> Policy:
         """The model whose tokenizer renders the responses."""
-        named = self.policy or self.reward_model.model or "tiny"
-        rendering = {"chat_template": self.chat_template, "chat_template_kwargs": self.chat_template_kwargs}
-        return Policy(
-            named, task=Task(), trust_remote_code=self.trust_remote_code, tokenizer=self.tokenizer, **rendering
-        )
+        named = self.policy.name or self.reward.reward_model.model or "tiny"
+        return replace(self.policy, name=named).build(Task())
 
 
 def graph(cfg: Score) -> Graph:
     # Take every row, even if an earlier run has written its column `score`, unless min_score asks for that column.
-    task = cfg.task.with_option("score", "-", unless="min_score")
+    task = cfg.data.task.with_option("score", "-", unless="min_score")
 
     g = Graph("score")
     source = RemainingPrompts(
@@ -46,11 +48,11 @@ def graph(cfg: Score) -> Graph:
         out=cfg.out,
         per_group=1,
         given=True,
-        answers_compared=cfg.answers_compared,
+        answers_compared=cfg.reward.compares_answers(cfg.data.task),
     )
     prompts = g.add("prompts", source)
     responses = g.add("responses", GivenResponses(task, cfg.model, column=cfg.response))
-    reward = g.add("reward", cfg.make_scorer(task), **cfg.place_reward())
+    reward = g.add("reward", cfg.reward.build_scorer(task, cfg.model), **cfg.reward.place_in(cfg))
     writer = g.add("writer", ResponseWriter(cfg.out, task, size=1, given=True, prompts=source))
 
     g.connect(prompts.prompts, responses.prompts)

@@ -1,16 +1,17 @@
 """Supervised fine-tuning on a task's own answers.
 
+    loss        −Σ log π(token) / number of trained tokens
+
 flowrl run sft --policy smollm2 --task questions.jsonl --steps 100
 flowrl run sft --evaluate 256 --steps 100
 flowrl run sft --pretrain-mode wrapped --task 'texts/*.jsonl' --max-tokens 2048 --steps 100
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowrl import Graph
-from flowrl.blocks import ANSWERING, DatasetOptions, EvaluationOptions, evaluate_offline
 from flowrl.models import Policy
 from flowrl.nodes import (
     Demonstrations,
@@ -22,22 +23,37 @@ from flowrl.nodes import (
     TextDataset,
     Texts,
     TextSource,
-    TokenBatch,
     TooLong,
 )
-from flowrl.role_options import too_low, unused
+from flowrl.options import (
+    ANSWERING,
+    EpochOptions,
+    EvaluationOptions,
+    GeneratorOptions,
+    GraphConfig,
+    TimedReward,
+    TrainerOptions,
+    add_offline_evaluation,
+    too_low,
+    unused,
+)
 from flowrl.training.loss.token_objectives import SFTObjective
 
 
 @dataclass(frozen=True)
-class SFT(EvaluationOptions, DatasetOptions):
-    policy: str = "tiny"
-    """tiny (with random weights), smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub."""
-    batch: int = 64
-    """Number of conversations in one step."""
-    lr: float = 5e-4
-    evaluate: int = 0
-    """Held-out prompts that are answered before and after training; 0: none, and no generator."""
+class SFT(GraphConfig):
+    learning = "rows"
+    help_texts = {
+        "policy": "tiny (with random weights), smollm2, a Hugging Face model directory, or OWNER/NAME of the Hub.",
+        "batch": "Number of conversations in one step.",
+        "evaluate": "Held-out prompts that are answered before and after training; 0: none, and no generator.",
+    }
+
+    epochs: EpochOptions = EpochOptions()
+    trainer: TrainerOptions = TrainerOptions(lr=5e-4)
+    evaluation: EvaluationOptions = EvaluationOptions(evaluate=0)
+    generator: GeneratorOptions = GeneratorOptions()
+    reward: TimedReward = TimedReward()
 
     max_tokens: int = 1024
     """Maximum number of tokens in a conversation, or in a sequence of texts."""
@@ -64,12 +80,13 @@ class SFT(EvaluationOptions, DatasetOptions):
             return
         of_task = ("system_prompt", "template", "reasoning")
         others = {"too_long": "drop", "assistant": "all", **{f"task.{name}": "" for name in of_task}}
-        values = {f"task.{name}": getattr(self.task, name) for name in of_task}
+        values = {f"task.{name}": getattr(self.data.task, name) for name in of_task}
         for name, plain in others.items():
             if values.get(name, getattr(self, name, plain)) != plain:
                 yield f"{name} is for conversations, and pretrain_mode has texts without roles; leave it out"
-        if self.evaluate and not self.evaluate_task:
-            yield f"evaluate is {self.evaluate}, but texts have no prompts to ask; name some with --evaluate-task"
+        asked = self.evaluation
+        if asked.evaluate and not asked.evaluate_task:
+            yield f"evaluate is {asked.evaluate}, but texts have no prompts to ask; name some with --evaluate-task"
 
     @property
     def of_evaluations(self) -> tuple[str, ...]:
@@ -78,23 +95,23 @@ class SFT(EvaluationOptions, DatasetOptions):
     @property
     def trained_part(self) -> RowPart:
         """All rows, unless some are held out."""
-        return "train" if self.held_out else super().trained_part
+        return "train" if self.held_out else self.evaluation.trained_part(self.data.task)
 
     @property
     def model(self) -> Policy:
         """The policy without a warm start on the task, because this graph trains on the task itself."""
-        return replace(super().model, task=None)
+        return self.policy.build(None)
 
 
 def sources(cfg: SFT) -> tuple[PromptSource, Demonstrations | TextDataset]:
     """The nodes that read rows and make samples of them: conversations, or texts without roles."""
-    part = cfg.trained_part
+    task, part, epochs = cfg.data.task, cfg.trained_part, cfg.epochs.epochs
     if cfg.pretrain_mode != "off":
-        texts = Texts(cfg.task, cfg.model, max_tokens=cfg.max_tokens, cut=cfg.pretrain_mode, part=part)
-        return TextSource(texts, epochs=cfg.epochs), TextDataset(texts)
+        texts = Texts(task, cfg.model, max_tokens=cfg.max_tokens, cut=cfg.pretrain_mode, part=part)
+        return TextSource(texts, epochs=epochs), TextDataset(texts)
     limits: dict[str, Any] = {"max_tokens": cfg.max_tokens, "part": part, "too_long": cfg.too_long}
-    source = DemonstrationSource(cfg.task, cfg.model, epochs=cfg.epochs, **limits)
-    return source, Demonstrations(cfg.task, cfg.model, trained=cfg.assistant, **limits)
+    source = DemonstrationSource(task, cfg.model, epochs=epochs, **limits)
+    return source, Demonstrations(task, cfg.model, trained=cfg.assistant, **limits)
 
 
 def graph(cfg: SFT) -> Graph:
@@ -102,17 +119,19 @@ def graph(cfg: SFT) -> Graph:
     source, data = sources(cfg)
     prompts = g.add("prompts", source)
     dataset = g.add("dataset", data)
-    batcher = g.add("batcher", TokenBatch(cfg.batch, token_budget=cfg.token_budget, layout=cfg.packed_as))
-    trainer = g.add("trainer", cfg.make_trainer(SFTObjective(), judge_every=cfg.judge_every), **cfg.place(cfg.trainer))
+    batcher = g.add("batcher", cfg.epochs.build(cfg.trainer, cfg.model))
+    learner = cfg.trainer.build(cfg.model, SFTObjective(), judge_every=cfg.judge_every)
+    trainer = g.add("trainer", learner, **cfg.place(cfg.trainer.size))
 
     g.connect(prompts.prompts, dataset.prompts)
     g.connect(dataset.groups, batcher.groups)
     g.connect(batcher.batches, trainer.batches, dispatch="gang")
     if cfg.held_out:
-        judged = HeldOutDemonstrations(data, num_rows=cfg.held_out, token_budget=cfg.token_budget)
+        judged = HeldOutDemonstrations(data, num_rows=cfg.held_out, token_budget=cfg.trainer.token_budget)
         held_out = g.add("held_out", judged)
         g.connect(held_out.batch, trainer.held_out, dispatch="gang")
-    sampling = Sampling(max_tokens=cfg.answer_tokens, stop=cfg.stop_strings)
-    evaluate_offline(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling, text=cfg.pretrain_mode != "off")
+    sampling = Sampling(max_tokens=cfg.answer_tokens, stop=cfg.generator.stop_strings)
+    text = cfg.pretrain_mode != "off"
+    add_offline_evaluation(g, cfg, trainer=trainer, prompts=prompts, sampling=sampling, text=text)
     cfg.share_devices(g)
     return g

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.analysis.check import check
 from flowrl.graph.load import GraphFile, load_file
 from flowrl.graph.machine import Cluster
+from flowrl.graph.option_types import options_of
 from flowrl.runtime.telemetry.metrics import read
 
 SYNC = "sync"
@@ -108,7 +109,7 @@ IN_TURNS = ("--time-share", "generator", "trainer")
 
 def make_cases(file: GraphFile, staleness: Sequence[int], args: Sequence[str]) -> list[Case]:
     """The cases that the graph's fields allow. Raises ConfigError for wrong options, before anything runs."""
-    names = {field.name for field in fields(file.config_type)}
+    names = {*options_of(file.config_type)}
     if "staleness" not in names:
         raise ConfigError(
             f"{file.path} has no field staleness; the comparison needs a graph that passes one to g.admit"

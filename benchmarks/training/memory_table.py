@@ -14,12 +14,13 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowrl.commands.fit import changed_config, fitting, option_text
+from flowrl.commands.fit import fitting, option_text
 from flowrl.graph.analysis.check import Report, check
 from flowrl.graph.analysis.memory_report import TERMS, gib
 from flowrl.graph.footprint import Footprint
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
+from flowrl.graph.option_types import changed_config
 
 SHAPES = Path(__file__).parents[2] / "tests" / "graph" / "shapes"
 MODELS = {"0.5B": "qwen2.5-0.5b", "7B": "qwen2.5-7b", "32B": "qwen2.5-32b", "70B": "llama-70b"}

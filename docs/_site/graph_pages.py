@@ -73,7 +73,7 @@ def picture(name: str) -> str:
 
 
 def _described(name: str) -> str:
-    """The graph's docstring; lines that are commands become a block."""
+    """The graph's docstring; formulas, which are indented, and lines that are commands become blocks."""
     text = ast.get_docstring(ast.parse(source(name))) or ""
     return "\n\n".join(_paragraphs(text))
 
@@ -81,4 +81,5 @@ def _described(name: str) -> str:
 def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
         lines = textwrap.dedent(paragraph)
-        yield f"```\n{lines}\n```" if lines.startswith("flowrl ") else lines
+        block = lines != paragraph or lines.startswith("flowrl ")
+        yield f"```\n{lines}\n```" if block else lines

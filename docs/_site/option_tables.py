@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from flowrl.graph.annotations import declared_types
-from flowrl.graph.option_help import Option, OptionGroup, default_text, field_text, option_groups, value_words
+from flowrl.graph.option_help import Option, OptionGroup, default_text, option_groups, value_words
+from flowrl.graph.option_types import field_text
 
 HEAD = "| option | default | |\n|---|---|---|\n"
 

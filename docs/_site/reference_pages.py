@@ -112,9 +112,17 @@ API = {
         ("flowrl.tasks.task.Task", "flowrl.models.policy.Policy", "flowrl.environments.protocol"),
     ),
     "options": (
-        "Blocks of options",
-        "What the configuration of a graph inherits.",
-        ("flowrl.blocks", "flowrl.prompt_options", "flowrl.role_options", "flowrl.episode_options"),
+        "Parts of options",
+        "What the configuration of a graph is composed of.",
+        (
+            "flowrl.options.graph_config",
+            "flowrl.options.online",
+            "flowrl.options.training_parts",
+            "flowrl.options.reward_parts",
+            "flowrl.options.loss_parts",
+            "flowrl.options.episode_parts",
+            "flowrl.options.sizes",
+        ),
     ),
     "testing": (
         "Testing",

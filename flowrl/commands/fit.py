@@ -27,6 +27,7 @@ from flowrl.graph.analysis.residents import memory_problems
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile
 from flowrl.graph.machine import Cluster
+from flowrl.graph.option_types import changed_config, has_option, value_of
 
 Overrides = dict[str, Any]
 """Option -> value, such as "zero.offload" -> "optimizer"."""
@@ -61,18 +62,6 @@ def _written(name: str, value: Any) -> str:
     if value is True:
         return f"--{name}"
     return f"--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-
-
-def changed_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
-    """`cfg` with these values of its options. Raises ConfigError if one of the values is refused."""
-    nested: dict[str, Any] = {}
-    for name, value in overrides.items():
-        head, _, rest = name.partition(".")
-        nested.setdefault(head, {})[rest] = value
-    changes = {
-        head: given[""] if "" in given else changed_config(getattr(cfg, head), given) for head, given in nested.items()
-    }
-    return dataclasses.replace(cfg, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +118,7 @@ class Variations:
 
     @property
     def _dtypes(self) -> list[Overrides]:
-        narrows = self._has("dtype") and self.cfg.dtype != "bfloat16" and self.cluster.num_gpus
+        narrows = self._has("dtype") and value_of(self.cfg, "dtype") != "bfloat16" and self.cluster.num_gpus
         return [{}, {"dtype": "bfloat16"}] if narrows else [{}]
 
     @property
@@ -141,7 +130,7 @@ class Variations:
         """The option as it is, and larger values of it."""
         if not self._has(name):
             return [{}]
-        now = _value(self.cfg, name) or 1
+        now = value_of(self.cfg, name) or 1
         return [{}, *({name: count} for count in COUNTS if now < count <= most)]
 
     @cached_property
@@ -150,7 +139,7 @@ class Variations:
         longest = derive(self.file.build(self.cfg)).longest_sample
         if not self._has("token_budget") or not longest or not self.cluster.num_gpus:
             return []
-        halves = (self.cfg.token_budget >> times for times in itertools.count(1))
+        halves = (value_of(self.cfg, "token_budget") >> times for times in itertools.count(1))
         return [{"token_budget": budget} for budget in itertools.takewhile(lambda half: half >= 2 * longest, halves)]
 
     @cached_property
@@ -160,14 +149,14 @@ class Variations:
         if not self._has("trainer.sequence_parallel_size") or not self._has("zero.stage"):
             return []
         positions = self._divided("trainer.sequence_parallel_size", {})
-        if self.cfg.zero.stage < 3:
+        if value_of(self.cfg, "zero.stage") < 3:
             return positions + self._divided("trainer.tensor_parallel_size", {})
         return positions or self._divided("trainer.tensor_parallel_size", self._for_all_trainers({"zero.stage": 2}))
 
     def _divided(self, name: str, needed: Overrides) -> list[Overrides]:
         """Larger values of the option for which at most the size of the graph is a problem, each with numbers of
         ranks."""
-        now, ranks, gpus = _value(self.cfg, name), self.cfg.trainer.replicas, self.cluster.num_gpus
+        now, ranks, gpus = value_of(self.cfg, name), value_of(self.cfg, "trainer.replicas"), self.cluster.num_gpus
         most = min(MOST_SHARED, max(machine.gpus for machine in self.cluster.machines))
         sizes = [n for n in range(now + 1, most + 1) if self.allowed({**needed, "trainer.replicas": n, name: n})]
         counts = ((size, size * copies) for size in sizes for copies in COUNTS)
@@ -187,14 +176,4 @@ class Variations:
         return overrides | {name: value for name, value in critic.items() if self._has(name)}
 
     def _has(self, name: str) -> bool:
-        try:
-            _value(self.cfg, name)
-        except AttributeError:
-            return False
-        return True
-
-
-def _value(cfg: Any, name: str) -> Any:
-    for part in name.split("."):
-        cfg = getattr(cfg, part)
-    return cfg
+        return has_option(self.cfg, name)

@@ -7,8 +7,9 @@ from typing import Any
 
 from flowrl.graph.command_line import option_names
 from flowrl.graph.load import GraphFile
+from flowrl.graph.option_types import has_option, value_of
 from flowrl.models.policy import CHARACTER_MODELS
-from flowrl.models.sizes.size_defaults import BY_SIZE, ENGINE_DTYPE, SizeDefaults
+from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SizeDefaults
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 Origins = Mapping[str, tuple[Any, str]]
@@ -30,8 +31,8 @@ def values_given(args: Sequence[str], config_type: type[Any]) -> dict[str, Any]:
 
 def origins(file: GraphFile, cfg: Any, fitting: SizeDefaults, given: Mapping[str, Any]) -> Origins:
     """Every option of the graph that depends on model or machine -> (its value, where the value comes from)."""
-    model = getattr(cfg, "policy", None)
-    if not isinstance(model, str) or not hasattr(cfg, "learning"):
+    model = _leaf(cfg, "policy")
+    if not isinstance(model, str) or getattr(cfg, "learning", None) is None:
         return {}
     own = f"{model}'s own" if model in CHARACTER_MODELS else f"of {file.shown}"
     found = {}
@@ -71,6 +72,4 @@ def _shown(value: Any) -> str:
 
 
 def _leaf(cfg: Any, name: str) -> Any:
-    for part in name.split("."):
-        cfg = getattr(cfg, part, None)
-    return cfg
+    return value_of(cfg, name) if has_option(cfg, name) else None

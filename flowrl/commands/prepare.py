@@ -22,10 +22,10 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile, dump, load_file
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_groups, option_groups
-from flowrl.graph.option_types import filled, leaves_of
+from flowrl.graph.option_types import filled, leaves_of, options_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
-from flowrl.models.sizes.size_defaults import size_defaults
+from flowrl.options.size_defaults import size_defaults
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 
@@ -190,11 +190,11 @@ def _split(args: Sequence[str], own_types: Sequence[type[Any]]) -> list[list[str
 
 def _refuse_shadowing(file: GraphFile, own_types: Sequence[type[Any]]) -> None:
     own = {field.name for kind in own_types for field in dataclasses.fields(kind)}
-    for field in dataclasses.fields(file.config_type):
-        if field.name in own:
+    for one in options_of(file.config_type).values():
+        if one.name in own:
             raise ConfigError(
-                f"{file.config_type.__name__}.{field.name} in {file.path} has the name of flowrl's own option "
-                f"--{field.name}; rename the field"
+                f"{file.config_type.__name__}.{'.'.join(one.path)} in {file.path} has the name of flowrl's own option "
+                f"--{one.name}; rename the field"
             )
 
 

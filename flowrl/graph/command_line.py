@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flowrl.errors import ConfigError
-from flowrl.graph.annotations import declared_types
 from flowrl.graph.mapping_option import registry
 from flowrl.graph.option_help import asked_for_help, help_text, option_groups
+from flowrl.graph.option_types import compose, is_composed, options_of
 
 REWORDED = (
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", "{0} is {1}; it needs an integer"),
@@ -87,28 +87,45 @@ def parse_options(
     known = option_names(config_type)
     spelled = [_spell(arg, known, prog, (*known, *others)) for arg in args]
     stderr = io.StringIO()
+    rules = registry()
+    rules.struct_rule(_without_parts)
     try:
         with contextlib.redirect_stderr(stderr):
             if default is None:
-                return tyro.cli(config_type, args=spelled, prog=prog, registry=registry())
-            return tyro.cli(config_type, args=spelled, prog=prog, default=default, registry=registry())
+                return tyro.cli(config_type, args=spelled, prog=prog, registry=rules)
+            return tyro.cli(config_type, args=spelled, prog=prog, default=default, registry=rules)
     except SystemExit:
         raise ConfigError(f"{_one_sentence(stderr.getvalue())}; {prog} --help-all lists the options") from None
 
 
+def _without_parts(info: Any) -> Any:
+    """How tyro takes a configuration that has parts: as one dataclass with the options of all of them."""
+    import tyro
+    from tyro.constructors import StructConstructorSpec, StructFieldSpec
+
+    if not is_composed(info.type):
+        return None
+    given = info.default if isinstance(info.default, info.type) else None
+    fields = []
+    for one in options_of(info.type).values():
+        default = one.default if given is None else one.value_in(given)
+        default = tyro.MISSING if default is dataclasses.MISSING else default
+        fields.append(StructFieldSpec(one.name, one.hint, default))
+    return StructConstructorSpec(lambda **values: compose(info.type, values), tuple(fields))
+
+
 def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
     """Every option as spelled on the command line, with the leaf field it sets."""
-    hints = declared_types(config_type)
     found: dict[str, str] = {}
-    for field in dataclasses.fields(config_type):
-        name = f"{prefix}{field.name}".replace("_", "-")
+    for one in options_of(config_type).values():
+        name = f"{prefix}{one.name}".replace("_", "-")
         found[name] = name
-        for kind in (hints[field.name], *get_args(hints[field.name])):
+        for kind in (one.hint, *get_args(one.hint)):
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
                 inner = option_names(kind, f"{name}.")
                 found |= {**inner, name: next(iter(inner.values()), name)}
-        if hints[field.name] is bool:
-            negative = f"{prefix}no-{field.name}".replace("_", "-")
+        if one.hint is bool:
+            negative = f"{prefix}no-{one.name}".replace("_", "-")
             found[negative] = negative
     return found
 

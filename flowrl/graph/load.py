@@ -27,6 +27,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.annotations import declared_types
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
+from flowrl.graph.option_types import adapter_of, compose, options_of
 from flowrl.graph.shipped import find_graph, shipped_names
 from flowrl.message_base import name_module
 
@@ -92,26 +93,27 @@ def rebuild(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
 
 
 def dump(cfg: Any) -> dict[str, Any]:
-    """A configuration as JSON-able plain data; nested dataclasses become dicts."""
-    from pydantic import TypeAdapter
-
-    plain = TypeAdapter(type(cfg)).dump_python(cfg, mode="json")
-    assert isinstance(plain, dict)
-    return plain
+    """A configuration as JSON-able plain data, by option; blocks become dicts."""
+    options = options_of(type(cfg)).values()
+    return {one.name: adapter_of(one.hint).dump_python(one.value_in(cfg), mode="json") for one in options}
 
 
 def restore(file: GraphFile, config: Mapping[str, Any]) -> Any:
     """The inverse of `dump`. Raises ConfigError that names the fields that do not match."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    known = {field.name for field in dataclasses.fields(file.config_type)}
-    if strange := [name for name in config if name not in known]:
+    options = options_of(file.config_type)
+    if strange := [name for name in config if name not in options]:
         raise ConfigError(f"the configuration has the fields {', '.join(strange)}, which {file.path} does not define")
-    try:
-        return TypeAdapter(file.config_type).validate_python(config)
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"the configuration does not fit {file.path}: {faults}") from None
+    values, faults = dict[str, Any](), list[str]()
+    for name, value in config.items():
+        try:
+            values[name] = adapter_of(options[name].hint).validate_python(value)
+        except ValidationError as error:
+            faults += [f"{'.'.join(map(str, (name, *e['loc'])))}: {e['msg']}" for e in error.errors()]
+    if faults:
+        raise ConfigError(f"the configuration does not fit {file.path}: {'; '.join(faults)}")
+    return compose(file.config_type, values)
 
 
 @contextlib.contextmanager

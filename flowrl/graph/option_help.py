@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import itertools
 import re
@@ -17,13 +15,13 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from flowrl.errors import ConfigError
-from flowrl.graph.annotations import declared_types
+from flowrl.graph.option_types import ConfigOption, options_of
 
 FIRST = (
     "policy",
@@ -52,63 +50,6 @@ FIRST = (
 """The options that most runs set, in this order; a graph has twenty of them at most."""
 MOST_FIRST = 20
 GRAPH, ALL = "graph", "all"
-GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    GRAPH: ("What this graph has and no other.", ()),
-    "policy": (
-        "The model that is trained or asked, and its chat template.",
-        ("policy", "trust-remote-code", "chat-template", "chat-template-kwargs"),
-    ),
-    "data": (
-        "How many prompts or rows there are, and how long they may be.",
-        (
-            *("num-prompts", "max-prompt-tokens", "max-answer-tokens", "max-length", "too-long", "batch", "held-out"),
-            *("dynamic-sampling", "mean-between", "max-filtered-per-step"),
-        ),
-    ),
-    "sampling": (
-        "How responses are sampled, and how old their weights may be.",
-        (
-            *("groups-per-step", "group-size", "max-tokens", "temperature", "top-p", "top-k", "stop-strings"),
-            *("staleness", "on-limit", "look-ahead"),
-        ),
-    ),
-    "episodes": (
-        "Processes of environments and agents, and what the policy sees of an episode.",
-        (
-            *("processes", "episodes-per-process", "keep-variables", "memory-gb", "affinity-margin", "history"),
-            *("tool-parser", "reasoning-parser"),
-        ),
-    ),
-    "reward": (
-        "How rewards are asked for and shaped.",
-        (
-            *("reward-timeout-s", "reward-concurrency", "reward-away-s", "step-separator", "of-steps"),
-            *("reward-clip", "stop-penalty", "overlong-filter", "overlong-buffer", "overlong-factor"),
-            *("negate-rewards", "shuffle-rewards"),
-        ),
-    ),
-    "advantage": (
-        "What a sample is compared with, and a KL in the reward.",
-        (
-            *("advantage", "credit", "gamma", "normalise-rewards", "whiten"),
-            *("reward-kl-coef", "reward-kl", "kl-coef", "kl-estimator", "kl-before-baseline", "kl-target"),
-        ),
-    ),
-    "trainer": (
-        "Learning rate, data type, size of batches, and ranks of the policy's trainer.",
-        ("lr", "dtype", "token-budget", "optimizer-steps", "epochs", "accumulate", "router-aux-loss-coef"),
-    ),
-    "evaluation": (
-        "Held-out prompts and rows, before, during and after training.",
-        (
-            *("evaluate", "evaluate-task", "evaluate-samples", "evaluate-every", "evaluate-also"),
-            *("evaluate-max-prompt-tokens", "judge-every", "probe-tolerance"),
-        ),
-    ),
-    "placement": ("Which nodes share devices.", ("time-share",)),
-}
-"""Group -> what it is about, and the options outside of blocks that belong to it. A block of options, such as `--zero`,
-is in the group of its name; what is in no group belongs to the graph."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +78,22 @@ class OptionGroup:
 
 
 def option_groups(config_type: type[Any], values: Any = None, *, own: str = GRAPH) -> list[OptionGroup]:
-    """All options of a configuration, each in one group. Defaults are those of `values`, an instance, if it is given.
+    """All options of a configuration, each in one group: that of its block, else that of its part.
 
-    Options that no block and no group has are in the group `own`, which comes first.
+    Defaults are those of `values`, an instance, if it is given. Options outside of parts and blocks are in the group
+    `own`, which comes first.
     """
     found: dict[str, list[Option]] = {own: []}
-    about = {name: text for name, (text, _) in GROUPS.items()}
-    homes = {option: name for name, (_, options) in GROUPS.items() for option in options} if own == GRAPH else {}
-    for field, option in _options(config_type, values):
-        block = option.name.partition(".")[0]
-        group = block if option.name != block else homes.get(option.name, own)
-        found.setdefault(group, []).append(option)
-        if option.name != block:
-            about.setdefault(group, field_text(config_type, field.name) or class_summary(type(_default(field))))
-    about.setdefault(own, class_summary(config_type))
+    about = {own: class_summary(config_type) if own != GRAPH else "What this graph has and no other."}
+    for one in options_of(config_type).values():
+        part = one.path[0].replace("_", "-") if len(one.path) > 1 else own
+        about.setdefault(part, class_summary(one.home))
+        for option in _leaves(one.name.replace("_", "-"), one.hint, _given(one, values), one.meaning):
+            block = option.name.partition(".")[0]
+            group = block if option.name != block else part
+            found.setdefault(group, []).append(option)
+            if option.name != block:
+                about.setdefault(group, one.meaning or class_summary(one.hint))
     return [OptionGroup(name, about[name], tuple(options)) for name, options in found.items() if options]
 
 
@@ -163,28 +106,21 @@ def merge_groups(groups: Iterable[OptionGroup]) -> list[OptionGroup]:
     return list(found.values())
 
 
-def _options(config_type: type[Any], values: Any) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
-    """Each option, with the field of `config_type` that it is, or is in."""
-    for field in dataclasses.fields(config_type):
-        for option in _leaves(config_type, field, values, ""):
-            yield field, option
+def _given(one: ConfigOption, values: Any) -> Any:
+    value = one.default if values is None else one.value_in(values)
+    return dataclasses.MISSING if value is getattr(sys.modules.get("tyro"), "MISSING", dataclasses.MISSING) else value
 
 
-def _leaves(kind: type[Any], field: dataclasses.Field[Any], values: Any, prefix: str) -> Iterator[Option]:
-    name, hint = f"{prefix}{field.name.replace('_', '-')}", declared_types(kind)[field.name]
-    value = _default(field) if values is None else getattr(values, field.name)
+def _leaves(name: str, hint: Any, value: Any, meaning: str) -> Iterator[Option]:
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
-        missing = value is getattr(sys.modules.get("tyro"), "MISSING", dataclasses.MISSING)
-        yield Option(name, value_words(hint), dataclasses.MISSING if missing else value, field_text(kind, field.name))
+        yield Option(name, value_words(hint), value, meaning)
         return
-    inside = None if value is dataclasses.MISSING else value
-    for index, inner in enumerate(dataclasses.fields(hint)):
-        for number, option in enumerate(_leaves(hint, inner, inside, f"{name}.")):
+    inside = options_of(hint).values()
+    for index, inner in enumerate(inside):
+        within = None if value is dataclasses.MISSING else value
+        leaves = _leaves(f"{name}.{inner.name.replace('_', '-')}", inner.hint, _given(inner, within), inner.meaning)
+        for number, option in enumerate(leaves):
             yield dataclasses.replace(option, short=name) if index == number == 0 else option
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def default_text(value: Any) -> str:
@@ -218,41 +154,6 @@ def value_words(kind: Any) -> str:
         return f"{inner[0]} ..." if Ellipsis in get_args(kind) else " ".join(inner)
     words = {int: "integer", float: "number", str: "text", Path: "path"}
     return words.get(kind, "NAME=VALUE ..." if get_origin(kind) is not None else getattr(kind, "__name__", ""))
-
-
-def field_text(kind: type[Any], name: str) -> str:
-    """The docstring under a field, of the nearest class that has one."""
-    return next((text for owner in kind.__mro__ if (text := _own_texts(owner).get(name))), "")
-
-
-def _own_texts(kind: type[Any]) -> Mapping[str, str]:
-    """Field -> the docstring under it, for the fields that the class itself declares."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return _texts_of_file(path).get(kind.__qualname__, {}) if path else {}
-
-
-@functools.cache
-def _texts_of_file(path: str) -> Mapping[str, Mapping[str, str]]:
-    """Qualified name of each class in a file -> field -> the docstring under it."""
-    found: dict[str, dict[str, str]] = {}
-
-    def visit(body: Sequence[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                found[f"{prefix}{node.name}"] = dict(_texts_of_class(node.body))
-                visit(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                visit(node.body, f"{prefix}{node.name}.<locals>.")
-
-    visit(ast.parse(Path(path).read_bytes()).body, "")
-    return found
-
-
-def _texts_of_class(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for field, after in itertools.pairwise(body):
-        match field, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, " ".join(text.split())
 
 
 def asked_for_help(args: Sequence[str]) -> str | None:

@@ -1,14 +1,23 @@
-"""The options of a configuration dataclass and their types: checks values from a file, and fills an instance."""
+"""The options of a configuration dataclass: their names, types, defaults and values.
+
+A configuration may be composed of parts (`flowrl.options.ConfigPart`). An option is named as if there were none: the
+field `lr` of the part `trainer` is the option `lr`, on the command line, in run files and in the records of a run. A
+dataclass that is no part is a block, whose options have its name before theirs: "task.name".
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import itertools
 import json
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from flowrl.errors import ConfigError
 from flowrl.graph.annotations import declared_types
@@ -16,22 +25,178 @@ from flowrl.graph.annotations import declared_types
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path", type(None): "null"}
 
 
+@dataclass(frozen=True)
+class ConfigOption:
+    """An option of a configuration, or a block of options."""
+
+    name: str
+    """As in a run file."""
+    path: tuple[str, ...]
+    """Its attribute in the configuration: the names of parts, then the field's."""
+    hint: Any
+    default: Any
+    """`dataclasses.MISSING` if it has to be given."""
+    home: type[Any]
+    """The class that has it: the configuration, or the type of a part."""
+    help: str = ""
+    """What it means in this configuration; empty: what its own class says."""
+
+    def value_in(self, cfg: Any) -> Any:
+        """The option's value in a configuration."""
+        return functools.reduce(getattr, self.path, cfg)
+
+    @property
+    def meaning(self) -> str:
+        """What the configuration says of it, else the docstring under the field."""
+        return self.help or field_text(self.home, self.path[-1])
+
+
+def named(option: str, default: Any) -> Any:
+    """The default of a part's field that is the option `option`, under another name than its own."""
+    return dataclasses.field(default=default, metadata={"option": option})
+
+
+def options_of(kind: type[Any]) -> Mapping[str, ConfigOption]:
+    """Name -> option or block, for the fields of a configuration and of its parts.
+
+    Raises ConfigError if two parts have an option of the same name, or if there is a help text of no option.
+    """
+    return _options_of(cast(Hashable, kind))
+
+
+@functools.cache
+def _options_of(kind: Any) -> Mapping[str, ConfigOption]:
+    """Cached: commands ask for the options of the same class many times."""
+    found: dict[str, ConfigOption] = {}
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        texts |= vars(base).get("help_texts", {})
+    for one in _declared(kind, (), dataclasses.MISSING):
+        if one.name in found:
+            places = " and ".join(".".join(place.path) for place in (found[one.name], one))
+            raise ConfigError(f"{kind.__name__} has the option {one.name} twice, as {places}; rename one of them")
+        found[one.name] = dataclasses.replace(one, help=texts.pop(one.name, ""))
+    if texts:
+        raise ConfigError(f"{kind.__name__}.help_texts has {', '.join(texts)}, and there is no such option; correct it")
+    return found
+
+
+def _declared(kind: type[Any], path: tuple[str, ...], values: Any) -> Iterator[ConfigOption]:
+    hints = declared_types(kind)
+    for field in dataclasses.fields(kind):
+        hint, place = hints[field.name], (*path, field.name)
+        value = _default(field) if values is dataclasses.MISSING else getattr(values, field.name)
+        if _is_part(hint):
+            yield from _declared(hint, place, value)
+        else:
+            yield ConfigOption(field.metadata.get("option", field.name), place, hint, value, kind)
+
+
+def field_text(kind: type[Any], name: str) -> str:
+    """The docstring under a field, of the nearest class that has one."""
+    return next((text for owner in kind.__mro__ if (text := _own_texts(owner).get(name))), "")
+
+
+def _own_texts(kind: type[Any]) -> Mapping[str, str]:
+    """Field -> the docstring under it, for the fields that the class itself declares."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return _texts_of_file(path).get(kind.__qualname__, {}) if path else {}
+
+
+@functools.cache
+def _texts_of_file(path: str) -> Mapping[str, Mapping[str, str]]:
+    """Qualified name of each class in a file -> field -> the docstring under it."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(body: Sequence[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found[f"{prefix}{node.name}"] = dict(_texts_of_class(node.body))
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(node.body, f"{prefix}{node.name}.<locals>.")
+
+    visit(ast.parse(Path(path).read_bytes()).body, "")
+    return found
+
+
+def _texts_of_class(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, after in itertools.pairwise(body):
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
+
+
+def compose(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """The configuration with these values of its options and blocks, by name; the others have their defaults.
+
+    Every part is made, and checks itself, before the whole does. Raises ConfigError for a value that is refused.
+    """
+    options = options_of(kind)
+
+    def composed(one: type[Any], path: tuple[str, ...]) -> Any:
+        hints, made = declared_types(one), {}
+        for field in dataclasses.fields(one):
+            name, place = field.metadata.get("option", field.name), (*path, field.name)
+            if _is_part(hints[field.name]):
+                made[field.name] = composed(hints[field.name], place)
+            elif name in values:
+                made[field.name] = values[name]
+            elif options[name].default is not dataclasses.MISSING:
+                made[field.name] = options[name].default
+        return one(**made)
+
+    return composed(kind, ())
+
+
+def value_of(cfg: Any, name: str) -> Any:
+    """The value of an option: "lr", "trainer.cpus", or a block. Raises AttributeError if `cfg` does not have it."""
+    first, *rest = name.split(".")
+    option = options_of(type(cfg)).get(first)
+    if option is None:
+        raise AttributeError(f"{type(cfg).__name__} has no option {first}", name=first, obj=cfg)
+    return functools.reduce(getattr, rest, option.value_in(cfg))
+
+
+def has_option(cfg: Any, name: str) -> bool:
+    """Whether `cfg` has the option, such as "trainer.cpus"."""
+    try:
+        value_of(cfg, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def changed_config(cfg: Any, overrides: Mapping[str, Any]) -> Any:
+    """`cfg` with these values of its options. Raises ConfigError if one of the values is refused."""
+    values = {name: option.value_in(cfg) for name, option in options_of(type(cfg)).items()}
+    for name, value in overrides.items():
+        first, _, rest = name.partition(".")
+        values[first] = _changed_block(values[first], rest, value)
+    return compose(type(cfg), values)
+
+
+def _changed_block(block: Any, name: str, value: Any) -> Any:
+    if not name:
+        return value
+    first, _, rest = name.partition(".")
+    return dataclasses.replace(block, **{first: _changed_block(getattr(block, first), rest, value)})
+
+
 def leaves_of(kind: type[Any], prefix: str = "") -> dict[str, Any]:
     """Option -> type, for every leaf: "lr", "task.name"."""
-    hints = declared_types(kind)
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        name, hint = f"{prefix}{field.name}", hints[field.name]
-        found |= leaves_of(hint, f"{name}.") if _is_block(hint) else {name: hint}
+    for one in options_of(kind).values():
+        name = f"{prefix}{one.name}"
+        found |= leaves_of(one.hint, f"{name}.") if _is_block(one.hint) else {name: one.hint}
     return found
 
 
 def blocks_of(kind: type[Any], prefix: str = "") -> dict[str, str]:
     """Block of options -> its first leaf: "task" -> "task.name"."""
-    hints = declared_types(kind)
     found: dict[str, str] = {}
-    for field in dataclasses.fields(kind):
-        name, hint = f"{prefix}{field.name}", hints[field.name]
+    for one in options_of(kind).values():
+        name, hint = f"{prefix}{one.name}", one.hint
         if _is_block(hint):
             found |= {name: next(iter(leaves_of(hint, f"{name}.")), name), **blocks_of(hint, f"{name}.")}
     return found
@@ -45,7 +210,7 @@ def check_value(where: str, value: Any, hint: Any) -> Any:
     from pydantic import ValidationError
 
     try:
-        return _adapter(hint).validate_json(json.dumps(value), strict=True)
+        return adapter_of(hint).validate_json(json.dumps(value), strict=True)
     except (ValidationError, TypeError, ValueError):
         quotes = " in quotes" if isinstance(value, bool | int | float) and _takes_text(hint) else ""
         raise ConfigError(f"{where} is {_shown(value)}; it needs {_words(hint)}{quotes}") from None
@@ -61,17 +226,21 @@ def filled(kind: type[Any], given: Mapping[str, Any], *, prefix: str = "", base:
 
     hints, instance = declared_types(kind), object.__new__(kind)
     for field in dataclasses.fields(kind):
-        name, hint = f"{prefix}{field.name}", hints[field.name]
+        name, hint = f"{prefix}{field.metadata.get('option', field.name)}", hints[field.name]
         value = _default(field) if base is None else getattr(base, field.name)
         value = tyro.MISSING if value is dataclasses.MISSING else value
-        if _is_block(hint) and any(option.startswith(f"{name}.") for option in given):
-            value = filled(hint, given, prefix=f"{name}.", base=None if value is tyro.MISSING else value)
-        object.__setattr__(instance, field.name, given.get(name, value))
+        within = None if value is tyro.MISSING else value
+        if _is_part(hint):
+            value = filled(hint, given, prefix=prefix, base=within)
+        elif _is_block(hint) and any(option.startswith(f"{name}.") for option in given):
+            value = filled(hint, given, prefix=f"{name}.", base=within)
+        object.__setattr__(instance, field.name, value if _is_part(hint) else given.get(name, value))
     return instance
 
 
 @functools.cache
-def _adapter(hint: Any) -> Any:
+def adapter_of(hint: Any) -> Any:
+    """pydantic's adapter of an option's type."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(hint)
@@ -83,6 +252,15 @@ def _default(field: Any) -> Any:
 
 def _is_block(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _is_part(hint: Any) -> bool:
+    return _is_block(hint) and getattr(hint, "is_part", False)
+
+
+def is_composed(kind: Any) -> bool:
+    """Whether a configuration has parts."""
+    return _is_block(kind) and any(map(_is_part, declared_types(kind).values()))
 
 
 def _takes_text(hint: Any) -> bool:

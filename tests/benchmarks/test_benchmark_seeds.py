@@ -16,7 +16,7 @@ def test_every_job_is_a_command_that_flowrl_takes(job: str) -> None:
     name, *arguments = command(job, 3)
     prepared = prepare(name, (RunOptions, RunFileOptions), arguments)
     assert prepared.own[0].seed == 3
-    assert prepared.cfg.evaluate > 0
+    assert prepared.cfg.evaluation.evaluate > 0
 
 
 def test_options_of_the_caller_replace_those_of_the_job() -> None:

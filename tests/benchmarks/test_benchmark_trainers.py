@@ -105,9 +105,14 @@ def test_steps_of_trl_are_counted_from_the_end_of_the_last_skipped_one() -> None
 def test_flowrl_takes_the_options_of_a_job(system: trainer_systems.System, tmp_path: Path) -> None:
     file = load_file(Path(grpo.__file__))
     cfg = file.parse(flowrl_options(TrainerRun(JOB, "bfloat16", system, 0), tmp_path / "p.jsonl", 2), prog="test")
-    assert (cfg.groups_per_step, cfg.group_size, cfg.max_tokens, cfg.dtype) == (8, 8, 24, "bfloat16")
-    assert cfg.engine.dtype == cfg.dtype, "TRL too samples in what it trains in"
-    assert cfg.staleness == (0 if system == "flowrl-sync" else 2)
+    assert (cfg.steps.groups_per_step, cfg.sampling.group_size, cfg.sampling.max_tokens, cfg.trainer.dtype) == (
+        8,
+        8,
+        24,
+        "bfloat16",
+    )
+    assert cfg.generator.engine.dtype == cfg.trainer.dtype, "TRL too samples in what it trains in"
+    assert cfg.steps.staleness == (0 if system == "flowrl-sync" else 2)
 
 
 def test_the_table_compares_runs_of_one_repetition() -> None:

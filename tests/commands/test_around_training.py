@@ -25,7 +25,7 @@ from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, Respon
 from flowrl.nodes.scoring import reward_functions
 from flowrl.nodes.scoring.reward_functions import Comparisons
 from flowrl.nodes.writers import Written
-from flowrl.policy_options import PolicyOptions
+from flowrl.options import PolicyOptions
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.launch import Launch, Result
 from flowrl.tasks import Task, load_demonstrations, load_rows
@@ -271,8 +271,8 @@ def test_a_command_takes_the_run_files_and_the_dry_run_of_flowrl_run(
     assert main([command, "--config", file]) == 0
     before, after = launched
     assert (before.config, before.options) == (after.config, after.options)
-    assert (after.config.reward_timeout_s, after.options.max_hours) == (33.0, 2.0)
-    assert first in (after.config.policy, after.config.task.name)
+    assert (after.config.reward.reward_timeout_s, after.options.max_hours) == (33.0, 2.0)
+    assert first in (after.config.policy.name, after.config.data.task.name)
     capsys.readouterr()
     assert main([command, first, "--dry-run"]) == 0
     assert len(launched) == 2 and capsys.readouterr().out.endswith("nothing was started\n")

@@ -106,7 +106,7 @@ def test_only_sizes_that_the_checks_let_through(
         tried = [way for way in given._shared if f"trainer.{name}_parallel_size" in way]
         assert {way[f"trainer.{name}_parallel_size"] for way in tried} == sizes
         assert all(way["trainer.replicas"] % way[f"trainer.{name}_parallel_size"] == 0 for way in tried)
-        assert all(given.cfg.trainer.replicas <= way["trainer.replicas"] <= 8 for way in tried)
+        assert all(given.cfg.trainer.size.replicas <= way["trainer.replicas"] <= 8 for way in tried)
 
 
 def test_ranks_that_share_a_micro_batch_are_on_one_machine() -> None:

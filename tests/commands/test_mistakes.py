@@ -96,7 +96,7 @@ WRONG_VALUES = {
     "--zero.deepspeed tensor_parallel.autotp_size=2": "--zero.deepspeed sets 'tensor_parallel', which a run decides "
     "itself; leave it out, and see --trainer.tensor-parallel-size",
     "--reference.token-budget 0": "--reference.token-budget is 0; it has to be 1 or more",
-    "--gpus 1": "no option --gpus; did you mean --generator.gpus, --trainer.gpus or --reward_model.gpus?",
+    "--gpus 1": "no option --gpus; did you mean --generator.gpus, --reward_model.gpus or --trainer.gpus?",
     "--time-share generator": "--time-share names only generator; name at least one more node to share its devices",
     "--time-share generator trainr": "--time-share names trainr, which is no node with cores or GPUs of its own; in "
     "this graph these are generator, trainer",
@@ -261,16 +261,32 @@ EDITS = {
         "g.connect(trainer.weights, generator",
     ): "has no latest edge and will fill up and stop; connect it with g.latest(trainer.weights,",
     ("reward.scored, advantage", "reward.score, advantage"): "AttributeError: 'Reward' object has no attribute 'score'",
-    ('"reward", cfg', '"trainer", cfg'): "g.add was called twice with the name 'trainer'",
+    ('"reward", Reward', '"trainer", Reward'): "g.add was called twice with the name 'trainer'",
 }
+"""Edits of `NUMBERS`, which wires its nodes itself."""
 
 
 @pytest.mark.parametrize(("old", "new"), EDITS)
 def test_wrong_wiring(told: Told, tmp_path: Path, old: str, new: str) -> None:
+    assert NUMBERS.count(old) == 1
+    (tmp_path / "mine.py").write_text(NUMBERS.replace(old, new))
+    assert EDITS[old, new] in told("run", tmp_path / "mine.py")
+
+
+EDITS_OF_GRPO = {
+    ("reward, advantage, batcher", "reward, batcher, advantage"): "'TokenBatch' object has no attribute 'scored'",
+    ("make_batcher(cfg, estimate)", "make_batcher(cfg, estimates)"): "name 'estimates' is not defined",
+    ('"reward", make', '"trainer", make'): "g.add was called twice with the name 'trainer'",
+    ("cfg.sampling.group_size", "cfg.group_size"): "'GRPO' object has no attribute 'group_size'",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS_OF_GRPO)
+def test_a_mistake_in_a_copy_of_grpo(told: Told, tmp_path: Path, old: str, new: str) -> None:
     source = Path(GRPO).read_text()
     assert source.count(old) == 1
     (tmp_path / "mine.py").write_text(source.replace(old, new))
-    assert EDITS[old, new] in told("run", tmp_path / "mine.py")
+    assert EDITS_OF_GRPO[old, new] in told("run", tmp_path / "mine.py")
 
 
 # Models

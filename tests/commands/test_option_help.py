@@ -22,7 +22,6 @@ from flowrl.graph.load import load_file
 from flowrl.graph.option_help import (
     FIRST,
     GRAPH,
-    GROUPS,
     MOST_FIRST,
     OptionGroup,
     asked_for_help,
@@ -31,7 +30,7 @@ from flowrl.graph.option_help import (
     merge_groups,
     option_groups,
 )
-from flowrl.graph.option_types import filled
+from flowrl.graph.option_types import blocks_of, filled, options_of
 from flowrl.graph.shipped import shipped_names
 from flowrl.runtime.driver.options import RunOptions
 from tests.house.documents import ROOT
@@ -90,10 +89,15 @@ def test_grpo_shows_twenty_of_the_list_and_each_of_the_list_is_an_option_of_a_gr
     assert len({*FIRST}) == len(FIRST)
 
 
-def test_a_group_has_options_of_a_graph_alone_and_no_option_is_in_two() -> None:
-    listed = [option for _, options in GROUPS.values() for option in options]
-    assert len({*listed}) == len(listed)
-    assert {*listed} <= {name for graph in shipped_names() for name in leaves(load_file(graph).config_type)}
+@pytest.mark.parametrize("name", shipped_names())
+def test_the_groups_of_a_graph_are_its_parts_and_its_blocks(name: str) -> None:
+    kind = load_file(name).config_type
+    parts = {one.path[0].replace("_", "-") for one in options_of(kind).values() if len(one.path) > 1}
+    blocks = {block.replace("_", "-") for block in blocks_of(kind) if "." not in block}
+    shown = {group.name: group for group in option_groups(kind)}
+    assert {*shown} - {GRAPH} <= parts | blocks and {"policy", "task", "placement"} <= {*shown}
+    of_trainer = {option.name for option in shown["trainer"].options} if "trainer" in parts else {"lr"}
+    assert {"lr"} <= of_trainer, "options of a part and of a block of its name stand together"
 
 
 SHARED_BY = 5
@@ -153,6 +157,7 @@ usage: flowrl run mine [--OPTION VALUE ...]
 graph: What this graph has and no other.
 
   --path <path>                What is read. (has to be given)
+  --lr <number>                How fast. Not too fast. (default: 0.5)
   --names <text ...>           (default: x y)
   --range <number number>      (default: 0.0 1.0)
   --odd <text>                 (default: '\\x1b[31m')
@@ -172,10 +177,6 @@ also: Another one.
   --also, --also.size <integer>
                                 How large it is. (default: 7)
   --also.kind <a|b>             (default: a)
-
-trainer: Learning rate, data type, size of batches, and ranks of the policy's trainer.
-
-  --lr <number>  How fast. Not too fast. (default: 0.5)
 
 A flag is switched off with no-: --no-resume, --zero.no-keep-optimizer."""
 
@@ -223,7 +224,7 @@ def test_a_group_and_an_option_are_shown_whole(capsys: pytest.CaptureFixture[str
     ("asked", "told"),
     [
         ("schedul", "--help schedul: there is no group or option of this name; did you mean schedule?"),
-        ("xyz", "there is no group or option of this name; the groups are policy, task, "),
+        ("xyz", "there is no group or option of this name; the groups are graph, policy, "),
     ],
 )
 def test_another_word_after_help_is_told(capsys: pytest.CaptureFixture[str], asked: str, told: str) -> None:

@@ -154,8 +154,12 @@ def test_the_fastest_is_chosen_and_its_run_file_reproduces_it(runs: MadeUpRuns, 
     assert [row for row in rows if row["chosen"]] == [best] and rows[0] is best
     assert best["options"]["time_share"] == ["generator", "trainer"]
     again = prepare("run", (RunOptions, RunFileOptions), ["--config", "runs/tune-grpo/chosen.yaml"])
-    assert again.cfg.lr == 3e-5 and again.cfg.time_share == ("generator", "trainer") and again.cfg.evaluate == 512
-    assert (again.cfg.generator.cpus, again.cfg.trainer.cpus, again.cfg.staleness) == (2.0, 2.0, 0)
+    assert (
+        again.cfg.trainer.lr == 3e-5
+        and again.cfg.placement.time_share == ("generator", "trainer")
+        and again.cfg.evaluation.evaluate == 512
+    )
+    assert (again.cfg.generator.size.cpus, again.cfg.trainer.size.cpus, again.cfg.steps.staleness) == (2.0, 2.0, 0)
 
 
 def test_stages_alone_and_together_are_measured_without_evaluation(runs: MadeUpRuns, capsys: Capture) -> None:
@@ -215,7 +219,7 @@ def test_a_run_file_is_taken_and_its_run_options_stay(runs: MadeUpRuns, capsys: 
     assert all("staleness 0" in row["placement"] for row in rows), "what is given stays"
     again = prepare("run", (RunOptions, RunFileOptions), ["--config", "best.yaml"])
     assert again.own[0].run_dir == Path("runs/mine") and not Path("runs/mine").exists()
-    assert again.own[0].steps == 200 and again.own[0].stop.metric == "reward_mean" and again.cfg.lr == 2e-5
+    assert again.own[0].steps == 200 and again.own[0].stop.metric == "reward_mean" and again.cfg.trainer.lr == 2e-5
 
 
 def test_one_placement_that_is_left_is_told(runs: MadeUpRuns, capsys: Capture) -> None:

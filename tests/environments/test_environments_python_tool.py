@@ -35,6 +35,7 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxSettings,
 )
 from flowrl.errors import ConfigError
+from flowrl.options import EpisodeData
 from flowrl.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.recipes.agent_tools import AgentTools
 from flowrl.tasks import Task
@@ -466,7 +467,7 @@ def test_output_is_bounded_in_memory() -> None:
     ["calculator", "python:sandbox=limits", "python:call_s=5,disk_bytes=9000", "calculator+a.py:X", "3", "'a', b"],
 )
 def test_tools_of_the_command_line_come_through_the_name_of_an_environment(tools: str) -> None:
-    graph = AgentTools(task=Task("arithmetic:min_value=30,digits=[1,2]"), tools=tools)
+    graph = AgentTools(data=EpisodeData(Task("arithmetic:min_value=30,digits=[1,2]")), tools=tools)
     assert EnvironmentName(graph.environment).options == {"tools": tools, "min_value": 30, "digits": [1, 2]}
 
 

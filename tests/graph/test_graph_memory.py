@@ -9,11 +9,12 @@ import pytest
 
 from flowrl import Graph, check
 from flowrl.cli import main
-from flowrl.commands.fit import changed_config, fitting, option_text
+from flowrl.commands.fit import fitting, option_text
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import Report
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster
+from flowrl.graph.option_types import changed_config
 
 SHAPES = Path(__file__).parent / "shapes"
 SMALL, SEVEN, LARGE = (str(SHAPES / f"{name}.json") for name in ("qwen2.5-0.5b", "qwen2.5-7b", "llama-70b"))

@@ -145,19 +145,29 @@ def test_a_file_gives_the_graph_and_its_options_and_the_command_line_has_precede
     )
     found = prepared("--config", file, "--lr", "2e-5", "--task.name", "a.jsonl", "--steps", "9")
     cfg, options = found.cfg, found.own[0]
-    assert (found.file.shown, options.steps, cfg.lr, cfg.group_size, cfg.lora.rank) == ("grpo", 9, 2e-5, 4, 8)
-    assert (cfg.task.name, cfg.task.system_prompt, cfg.evaluate_also) == ("a.jsonl", "Add.", ("arithmetic",))
-    assert cfg.zero.deepspeed == {"a": [1, 2.5, "off"]}
+    assert (found.file.shown, options.steps, cfg.trainer.lr, cfg.sampling.group_size, cfg.trainer.lora.rank) == (
+        "grpo",
+        9,
+        2e-5,
+        4,
+        8,
+    )
+    assert (cfg.data.task.name, cfg.data.task.system_prompt, cfg.evaluation.evaluate_also) == (
+        "a.jsonl",
+        "Add.",
+        ("arithmetic",),
+    )
+    assert cfg.trainer.zero.deepspeed == {"a": [1, 2.5, "off"]}
     assert prepared("rloo", "--config", file, "--lr", "2e-5").file.shown == "rloo", "a graph named first has precedence"
 
 
 def test_a_block_is_given_by_the_value_of_its_first_option(tmp_path: Path) -> None:
-    assert prepared("--config", write(tmp_path, "graph: grpo\ntask: a.jsonl\n")).cfg.task.name == "a.jsonl"
+    assert prepared("--config", write(tmp_path, "graph: grpo\ntask: a.jsonl\n")).cfg.data.task.name == "a.jsonl"
 
 
 def test_an_option_of_the_command_line_replaces_a_value_that_is_out_of_range(tmp_path: Path) -> None:
     file = write(tmp_path, "graph: grpo\nlr: -1\nresume: true\n")
-    assert prepared("--config", file, "--lr", "1", "--run-dir", "runs/x").cfg.lr == 1
+    assert prepared("--config", file, "--lr", "1", "--run-dir", "runs/x").cfg.trainer.lr == 1
     with pytest.raises(ConfigError, match="--lr is -1"):
         prepared("--config", file, "--run-dir", "runs/x")
 

@@ -84,7 +84,7 @@ def test_the_ray_job_has_what_a_run_needs() -> None:
     own = {"--steps", "--run-dir", "--term-minutes"}
     given = [(name, value) for name, value in zip(words[3::2], words[4::2], strict=True) if name not in own]
     cfg = load_file("grpo").parse([text for pair in given for text in pair])
-    asked = cfg.generator.replicas * cfg.generator.gpus + cfg.trainer.replicas
+    asked = cfg.generator.size.replicas * cfg.generator.size.gpus + cfg.trainer.size.replicas
     workers = cluster["workerGroupSpecs"][0]
     each = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert asked == workers["replicas"] * each, "the run uses every GPU of the manifest"

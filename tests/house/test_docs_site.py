@@ -137,14 +137,13 @@ def test_options_are_told_with_inherited_meanings_and_own_defaults() -> None:
 
 
 def test_links_out_of_the_documents_lead_to_pages_of_the_site() -> None:
-    text = "[graphs/grpo.py](../graphs/grpo.py), [b](../flowrl/blocks.py#x), [data.md](data.md#checks), [c](http://a.b)"
-    expected = (
-        "[graphs/grpo.py](graphs/grpo.md), [b](source/flowrl/blocks.py.md#x), [Data](data.md#checks), [c](http://a.b)"
-    )
+    file = "flowrl/options/online.py"
+    text = f"[graphs/grpo.py](../graphs/grpo.py), [b](../{file}#x), [data.md](data.md#checks), [c](http://a.b)"
+    expected = f"[graphs/grpo.py](graphs/grpo.md), [b](source/{file}.md#x), [Data](data.md#checks), [c](http://a.b)"
     assert links.turned(text, "") == expected
     assert links.turned("[data.md](../data.md)", "reference") == "[Data](../data.md)"
     assert links.turned("[x](CHANGELOG.md)", "") == "[x](changelog.md)"
-    assert "flowrl/blocks.py" in links.sources_linked()
+    assert file in links.sources_linked()
 
 
 def test_the_site_is_built_with_packages_of_the_same_versions() -> None:

@@ -7,12 +7,13 @@ import functools
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
 from flowrl.errors import FlowrlError
 from flowrl.graph.load import load_file
+from flowrl.graph.option_types import changed_config, options_of
 from flowrl.training.advantages import Estimate
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, Schedule, ZeroSettings
@@ -225,32 +226,12 @@ def differs(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(name, type, value) of every option."""
-    hints = hints_of(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for one in options_of(type(config)).values():
+        value = one.value_in(config)
         if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{prefix}{field.name}.")
+            yield from leaves(value, f"{prefix}{one.name}.")
         else:
-            yield f"{prefix}{field.name}", hints[field.name], value
-
-
-@functools.cache
-def hints_of(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def with_values(config: Any, values: Values) -> Any:
-    """`config` with other values of its options. Raises ConfigError."""
-    inner: dict[str, dict[str, Any]] = {}
-    changed: dict[str, Any] = {}
-    for path, value in values.items():
-        first, _, rest = path.partition(".")
-        if rest:
-            inner.setdefault(first, {})[rest] = value
-        else:
-            changed[first] = value
-    changed |= {name: with_values(getattr(config, name), of_it) for name, of_it in inner.items()}
-    return dataclasses.replace(config, **changed)
+            yield f"{prefix}{one.name}", one.hint, value
 
 
 def other_value(graph: str, name: str, kind: Any, value: Any) -> Any:
@@ -292,7 +273,7 @@ class Tried:
 
 def tried(graph: str, way: Values) -> Tried:
     file = load_file(graph)
-    config = with_values(file.config_type(), way)
+    config = changed_config(file.config_type(), way)
     built = file.build(config)
     ignored: list[str] = []
     refused: dict[str, str] = {}
@@ -300,7 +281,7 @@ def tried(graph: str, way: Values) -> Tried:
         if name in way:
             continue
         try:
-            found = file.build(with_values(config, {name: other_value(graph, name, kind, value)}))
+            found = file.build(changed_config(config, {name: other_value(graph, name, kind, value)}))
         except FlowrlError as error:
             refused[name] = str(error)
             continue
@@ -341,8 +322,8 @@ def test_what_is_refused_by_itself_has_an_effect_with_what_it_needs(graph: str) 
             continue
         needed = companions(graph, name)
         assert needed is not None, f"{graph} refuses {name} by itself ({sentence}); say here what it needs"
-        config = with_values(plain, needed)
-        found = with_values(config, {name: other_value(graph, name, *known[name])})
+        config = changed_config(plain, needed)
+        found = changed_config(config, {name: other_value(graph, name, *known[name])})
         assert differs(file.build(config), file.build(found), set()), f"{graph}: {name} changes nothing with {needed}"
 
 

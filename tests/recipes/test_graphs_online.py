@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.graph.node import Node
+from flowrl.graph.option_types import options_of
 from flowrl.nodes import Generator, GroupAdvantage, PairMaker, Reward, RewardModel, TokenBatch, Trainer
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
@@ -21,18 +21,29 @@ ONLINE = ("grpo", "reinforce_pp", "rloo", "dapo", "raft", "iterative_dpo")
 EVERY_ONLINE = (*ONLINE, "distill", "ppo", "custom_node")
 SHARED = (
     "policy",
-    "task",
-    "time_share",
     "trust_remote_code",
     "chat_template",
     "chat_template_kwargs",
     "tokenizer",
+    "task",
+    "max_prompt_tokens",
+    "too_long",
+    "num_prompts",
+    "time_share",
     "generator",
     "engine",
     "stop_strings",
     "max_tokens",
     "temperature",
     "group_size",
+    "reward_timeout_s",
+    "staleness",
+    "on_limit",
+    "look_ahead",
+    "groups_per_step",
+    "optimizer_steps",
+    "epochs",
+    "overlong_filter",
     "lr",
     "trainer",
     "dtype",
@@ -42,7 +53,6 @@ SHARED = (
     "schedule",
     "router_aux_loss_coef",
     "accumulate",
-    "reward_timeout_s",
     "evaluate",
     "evaluate_samples",
     "evaluate_every",
@@ -50,15 +60,6 @@ SHARED = (
     "evaluate_task",
     "evaluate_max_prompt_tokens",
     "probe_tolerance",
-    "staleness",
-    "on_limit",
-    "look_ahead",
-    "groups_per_step",
-    "optimizer_steps",
-    "epochs",
-    "negate_rewards",
-    "max_prompt_tokens",
-    "too_long",
 )
 TRAINED = (*EVERY_ONLINE, "sft", "dpo", "kto", "reward_model")
 EVALUATED = (*EVERY_ONLINE, "sft", "dpo", "kto")
@@ -77,8 +78,9 @@ def node(of: Graph, kind: type[N]) -> N:
 
 
 def node_options(name: str, *options: str) -> dict[str, Any]:
-    """The values of a graph's own and inherited options."""
-    return vars(load_file(GRAPHS / f"{name}.py").parse(options))
+    """The values of a graph's options, those of its parts, too."""
+    cfg = load_file(GRAPHS / f"{name}.py").parse(options)
+    return {one.name: one.value_in(cfg) for one in options_of(type(cfg)).values()}
 
 
 def problems(name: str, options: str) -> list[str]:
@@ -97,8 +99,10 @@ def test_every_graph_passes_the_check_with_and_without_evaluation(name: str) -> 
 
 @pytest.mark.parametrize("name", EVERY_ONLINE)
 def test_the_shared_options_stand_first_and_in_one_order(name: str) -> None:
-    fields = [field.name for field in dataclasses.fields(load_file(GRAPHS / f"{name}.py").config_type)]
-    assert tuple(fields[: len(SHARED)]) == SHARED
+    options = options_of(load_file(GRAPHS / f"{name}.py").config_type)
+    assert tuple(one for one in options if one in SHARED) == SHARED and "negate_rewards" in options
+    own = [name for name, one in options.items() if len(one.path) == 1]
+    assert [*options][len(options) - len(own) :] == own, "after those of all parts"
 
 
 @pytest.mark.parametrize("name", TRAINED)

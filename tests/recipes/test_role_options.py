@@ -15,7 +15,7 @@ from flowrl.graph.command_line import option_names
 from flowrl.graph.load import load_file
 from flowrl.nodes import Critic, Engine, Generator, Reference, RewardModel, Teacher, Trainer
 from flowrl.nodes.engine_options import known_options, parse_extra
-from flowrl.role_options import ScoringSize, Size
+from flowrl.options.sizes import ScoringSize, Size
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
 CLUSTER = Cluster((Machine(tuple(range(32)), gpus=16),))

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from flowrl.blocks import OnlineOptions
 from flowrl.cli import CheckOptions, main
 from flowrl.commands import prepare as preparing
 from flowrl.commands.prepare import Prepared, prepare
 from flowrl.cpu_flags import describe_cpu, is_slow_in_bfloat16
+from flowrl.graph.option_types import has_option, value_of
 from flowrl.graph.shipped import shipped_names
 from flowrl.models import Policy
 from flowrl.models.sizes.model_size import ModelSize, model_size
-from flowrl.models.sizes.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, size_defaults
 from flowrl.models.sizes.size_table import TABLE, row_for
+from flowrl.options import OnlineConfig, SamplingOptions, TrainerOptions
+from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, size_defaults
 from flowrl.runtime.driver.options import RunOptions
 
 ROOT = Path(__file__).parents[2]
@@ -138,12 +139,14 @@ def test_on_a_cpu_the_engine_samples_in_what_is_trained_and_fast(
     model = a_model(tmp_path / "m", 135_000_000)
     prepared = checked(graph, "--policy", model, "--task", "train.jsonl", *given)
     assert origin(prepared, ENGINE_DTYPE) == sampled
-    assert prepared.cfg.engine.dtype == sampled[0]
+    assert prepared.cfg.generator.engine.dtype == sampled[0]
     if "--dtype" in given:
         assert origin(prepared, "dtype") == (given[1], "given")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     on_gpus = checked(graph, "--policy", model, "--task", "train.jsonl", *given)
-    assert on_gpus.cfg.engine.dtype == (sampled[0] if sampled[1] == "given" else "auto"), "nothing changes on GPUs"
+    assert on_gpus.cfg.generator.engine.dtype == (sampled[0] if sampled[1] == "given" else "auto"), (
+        "nothing changes on GPUs"
+    )
 
 
 def test_the_types_of_trainer_and_engine_are_told_one_after_the_other(
@@ -199,7 +202,11 @@ def test_a_size_is_counted_or_told_by_the_name(tmp_path: Path) -> None:
 
 def test_tiny_keeps_what_the_graphs_declare() -> None:
     prepared = checked("grpo")
-    assert (prepared.cfg.lr, prepared.cfg.max_tokens, prepared.cfg.dtype) == (1e-4, 32, "float32")
+    assert (prepared.cfg.trainer.lr, prepared.cfg.sampling.max_tokens, prepared.cfg.trainer.dtype) == (
+        1e-4,
+        32,
+        "float32",
+    )
     assert origin(prepared, "lr") == (1e-4, "tiny's own")
 
 
@@ -207,8 +214,18 @@ def test_the_line_of_the_readme_runs_sensibly(tmp_path: Path) -> None:
     """Its model of eight billion parameters, with nothing said but where it is."""
     model = a_model(tmp_path / "Qwen3-8B", 8_190_000_000)
     cfg = checked("grpo", "--policy", model, "--task", "train.jsonl").cfg
-    assert (cfg.lr, cfg.dtype, cfg.max_tokens, cfg.max_prompt_tokens) == (1e-6, "bfloat16", 2048, 2048)
-    assert (cfg.group_size, cfg.groups_per_step, cfg.evaluate, cfg.token_budget) == (8, 64, 256, 8192)
+    assert (cfg.trainer.lr, cfg.trainer.dtype, cfg.sampling.max_tokens, cfg.data.max_prompt_tokens) == (
+        1e-6,
+        "bfloat16",
+        2048,
+        2048,
+    )
+    assert (cfg.sampling.group_size, cfg.steps.groups_per_step, cfg.evaluation.evaluate, cfg.trainer.token_budget) == (
+        8,
+        64,
+        256,
+        8192,
+    )
 
 
 def test_what_is_given_wins_and_others_follow_it(tmp_path: Path) -> None:
@@ -216,26 +233,26 @@ def test_what_is_given_wins_and_others_follow_it(tmp_path: Path) -> None:
     options = ["--policy", model, "--max_tokens=7000", "--lora.rank", "16", "--dtype", "float32"]
     prepared = checked("grpo", *options)
     cfg = prepared.cfg
-    assert (cfg.max_tokens, cfg.dtype, cfg.token_budget) == (7000, "float32", 7000 + 2048)
-    assert cfg.lr == pytest.approx(1e-5), "ten times that of all weights, for an adapter"
+    assert (cfg.sampling.max_tokens, cfg.trainer.dtype, cfg.trainer.token_budget) == (7000, "float32", 7000 + 2048)
+    assert cfg.trainer.lr == pytest.approx(1e-5), "ten times that of all weights, for an adapter"
     assert origin(prepared, "max_tokens") == (7000, "given")
     assert origin(prepared, "lr")[1] == "default for 8 billion parameters"
-    assert checked("grpo", "--policy", model, "--zero.stage", 0).cfg.dtype == "float32"
+    assert checked("grpo", "--policy", model, "--zero.stage", 0).cfg.trainer.dtype == "float32"
 
 
 def test_a_run_file_gives_too(tmp_path: Path) -> None:
     model = a_model(tmp_path / "m", 1_000_000_000)
     (tmp_path / "run.yaml").write_text(f"graph: grpo\npolicy: {model}\nlr: 3.0e-4\n")
     prepared = checked("--config", tmp_path / "run.yaml")
-    assert prepared.cfg.lr == 3e-4 and origin(prepared, "lr")[1] == "given"
-    assert prepared.cfg.max_tokens == 1024
+    assert prepared.cfg.trainer.lr == 3e-4 and origin(prepared, "lr")[1] == "given"
+    assert prepared.cfg.sampling.max_tokens == 1024
 
 
 def test_lengths_fit_the_context(tmp_path: Path) -> None:
     cfg = checked("grpo", "--policy", a_model(tmp_path / "m", 1_000_000_000, context=1024)).cfg
-    assert (cfg.max_prompt_tokens, cfg.max_tokens) == (384, 384)
+    assert (cfg.data.max_prompt_tokens, cfg.sampling.max_tokens) == (384, 384)
     episodes = checked("agent_game", "--policy", tmp_path / "m").cfg
-    assert (episodes.limits.tokens, episodes.max_tokens) == (1024, 384)
+    assert (episodes.episodes.limits.tokens, episodes.sampling.max_tokens) == (1024, 384)
 
 
 @pytest.mark.parametrize("graph", shipped_names())
@@ -247,13 +264,14 @@ def test_every_graph_takes_the_defaults_of_a_model(graph: str, tmp_path: Path) -
     assert kept <= {"evaluate", "token_budget", "group_size", "overlong_buffer", "answer_tokens"}
     assert ("answer_tokens" in kept) is (graph == "sft"), "nothing is answered unless it evaluates"
     assert bool(prepared.origins) is (graph != "score")
-    if hasattr(prepared.cfg, "max_tokens"):
-        assert prepared.cfg.max_tokens >= 512
-    if hasattr(prepared.cfg, "overlong_buffer"):  # of these graphs DAPO alone has one by itself
-        assert prepared.cfg.overlong_buffer == (prepared.cfg.max_tokens // 8 if graph == "dapo" else 0)
+    if has_option(prepared.cfg, "max_tokens"):
+        assert value_of(prepared.cfg, "max_tokens") >= 512
+    if has_option(prepared.cfg, "overlong_buffer"):  # of these graphs DAPO alone has one by itself
+        longest = value_of(prepared.cfg, "max_tokens")
+        assert value_of(prepared.cfg, "overlong_buffer") == (longest // 8 if graph == "dapo" else 0)
     learnt = {"sft": 1e-5, "dpo": 5e-7, "kto": 5e-7, "reward_model": 1e-5, "process_reward_model": 1e-5}
-    if hasattr(prepared.cfg, "lr"):
-        assert prepared.cfg.lr == learnt.get(graph, 1e-6)
+    if has_option(prepared.cfg, "lr"):
+        assert prepared.cfg.trainer.lr == learnt.get(graph, 1e-6)
 
 
 def test_the_table_names_options_that_some_graph_has(tmp_path: Path) -> None:
@@ -288,19 +306,33 @@ def test_a_teacher_has_the_type_of_the_trainer(tmp_path: Path) -> None:
     types = []
     for given in ((), ("--policy", model), ("--policy", model, "--teacher.dtype", "float32")):
         cfg = checked("distill", *given).cfg
-        types.append((cfg.dtype, cfg.scoring(cfg.teacher)["dtype"]))
+        types.append((cfg.trainer.dtype, cfg.trainer.scoring(cfg.teacher)["dtype"]))
     assert types == [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 
 
 @dataclass(frozen=True)
-class Own(OnlineOptions):
-    lr: float = 7e-7
+class Own(OnlineConfig):
+    trainer: TrainerOptions = TrainerOptions(lr=7e-7)
+
+
+@dataclass(frozen=True)
+class Short(SamplingOptions):
+    """A part of one's own."""
+
+    max_tokens: int = 32
+
+
+@dataclass(frozen=True)
+class Shorter(OnlineConfig):
+    sampling: Short = Short()
 
 
 def test_a_default_of_ones_own_graph_is_kept() -> None:
     values = size_defaults(Own, {"policy": "acme/x-8B"}).values
     assert "lr" not in values and values["dtype"] == "bfloat16"
     assert size_defaults(Own, {}).values == {}
+    values = size_defaults(Shorter, {"policy": "acme/x-8B"}).values
+    assert "max_tokens" not in values and values["group_size"] == 8, "declared in a part of one's own"
 
 
 def test_the_documented_table_is_the_one_that_is_used() -> None:

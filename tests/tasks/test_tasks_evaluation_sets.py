@@ -349,7 +349,7 @@ def test_what_evaluate_refuses(given: tuple[str, ...], said: str, capsys: pytest
 def test_two_sets_need_two_names(tmp_path: Path) -> None:
     test = file_of(tmp_path / "test.jsonl", 30)
     cfg, _ = config("grpo", "--evaluate-task", f"a={test}", f"b={test},num=5")
-    assert [(one.name, one.num) for one in cfg.evaluation_sets] == [("a", None), ("b", 5)]
+    assert [(one.name, one.num) for one in cfg.evaluation.sets(cfg)] == [("a", None), ("b", 5)]
     with pytest.raises(ConfigError, match="--evaluate-task has two sets named a; give one another name"):
         config("grpo", "--evaluate-task", f"a={test}", f"a={test},num=5")
 

@@ -118,9 +118,11 @@ def test_trees_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 def test_check_says_in_one_line_which_models_take_trees() -> None:
+    from flowrl.options import PolicyOptions, TrainerOptions
     from flowrl.recipes.ppo import PPO, graph
 
-    text = render(check(graph(PPO(zero=ZeroSettings(layout="rows"), policy="tiny_teacher"))))
+    trainer = TrainerOptions(zero=ZeroSettings(layout="rows"))
+    text = render(check(graph(PPO(trainer=trainer, policy=PolicyOptions("tiny_teacher")))))
     trees, rows = (line.strip() for line in text.splitlines() if "computed" in line)
     assert trees.startswith(
         "note: critic, critic_trainer: prefixes that sequences share are computed once (on a CPU one "

@@ -41,7 +41,7 @@ TRAINER = (
     "requests",
     "tyro",
     "zmq",
-    "flowrl.blocks",
+    "flowrl.options",
     "flowrl.runtime.driver.launch",
     "flowrl.runtime.host.actor",
     "flowrl.training.learner",

@@ -25,11 +25,11 @@ from flowrl.messages import Weights
 from flowrl.models.sizes.known_shapes import CHARACTER_SHAPE
 from flowrl.nodes.engine_options import Engine as EngineOptions
 from flowrl.nodes.engine_options import EngineDtype
+from flowrl.options import EvaluationOptions, GeneratorOptions, RewardKLLoss, Size
 from flowrl.recipes.grpo import GRPO
 from flowrl.recipes.grpo import graph as grpo_graph
 from flowrl.recipes.ppo import PPO
 from flowrl.recipes.ppo import graph as ppo_graph
-from flowrl.role_options import Size
 from flowrl.tensor_table import TensorTable
 from flowrl.weights.publish import Publisher, make_sender
 from flowrl.weights.receive import NcclReceiver, SegmentReceiver, make_receiver
@@ -71,7 +71,7 @@ def test_the_dtype_of_readers_is_the_widest_of_them() -> None:
 
 
 def test_a_trainer_knows_the_dtype_of_each_reader() -> None:
-    cfg = PPO(engine=EngineOptions(dtype="bfloat16"), dtype="float32")
+    cfg = PPO(generator=GeneratorOptions(engine=EngineOptions(dtype="bfloat16")))
     plan = make_plan(ppo_graph(cfg))
     assert {route.consumer: route.dtype for route in routes_of(plan, "actor")} == {"generator/0": "bfloat16"}
     assert {route.dtype for route in routes_of(plan, "critic_trainer")} == {"float32"}
@@ -79,7 +79,7 @@ def test_a_trainer_knows_the_dtype_of_each_reader() -> None:
 
 @pytest.mark.parametrize(("dtype", "element"), [("auto", 4), ("bfloat16", 2)])
 def test_published_weights_are_estimated_in_the_dtype_in_which_they_are_sent(dtype: EngineDtype, element: int) -> None:
-    graph = grpo_graph(GRPO(engine=EngineOptions(dtype=dtype)))
+    graph = grpo_graph(GRPO(generator=GeneratorOptions(engine=EngineOptions(dtype=dtype))))
     cluster = Cluster((Machine(tuple(range(8))),))
     found = residents(graph, make_plan(graph, cluster), cluster)
     (shm,) = (term for one in found for term in one.footprint.terms if term.place == "shm")
@@ -180,7 +180,8 @@ def test_tensors_are_copied_between_synchronizations() -> None:
 
 
 def test_a_trainer_in_turns_with_its_reference_broadcasts_to_generators_of_their_own() -> None:
-    g = grpo_graph(GRPO(generator=Size(2, 1), reward_kl_coef=0.1, evaluate=0))
+    generator, loss = GeneratorOptions(Size(2, 1)), RewardKLLoss(reward_kl_coef=0.1)
+    g = grpo_graph(GRPO(generator=generator, loss=loss, evaluation=EvaluationOptions(evaluate=0)))
     plan = make_plan(g, Cluster((Machine(tuple(range(8)), gpus=4),)))
     assert plan.host_of("trainer/0").lease == plan.host_of("reference/0").lease != ""
     assert {weights.transport for weights in plan.weights} == {NCCL}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from flowrl.commands.fit import Overrides, changed_config
-from flowrl.commands.tune.tuned_graph import TunedGraph, has_option
+from flowrl.commands.fit import Overrides
+from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.graph.analysis.place import need, pools
 from flowrl.graph.graph import Graph
+from flowrl.graph.option_types import changed_config, has_option
 
 HALF = 0.5
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)

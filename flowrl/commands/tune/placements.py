@@ -17,9 +17,10 @@ from itertools import product
 
 from flowrl.commands.fit import MEMORY, Overrides
 from flowrl.commands.tune.device_ways import device_ways
-from flowrl.commands.tune.tuned_graph import TooLarge, TunedGraph, has_option
+from flowrl.commands.tune.tuned_graph import TooLarge, TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
 from flowrl.graph.analysis.numbers import derive
+from flowrl.graph.option_types import has_option, value_of
 
 SHARE = 0.85
 """gpu_memory_utilization of a time-shared engine, if the graph does not fit with vLLM's own value."""
@@ -68,7 +69,7 @@ def _timing(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
     """Staleness and look-ahead. `wide`: in admission order, so that a staleness of 0 is possible."""
     if not has_option(tuned.cfg, "staleness") or tuned.base.admission is None:
         return [{}]
-    own = tuned.cfg.staleness
+    own = value_of(tuned.cfg, "staleness")
     most = own if tuned.most_staleness is None else tuned.most_staleness
     free = tuned.may_change("staleness")
     bounds = sorted({bound for bound in (*STALENESS, most) if bound <= most}) if free else [own]
@@ -79,6 +80,6 @@ def _timing(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
         ordered: list[Overrides] = [{"staleness": bound, "look_ahead": 1} for bound in bounds]
         return ordered if wide else [*found, *ordered]
     groups = derive(tuned.base).groups_per_batch
-    if groups and tuned.cfg.on_limit == "wait":
+    if groups and value_of(tuned.cfg, "on_limit") == "wait":
         found += [{"staleness": bound, "look_ahead": groups + 1} for bound in bounds if bound >= 2]
     return found

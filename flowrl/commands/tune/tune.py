@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flowrl.commands.fit import changed_config
 from flowrl.commands.prepare import Prepared, prepare
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.commands.tune.calibration import Calibration, calibration_runs
@@ -33,6 +32,7 @@ from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.analysis.check import check
 from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
+from flowrl.graph.option_types import changed_config
 from flowrl.graph.run_file import run_file_text
 from flowrl.runtime.checkpoints.rundir import locked, provenance
 from flowrl.runtime.telemetry.metrics import roles

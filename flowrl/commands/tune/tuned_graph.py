@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from flowrl.commands.fit import Overrides, changed_config
+from flowrl.commands.fit import Overrides
 from flowrl.commands.tune.tuned_placement import TunedPlacement, generates, placement_of
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.branches import Branches
@@ -15,7 +15,8 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile
 from flowrl.graph.machine import Cluster
-from flowrl.role_options import sizes_of
+from flowrl.graph.option_types import changed_config, has_option, value_of
+from flowrl.options.sizes import sizes_of
 
 PROBE = 0.0625
 """A number of cores that no option asks for: it shows which node an option is about."""
@@ -45,7 +46,7 @@ class TunedGraph:
 
         Raises TooLarge if it asks for more than the cluster has, and nothing else is wrong with it.
         """
-        options = {name: value for name, value in options.items() if _value(self.cfg, name) != value}
+        options = {name: value for name, value in options.items() if value_of(self.cfg, name) != value}
         if options.keys() & self.fixed:
             return None
         try:
@@ -64,7 +65,7 @@ class TunedGraph:
         """The options of measured runs: those of the user, without evaluations, and with whole batches."""
         cfg = self.cfg
         for name, value in UNMEASURED.items():
-            if hasattr(cfg, name):
+            if has_option(cfg, name):
                 with suppress(ConfigError):  # some graphs need held-out rows
                     cfg = changed_config(cfg, {name: value})
         return cfg
@@ -111,14 +112,3 @@ class TunedGraph:
     def may_change(self, *options: str) -> bool:
         """Whether all of these options exist in the graph and none of them was given."""
         return all(name not in self.fixed and has_option(self.cfg, name) for name in options)
-
-
-def has_option(cfg: Any, name: str) -> bool:
-    """Whether `cfg` has the option, such as "trainer.cpus"."""
-    head, _, rest = name.partition(".")
-    return hasattr(cfg, head) and (not rest or has_option(getattr(cfg, head), rest))
-
-
-def _value(cfg: Any, name: str) -> Any:
-    head, _, rest = name.partition(".")
-    return _value(getattr(cfg, head), rest) if rest else getattr(cfg, head)

@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="own_default_replaced",
         fault="a default in somebody's own graph file is replaced by that of the table",
-        function="_is_ours",
+        function="_is_of_flowrl",
         before="return file.is_relative_to(OURS) or file.parent == SHIPPED",
         after="return file.is_relative_to(OURS) or file.parent == SHIPPED or True",
         test="tests/recipes/test_size_defaults.py::test_a_default_of_ones_own_graph_is_kept",

@@ -15,8 +15,8 @@ from flowrl.graph.routes import rank_offset, world_size
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Trainer
 from flowrl.nodes.engine_options import Engine, Parallel
+from flowrl.options import EvaluationOptions, GeneratorOptions, Size, TrainerOptions, TrainerSize
 from flowrl.recipes.grpo import GRPO, graph
-from flowrl.role_options import Size, TrainerSize
 
 EIGHT = Cluster((Machine(tuple(range(32)), gpus=8),))
 PP = "pipeline_parallel_size"
@@ -71,7 +71,8 @@ def test_heads_that_cannot_be_split_are_found_before_the_start(tmp_path: Path) -
 
 
 def test_two_gpus_of_a_generator_are_two_ranks_beside_the_trainer() -> None:
-    g = graph(GRPO(generator=Size(2, 2), trainer=TrainerSize(2), evaluate=0))
+    generator, trainer = GeneratorOptions(Size(2, 2)), TrainerOptions(size=TrainerSize(2))
+    g = graph(GRPO(generator=generator, trainer=trainer, evaluation=EvaluationOptions(evaluate=0)))
     assert check(g, EIGHT).problems == ()
     plan = make_plan(g, EIGHT)
     routes = routes_of(plan, "trainer")

@@ -9,7 +9,17 @@ from typing import Any
 from flowrl import Graph
 from flowrl.episode import Reply, Turn
 from flowrl.nodes import Environment, EnvironmentSource, Generator, GroupAdvantage, Limits, TaskSource
-from flowrl.recipes.agent_tools import GroupedEpisodes
+from flowrl.options import (
+    EnvironmentOptions,
+    EpisodeConfig,
+    EpisodeData,
+    EpisodeSteps,
+    PolicyOptions,
+    ReplySampling,
+    TrainerOptions,
+    make_batcher,
+    make_trainer,
+)
 from flowrl.tasks import Task
 from tests.faults.fault_moments import Moments
 from tests.faults.fault_parts import VARIABLE
@@ -38,19 +48,17 @@ class MeddlingGenerator(Generator):
 
 
 @dataclass(frozen=True)
-class Config(GroupedEpisodes):
-    policy: str = "tiny_agent"
-    task: Task = Task("arithmetic:min_value=30")
+class Config(EpisodeConfig):
+    policy: PolicyOptions = PolicyOptions("tiny_agent")
+    data: EpisodeData = EpisodeData(Task("arithmetic:min_value=30"))
+    sampling: ReplySampling = ReplySampling(max_tokens=8, group_size=3)
+    steps: EpisodeSteps = EpisodeSteps(groups_per_step=2, look_ahead=1)
+    episodes: EnvironmentOptions = EnvironmentOptions(Limits(tokens=400, retries=1, reset_s=60.0, episode_s=60.0))
+    trainer: TrainerOptions = TrainerOptions(lr=1e-5)
     by_agents: bool = False
     """Agents play, in place of environments."""
     fault: str = ""
     """What the variable of the fault says; every process that builds the graph tells it its children."""
-    limits: Limits = Limits(tokens=400, retries=1, reset_s=60.0, episode_s=60.0)
-    group_size: int = 3
-    groups_per_step: int = 2
-    look_ahead: int | None = 1
-    max_tokens: int = 8
-    lr: float = 1e-5
 
 
 def graph(cfg: Config) -> Graph:
@@ -58,17 +66,19 @@ def graph(cfg: Config) -> Graph:
     if cfg.fault:
         os.environ[VARIABLE] = cfg.fault
     name = f"{FILE}:FaultyEnv"
-    player: Any = Environment(name, cfg.model, limits=replace(cfg.limits, step_s=STEP_S))
-    source: Any = EnvironmentSource(name, repeat=cfg.group_size)
+    player: Any = Environment(name, cfg.model, limits=replace(cfg.episodes.limits, step_s=STEP_S))
+    size, sampling = cfg.sampling.group_size, cfg.sampling.build(cfg.generator.stop_strings)
+    source: Any = EnvironmentSource(name, repeat=size)
     if cfg.by_agents:
-        player, source = cfg.agents(f"{FILE}:agent", idle_s=60.0), TaskSource(cfg.task, repeat=cfg.group_size)
+        player = cfg.episodes.build_agents(cfg, agent=f"{FILE}:agent", idle_s=60.0)
+        source = TaskSource(cfg.data.task, repeat=size)
     prompts, episodes = g.add("prompts", source), g.add("player", player)
-    meddling = MeddlingGenerator(cfg.model, sampling=cfg.sampling, engine=cfg.engine)
+    meddling = MeddlingGenerator(cfg.model, sampling=sampling, engine=cfg.generator.engine)
     generator = g.add("generator", meddling, **cfg.place_generator())
-    estimate = cfg.estimate(cfg.advantage)
-    advantage = g.add("advantage", GroupAdvantage(estimate, size=cfg.group_size))
-    batcher = g.add("batcher", cfg.batcher(estimate=estimate, normalise_rewards=False))
-    trainer = g.add("trainer", cfg.make_trainer(cfg.loss(cfg.limits.tokens)), **cfg.place(cfg.trainer))
+    advantage = g.add("advantage", GroupAdvantage(cfg.estimate, size=size))
+    batcher = g.add("batcher", make_batcher(cfg, estimate=cfg.estimate))
+    objective = cfg.loss.build(cfg.episodes.limits.tokens)
+    trainer = g.add("trainer", make_trainer(cfg, objective), **cfg.place(cfg.trainer.size))
     g.connect(prompts.prompts, episodes.prompts)
     g.call(episodes.generate, generator.turns, affinity_margin=2)
     g.connect(episodes.episodes, advantage.scored)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
+from flowrl.graph.option_types import options_of
 from flowrl.training.settings import Dtype, SequenceKind
 
 
@@ -20,17 +21,16 @@ def too_low(options: object, **least: float) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {value}; it has to be {low} or more"
 
 
-def unused(options: object, names: Iterable[str], why: str) -> Iterator[str]:
-    """A sentence if any of these options, which nothing uses now, differs from its default.
+def unused(cfg: object, names: Iterable[str], why: str) -> Iterator[str]:
+    """A sentence if any of these options of a configuration, which nothing uses now, differs from its default.
 
     A name is that of an option (`engine.dtype`), or that of a block, which means all of its options.
     """
-    defaults = {one.name: one.default for one in fields(options)}  # type: ignore[arg-type]
-    given = []
+    options, given = options_of(type(cfg)), list[str]()
     for name in names:
-        first = name.partition(".")[0]
-        changed = _changed(first, getattr(options, first), defaults[first])
-        given += [f"--{one.replace('_', '-')}" for one in changed if f"{one}.".startswith(f"{name}.")]
+        one = options[name.partition(".")[0]]
+        changed = _changed(one.name, one.value_in(cfg), one.default)
+        given += [f"--{found.replace('_', '-')}" for found in changed if f"{found}.".startswith(f"{name}.")]
     if given:
         yield f"{' and '.join(filter(None, (', '.join(given[:-1]), given[-1])))}: {why}"
 
@@ -42,41 +42,6 @@ def _changed(name: str, value: Any, default: Any) -> Iterator[str]:
             yield from _changed(f"{name}.{one.name}", getattr(value, one.name), getattr(default, one.name))
     elif value != default:
         yield name
-
-
-@dataclass(frozen=True)
-class TimedReward:
-    """The time limit of a reward, wherever answers are scored."""
-
-    reward_timeout_s: float | None = None
-    """Seconds after which a call of a reward function or server counts as failed; None: 10, and 60 for a comparison of
-    the answers to a prompt."""
-
-    @property
-    def timed(self) -> dict[str, Any]:
-        """The argument of a node that scores answers; {} for its own default."""
-        return {} if self.reward_timeout_s is None else {"timeout_s": self.reward_timeout_s}
-
-    @property
-    def held_out_asking(self) -> dict[str, Any]:
-        """Arguments of the node that asks for the scores of held-out answers."""
-        return self.timed
-
-    def timeout_problems(self) -> Iterator[str]:
-        """A sentence if the limit is out of range."""
-        if self.reward_timeout_s is not None and not self.reward_timeout_s > 0:
-            yield f"--reward-timeout-s is {self.reward_timeout_s}; it has to be above 0"
-
-
-@dataclass(frozen=True)
-class ShapedReward:
-    """How a reward is shaped, wherever it is trained on."""
-
-    reward_clip: tuple[float, float] | None = None
-    """Bounds of the reward of a response or an episode, before it is compared with others; None: none."""
-    stop_penalty: float | None = None
-    """For what was cut off (a response at `max_tokens`, an episode at a limit): a value in [0, 1] is a factor of the
-    reward, and a value below 0 replaces the reward."""
 
 
 @dataclass(frozen=True)
@@ -226,15 +191,15 @@ class TeacherSize(ScoringSize, _Model):
     """tiny_teacher (for tiny), a model directory, or OWNER/NAME of the Hub, with the student's vocabulary."""
 
 
-def sizes_of(options: object) -> dict[str, Size | CriticTrainerSize]:
-    """Role -> its size, for every role in `options`, a dataclass."""
-    values = {one.name: getattr(options, one.name) for one in fields(options)}  # type: ignore[arg-type]
+def sizes_of(cfg: object) -> dict[str, Size | CriticTrainerSize]:
+    """Role -> its size, for every role in the options of a configuration."""
+    values = {name: one.value_in(cfg) for name, one in options_of(type(cfg)).items()}
     return {name: value for name, value in values.items() if isinstance(value, Size | CriticTrainerSize)}
 
 
-def size_problems(options: object) -> Iterator[str]:
-    """A sentence for each size in `options` that is out of range."""
-    for role, size in sizes_of(options).items():
+def size_problems(cfg: object) -> Iterator[str]:
+    """A sentence for each size of a configuration that is out of range."""
+    for role, size in sizes_of(cfg).items():
         name = f"--{role.replace('_', '-')}"
         if size.replicas is not None and size.replicas < 1:
             yield f"{name}.replicas is {size.replicas}; it has to be 1 or more"

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flowrl.graph.option_types import ConfigOption, options_of
 from flowrl.models.policy import CHARACTER_MODELS, Policy
 from flowrl.models.sizes.model_size import model_context, model_size
 from flowrl.models.sizes.size_table import (
@@ -51,7 +52,7 @@ BY_SIZE = (
 ENGINE_DTYPE = "engine.dtype"
 SLOW = "this CPU is slow in bfloat16"
 RESUMED = "of the run that is resumed"
-OURS = Path(__file__).resolve().parents[2]
+OURS = Path(__file__).resolve().parents[1]
 SHIPPED = (OURS / "recipes").resolve()
 
 
@@ -82,7 +83,7 @@ def size_defaults(
     `slow_bfloat16`: whether the CPU that the run is on is slow in bfloat16; None: the run may use other devices.
     `resumed`: the options of the run that is resumed; a default that depends on the machine stays as in that run.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = options_of(kind)
     learning: Learning | None = getattr(kind, "learning", None)
     model = given.get("policy", getattr(fields.get("policy"), "default", None))
     found, others, why = dict[str, Any](), dict[str, str](), ""
@@ -120,7 +121,7 @@ def _sampled(
 
 
 def _values(
-    row: SizeRow, learning: Learning, given: Mapping[str, Any], context: int | None, fields: Mapping[str, Any]
+    row: SizeRow, learning: Learning, given: Mapping[str, Any], context: int | None, fields: Mapping[str, ConfigOption]
 ) -> Iterator[tuple[str, Any]]:
     rate = row.lr(learning) * (ADAPTER_FACTOR if str(given.get("lora.rank", 0)) != "0" else 1.0)
     yield "lr", float(f"{rate:.3g}")
@@ -155,7 +156,7 @@ def _values(
         yield "evaluate", EVALUATED
 
 
-def _answers(learning: Learning | None, given: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+def _answers(learning: Learning | None, given: Mapping[str, Any], fields: Mapping[str, ConfigOption]) -> bool:
     """Whether the model answers prompts in a run: to train on its samples, or to be evaluated."""
     sampled = learning == "samples" and _number(given, "lmbda", 1) != 0
     evaluated = _number(given, "evaluate", getattr(fields.get("evaluate"), "default", 0)) != 0
@@ -171,10 +172,24 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _is_ours(kind: type[Any], name: str) -> bool:
-    """Whether the option's default is declared by flowrl, and not by a user's own graph file."""
-    first = name.partition(".")[0]
-    home = next((base for base in kind.__mro__ if first in get_annotations(base)), None)
-    if home is None:
+    """Whether the option's default is declared by flowrl, and not by a user's own graph file.
+
+    A default that a user's file gives to a part of flowrl's counts as the user's if it is not the part's own.
+    """
+    one = options_of(kind).get(name.partition(".")[0])
+    if one is None:
         return False
+    if one.home is kind:
+        return _is_of_flowrl(_declaring(kind, one.path[0]))
+    own = one.default == options_of(one.home)[one.name].default and _is_of_flowrl(_declaring(one.home, one.path[-1]))
+    return own or _is_of_flowrl(_declaring(kind, one.path[0]))
+
+
+def _declaring(kind: type[Any], field: str) -> type[Any]:
+    """The nearest class that declares the field."""
+    return next(base for base in kind.__mro__ if field in get_annotations(base))
+
+
+def _is_of_flowrl(home: type[Any]) -> bool:
     file = Path(getattr(sys.modules.get(home.__module__), "__file__", None) or "/").resolve()
     return file.is_relative_to(OURS) or file.parent == SHIPPED

@@ -1,7 +1,4 @@
-"""Blocks of options of graphs that learn from rewards: which groups are trained on, and the loss.
-
-As base classes, they come before the block of the graph's data: `class GRPO(AdvantageOptions, RewardOptions)`.
-"""
+"""The parts of graphs that learn from rewards: which groups are trained on, the loss, and the KL to a reference."""
 
 from __future__ import annotations
 
@@ -10,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowrl.nodes import AdaptiveKL, Curriculum, DynamicSampling
-from flowrl.policy_options import PolicyOptions
-from flowrl.role_options import ReferenceSize, unused
+from flowrl.options.graph_config import ConfigPart, GraphConfig
+from flowrl.options.reward_parts import RewardOptions
+from flowrl.options.sizes import ReferenceSize, unused
+from flowrl.options.training_parts import TrainerOptions
 from flowrl.training.advantages import WHITENED_ESTIMATORS, Estimate, KlEstimator
 from flowrl.training.loss.policy_objective import PolicyObjective
 
 
 @dataclass(frozen=True)
-class FilterOptions(PolicyOptions):
-    """Options of graphs that may leave whole groups out, by their rewards."""
+class GroupOptions(ConfigPart):
+    """Which groups are trained on, and which prompts are asked again, by the rewards of their samples."""
 
     dynamic_sampling: bool = False
     """Filter out groups whose rewards are all equal, which teach nothing, and sample others in their place."""
@@ -33,21 +32,24 @@ class FilterOptions(PolicyOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from (f"--{problem}" for problem in self.curriculum.problems())
-        reward_model = getattr(self, "reward_model", None)
-        if self.curriculum.used and self.curriculum.pass_at is None and reward_model and reward_model.model:
+        if not self.filters and self.max_filtered_per_step is not None:
+            yield "--max-filtered-per-step is for runs that filter; give --dynamic-sampling or --mean-between too"
+
+    def problems_within(self, cfg: GraphConfig) -> Iterator[str]:
+        yield from super().problems_within(cfg)
+        scorer = cfg.find_part(RewardOptions)
+        if self.curriculum.used and self.curriculum.pass_at is None and scorer and scorer.reward_model.model:
             yield (
                 "--curriculum.chosen counts samples of a reward of 1, and a reward model's has no such scale; "
                 "say with --curriculum.pass-at from which reward a sample has passed"
             )
-        if not self.filters and self.max_filtered_per_step is not None:
-            yield "--max-filtered-per-step is for runs that filter; give --dynamic-sampling or --mean-between too"
 
     @property
     def filters(self) -> bool:
         """Whether any group may be filtered by its rewards."""
         return self.dynamic_sampling or self.mean_between is not None
 
-    def filtering(self, groups_per_step: int) -> DynamicSampling | None:
+    def build(self, groups_per_step: int) -> DynamicSampling | None:
         """Which groups go into a batch of `groups_per_step`; None: all."""
         if not self.filters:
             return None
@@ -57,8 +59,23 @@ class FilterOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class LossOptions(PolicyOptions):
-    """Options of graphs with a loss of the policy gradient family, and the reference that a KL needs."""
+class NormalisationOptions(ConfigPart):
+    """Normalisation of rewards over the run, and of advantages over a batch."""
+
+    normalise_rewards: bool = False
+    """Subtract the running mean from each reward and divide by the running standard deviation."""
+    whiten: Literal["off", "full", "mean"] | None = None
+    """Normalise advantages over the batch; None: full for reinforce, reinforce_baseline and gae, otherwise off."""
+
+    def build(self, estimate: Estimate) -> dict[str, Any]:
+        """Arguments of a batcher of groups whose advantages are computed by `estimate`."""
+        usual = "full" if estimate.estimator in WHITENED_ESTIMATORS else "off"
+        return {"whiten": self.whiten or usual, "estimate": estimate, "normalise_rewards": self.normalise_rewards}
+
+
+@dataclass(frozen=True)
+class PolicyLoss(ConfigPart):
+    """A loss of the policy gradient family, and the reference that a KL needs."""
 
     objective: PolicyObjective = PolicyObjective()
     """The loss: ppo, gspo, cispo or reinforce; its options as in --objective.dual-clip 3."""
@@ -66,26 +83,22 @@ class LossOptions(PolicyOptions):
     """The reference, which has the initial weights. A KL in the reward adds it, and so does a KL in the loss, unless
     adapters are trained."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def problems_within(self, cfg: GraphConfig) -> Iterator[str]:
+        yield from super().problems_within(cfg)
         if self.objective.correction is None:
             names = ("objective.correction_range", "objective.correction_level")
-            yield from unused(self, names, "there is no --objective.correction; leave this out")
+            yield from unused(cfg, names, "there is no --objective.correction; leave this out")
         elif self.objective.correction != "tis":
             why = f"--objective.correction is {self.objective.correction}, and only tis has it; leave this out"
-            yield from unused(self, ("objective.correction_level",), why)
+            yield from unused(cfg, ("objective.correction_level",), why)
         if not self.kl_in_loss:
-            yield from unused(
-                self, ("objective.kl_estimator",), "there is no KL in the loss; give --objective.kl-coef too"
-            )
-        if self.compared_with is None:
-            yield from unused(self, ("reference",), self._without_reference)
-
-    @property
-    def _without_reference(self) -> str:
-        if self.kl_in_loss:
-            return "a trainer of adapters has the reference in itself; leave it out"
-        return "this run has no reference; give it a KL, as with --objective.kl-coef 0.01"
+            why = "there is no KL in the loss; give --objective.kl-coef too"
+            yield from unused(cfg, ("objective.kl_estimator",), why)
+        if self.compared_with(cfg) is None:
+            why = "this run has no reference; give it a KL, as with --objective.kl-coef 0.01"
+            if self.kl_in_loss:
+                why = "a trainer of adapters has the reference in itself; leave it out"
+            yield from unused(cfg, ("reference",), why)
 
     @property
     def kl_in_loss(self) -> float:
@@ -98,42 +111,27 @@ class LossOptions(PolicyOptions):
         return 0.0
 
     @property
-    def compared_with(self) -> ReferenceSize | None:
+    def adaptive_kl(self) -> AdaptiveKL | None:
+        """What adapts the weight of the KL in the reward; None: the weight is constant."""
+        return None
+
+    def compared_with(self, cfg: GraphConfig) -> ReferenceSize | None:
         """The size of the reference; None: no KL needs one, or only the KL in the loss of a trainer of adapters, which
         has it."""
-        adapters = getattr(self, "lora", None)
-        in_itself = adapters is not None and adapters.rank > 0
+        in_itself = cfg.get_part(TrainerOptions).lora.rank > 0
         return self.reference if self.kl_in_reward or (self.kl_in_loss and not in_itself) else None
 
-    def loss(self, tokens: int | None) -> PolicyObjective:
+    def build(self, tokens: int | None) -> PolicyObjective:
         """The loss; `tokens` is the length by which the constant aggregation divides, if the objective gives none."""
-        if self.objective.aggregation != "constant" or self.objective.length is not None:
-            return self.objective
-        return replace(self.objective, length=tokens)
+        objective = replace(self.objective, kl_coef=self.kl_in_loss)
+        if objective.aggregation != "constant" or objective.length is not None:
+            return objective
+        return replace(objective, length=tokens)
 
 
 @dataclass(frozen=True)
-class AdvantageOptions(LossOptions, FilterOptions):
-    """Options of graphs whose advantages are computed from rewards."""
-
-    normalise_rewards: bool = False
-    """Subtract the running mean from each reward and divide by the running standard deviation."""
-    whiten: Literal["off", "full", "mean"] | None = None
-    """Normalise advantages over the batch; None: full for reinforce, reinforce_baseline and gae, otherwise off."""
-
-    def of_advantages(self, estimate: Estimate) -> dict[str, Any]:
-        """Arguments of a batcher of groups whose advantages are computed by `estimate`."""
-        usual = "full" if estimate.estimator in WHITENED_ESTIMATORS else "off"
-        return {
-            "whiten": self.whiten or usual,
-            "estimate": estimate,
-            "normalise_rewards": self.normalise_rewards,
-        }
-
-
-@dataclass(frozen=True)
-class RewardKLOptions(AdvantageOptions):
-    """Options of graphs that have no KL of their own, and may have one in the reward."""
+class RewardKLLoss(PolicyLoss):
+    """A loss of the policy gradient family, with or without a KL to the initial weights in the reward."""
 
     reward_kl_coef: float = 0.0
     """Weight of the KL to the initial weights in the reward; a weight above 0 adds a reference."""
@@ -144,19 +142,19 @@ class RewardKLOptions(AdvantageOptions):
     kl_target: float | None = None
     """Adapt `reward_kl_coef` until the KL of a response is this, in nats."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def problems_within(self, cfg: GraphConfig) -> Iterator[str]:
+        yield from super().problems_within(cfg)
         if not self.reward_kl_coef:
             why = "there is no KL in the reward; give --reward-kl-coef too"
-            yield from unused(self, ("reward_kl", "kl_before_baseline", "kl_target"), why)
+            yield from unused(cfg, ("reward_kl", "kl_before_baseline", "kl_target"), why)
 
     @property
     def kl_in_reward(self) -> float:
         return self.reward_kl_coef
 
     @property
-    def reward_kl_settings(self) -> dict[str, Any]:
-        """Arguments of an Estimate."""
+    def of_estimate(self) -> dict[str, Any]:
+        """Arguments of an Estimate, which subtracts the KL from the reward."""
         return {
             "kl_coef": self.reward_kl_coef,
             "kl_estimator": self.reward_kl,
@@ -165,5 +163,4 @@ class RewardKLOptions(AdvantageOptions):
 
     @property
     def adaptive_kl(self) -> AdaptiveKL | None:
-        """What adapts the weight of the KL in the reward; None: the weight is constant."""
         return None if self.kl_target is None else AdaptiveKL(self.kl_target)
