@@ -25,7 +25,7 @@ from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.machine import Cluster
 from flowrl.graph.shipped import shipped_names, summary
-from flowrl.proxies import reach_directly
+from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.telemetry.standard_streams import flush, let_go, open_closed, print_text, replace_unwritable, say
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reach_directly()
     args = list(sys.argv[1:] if argv is None else argv)
     status = _status(args)
-    if (
-        cluster := sys.modules.get("flowrl.runtime.driver.ray_cluster.cluster")
-    ) is not None and cluster.RayCluster.abandoned:
+    if (cluster := sys.modules.get("flowrl.runtime.driver.ray_cluster")) is not None and cluster.RayCluster.abandoned:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

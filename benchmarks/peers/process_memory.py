@@ -16,7 +16,7 @@ from time import monotonic
 
 import psutil
 
-from flowrl.runtime.driver.ray_cluster.cluster import HOST_VARIABLE
+from flowrl.runtime.driver.resources import HOST_VARIABLE
 
 EVERY_S = 1.0
 """Between two looks at the processes; each look takes some milliseconds per process."""

@@ -36,9 +36,9 @@ from benchmarks.peers.process_memory import CommandFailed
 from benchmarks.peers.trainer_systems import Setting, StepJob, System, TrainerRun, run, trl_python, write_prompts
 from benchmarks.peers.trainer_tables import BEGIN, END, TrainerResult, alone_table, table
 from benchmarks.runs.page import put
-from flowrl.cache import cache_dir
-from flowrl.cpu_flags import describe_cpu
 from flowrl.errors import FlowrlError
+from flowrl.machine.cache import cache_dir
+from flowrl.machine.cpu import describe_cpu
 from flowrl.training.settings import Dtype
 
 HEADLINE = StepJob(8, 8, 24)

@@ -32,7 +32,7 @@ import numpy as np
 
 from flowrl.messages import Batch, Trainable
 from flowrl.models import Policy, resolve
-from flowrl.runtime.driver.ray_cluster.allocator import keeping
+from flowrl.runtime.driver.resources import malloc_variables
 from flowrl.training.settings import Dtype, ZeroSettings
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 def keep_memory(*, plain: bool) -> None:
     """Begin again with the allocator's settings of a run's trainer, which a process takes when it starts."""
-    if not plain and (wanted := keeping(os.environ)):
+    if not plain and (wanted := malloc_variables(os.environ)):
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})
 
 

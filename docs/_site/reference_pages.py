@@ -19,7 +19,7 @@ from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions
 from flowrl.graph.option_help import class_summary
 from flowrl.nodes.scoring.reward_service import ServeOptions
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 
 DIRECTIONS: dict[Any, str] = {In: "in", Out: "out", Call: "asks", Serve: "answers"}
 NODES = {

@@ -17,9 +17,9 @@ from flowrl.agents.chat_template import ChatTemplate
 from flowrl.agents.examination import ANY_TOOL, Examination, examine, parsed_back
 from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.errors import ConfigError
+from flowrl.machine.orphans import die_with_parent, run_program
 from flowrl.models import Policy, TokenizerOptions, known_tokenizer
 from flowrl.models.tokens.chat import Messages
-from flowrl.orphans import die_with_parent, run_program
 
 POLICY = ("trust_remote_code", "chat_template", "chat_template_kwargs")
 """What a policy's tokenizer depends on besides the model."""

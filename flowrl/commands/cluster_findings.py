@@ -12,8 +12,7 @@ from typing import Any
 from flowrl.channel.links.address import CurveKeys
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
-from flowrl.runtime.driver.ray_cluster.node_versions import differences, probe, versions_of_nodes
+from flowrl.runtime.driver.ray_cluster import RayCluster, differences, probe, versions_of_nodes
 
 WITHIN_S = 60.0
 

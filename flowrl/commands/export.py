@@ -16,8 +16,8 @@ from flowrl.commands.whole_directory import whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.hub import gigabytes
+from flowrl.machine.disk import user_path
 from flowrl.runtime.telemetry.standard_streams import print_text
-from flowrl.user_path import user_path
 
 LEFT_OUT = ("ledger.sqlite", "manifest.json", "state.msgpack")
 """Files of a checkpoint that are no part of a model; directories are left out as well, except `adapter`."""

@@ -13,11 +13,11 @@ from flowrl.commands.whole_directory import require_free, whole_directory
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
 from flowrl.hub import HubName, fetch_snapshot, gigabytes
+from flowrl.machine.disk import user_path
 from flowrl.models import Policy, check_model, resolve, to_stderr
 from flowrl.models.directory import weight_files
 from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
 from flowrl.runtime.telemetry.standard_streams import print_text
-from flowrl.user_path import user_path
 
 ADAPTER = "adapter"
 """Name of the directory in a checkpoint that has the adapter."""

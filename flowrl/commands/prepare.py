@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.commands.origins import origins, values_given
-from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
@@ -166,7 +165,7 @@ def _is_config(arg: str) -> bool:
 
 def _in_run_files() -> tuple[type[Any], ...]:
     """The dataclasses, besides the graph's, whose options a run file may have."""
-    from flowrl.runtime.driver.options import RunOptions
+    from flowrl.runtime.driver.job import RunOptions
 
     return (RunOptions,)
 

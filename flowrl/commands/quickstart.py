@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 GRAPH = "grpo"

@@ -32,7 +32,7 @@ class RunFileOptions:
 
 def run_graph(args: Sequence[str]) -> int:
     """Run the graph named first in `args`. Returns 0 if the run ended well and, if it has a ledger, the audit is ok."""
-    from flowrl.runtime.driver.options import RunOptions
+    from flowrl.runtime.driver.job import RunOptions
 
     started_s = time.monotonic()
     prepared = prepare("run", (RunOptions, RunFileOptions), args)
@@ -119,7 +119,7 @@ def print_report(report: Any, proposed: str = "") -> None:
 
 def print_preflight(prepared: Prepared) -> None:
     """Do the checks that a run does before it starts, and print the nodes' findings."""
-    from flowrl.runtime.driver.preflight import preflight
+    from flowrl.runtime.driver.launch import preflight
 
     sys.stdout.flush()  # so that the plan is shown while models load
     findings = preflight(prepared.graph, prepared.file.path)

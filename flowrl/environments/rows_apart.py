@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 
 from flowrl.errors import ConfigError
 from flowrl.hub import pinned_commits, take_commits
-from flowrl.orphans import die_with_parent, has_ended
+from flowrl.machine.orphans import die_with_parent, has_ended
 from flowrl.tasks import Rows, Task, load_rows, place_of_rows
 
 

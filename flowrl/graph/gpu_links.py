@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from flowrl.orphans import run_program
+from flowrl.machine.orphans import run_program
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """nvidia-smi underlines its column heads, even when it writes to a pipe."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError
 from flowrl.graph.gpu_links import GpuLinks, links_here, visible_cards
 from flowrl.graph.open_files import most_files
-from flowrl.orphans import run_program
+from flowrl.machine.cpu import cpu_flags
+from flowrl.machine.orphans import run_program
 
 GB = 1 << 30
 CLUSTER_EXAMPLE = "2 x 8 x H100"

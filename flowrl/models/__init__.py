@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.cache import Progress, cache_dir
 from flowrl.errors import ConfigError
 from flowrl.hub import to_stderr
+from flowrl.machine.cache import Progress, cache_dir
 from flowrl.models.directory import check_code, check_directory, context_length
 from flowrl.models.find_model import found_directory, found_tokenizer, known_directory, known_tokenizer_directory
 from flowrl.models.model_with_tokenizer import embedding_rows, model_with_tokenizer

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.hub import cached_snapshot, fetch_snapshot
+from flowrl.machine.cache import Progress
 from flowrl.models.directory import check_directory
 from flowrl.models.policy import BUILT_IN, Policy
 

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flowrl.cache import RECIPE, Progress, cached_directory
 from flowrl.errors import ConfigError
+from flowrl.machine.cache import RECIPE, Progress, cached_directory
 from flowrl.models.find_model import TOKENIZER_FILE
 from flowrl.models.policy import Policy
 from flowrl.models.tokenizer_options import TokenizerOptions

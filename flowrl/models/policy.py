@@ -7,9 +7,9 @@ from pathlib import Path
 
 from flowrl.errors import ConfigError
 from flowrl.hub import HubName
+from flowrl.machine.disk import user_path
 from flowrl.models.tokenizer_options import TokenizerOptions
 from flowrl.tasks.task import Task
-from flowrl.user_path import user_path
 
 TOOL_MODEL = "tiny_agent"
 CHARACTER_MODELS = ("tiny", "tiny_teacher", TOOL_MODEL)

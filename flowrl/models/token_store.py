@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from flowrl.cache import cache_dir
-from flowrl.disk_room import DiskRoom
+from flowrl.machine.cache import cache_dir
+from flowrl.machine.disk import DiskRoom
 from flowrl.messages import Int32
 
 PART_TOKENS = 1 << 18

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from flowrl.disk_room import told_if_full
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.node import Node, Saved
 from flowrl.graph.ports import In, Out
 from flowrl.graph.routes import readers_dtype
+from flowrl.machine.disk import told_if_full
 from flowrl.messages import Batch, Bool, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.directory import stored_dtype

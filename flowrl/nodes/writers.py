@@ -21,6 +21,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In
+from flowrl.machine.disk import user_path
 from flowrl.messages import Group, Sample, Scored, Trainable
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Rows, Task, load_demonstrations, load_rows

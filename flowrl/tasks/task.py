@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.machine.disk import user_path
 from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.rewards import MODEL, VERIFIER, names_model, parse_reward
 from flowrl.tasks.rows import WORDED, check_template

@@ -24,8 +24,8 @@ from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.checkpoints import resume as resuming
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, PreparedRun
-from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.telemetry import metrics
 from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.local_hosts import KeptView, LocalCluster

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.runtime.host.host_engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import HostEngine, HostSpec
 from flowrl.runtime.telemetry.statistics import Statistics
 
 

@@ -30,9 +30,9 @@ from flowrl.graph.ports import In, Out, Port, Serve
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.checkpoint import read_state
-from flowrl.runtime.driver.saving.snapshotter import Snapshotter
-from flowrl.runtime.host.failures import NodeError
+from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.ledger.accounting import Accounting
+from flowrl.runtime.process.engine import NodeError
 from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.record import NodeRecord, Sent
 from flowrl.testing.rig_engine import HOST, NoAccounting, RigEngine, RigOrders

@@ -12,14 +12,14 @@ from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node
 from flowrl.messages import Message, Tombstone
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.driver.processes.barrier import Locks
-from flowrl.runtime.driver.processes.orders import Orders
-from flowrl.runtime.host.context import DRIVER, Meters, ReplicaPlace
-from flowrl.runtime.host.host_engine import HostEngine, HostSpec
-from flowrl.runtime.host.replica import Replica
+from flowrl.runtime.driver.locks import Locks
+from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.ledger.ledger_client import LedgerClient
 from flowrl.runtime.ledger.long_tables import LongTables
 from flowrl.runtime.ports.items import Item, OpenItems
+from flowrl.runtime.process.context import DRIVER, Meters, ReplicaPlace
+from flowrl.runtime.process.engine import HostEngine, HostSpec
+from flowrl.runtime.process.replica import Replica
 from flowrl.testing.record import Lost, NodeRecord
 
 HOST = DRIVER

@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.errors import NodeFailed
 from flowrl.graph.graph import carried
 from flowrl.messages import Message, Weights
-from flowrl.runtime.host.failures import NodeError, leaves_of
+from flowrl.runtime.process.engine import NodeError, leaves_of
 from flowrl.testing.rig_engine import RecordedReplica
 from flowrl.testing.rig_nodes import Feeder
 

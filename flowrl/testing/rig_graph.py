@@ -17,8 +17,8 @@ from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Weights
-from flowrl.runtime.host.context import ReplicaPlace
-from flowrl.runtime.host.host_engine import HostSpec
+from flowrl.runtime.process.context import ReplicaPlace
+from flowrl.runtime.process.engine import HostSpec
 from flowrl.testing.record import port_key
 from flowrl.testing.rig_engine import HOST
 from flowrl.testing.rig_nodes import Answer, Answerer, Asker, Collector, Feeder, with_port

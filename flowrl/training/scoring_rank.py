@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.orphans import has_ended
+from flowrl.machine.orphans import has_ended
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.residence import Residence
 from flowrl.training.memory import SCORING_LIVE

@@ -33,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
+from flowrl.machine.orphans import has_ended
 from flowrl.messages import Weights
-from flowrl.orphans import has_ended
 from flowrl.tensor_table import TensorRow
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.agents import ChatTemplate, Conversation, examine
-from flowrl.cache import RECIPE
 from flowrl.errors import ConfigError
+from flowrl.machine.cache import RECIPE
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.character_models.lessons import IGNORED
 from flowrl.models.character_models.tool_traces import CALCULATOR, ToolTraces, call_message
@@ -46,7 +46,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         final.mkdir()
         (final / RECIPE).touch()
 
-    monkeypatch.setattr("flowrl.cache._make", make)
+    monkeypatch.setattr("flowrl.machine.cache._make", make)
     return names
 
 

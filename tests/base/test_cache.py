@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from flowrl.cache import RECIPE, cached_directory
+from flowrl.machine.cache import RECIPE, cached_directory
 
 GUEST = 65534
 """Of the user `nobody`."""

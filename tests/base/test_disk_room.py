@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowrl.disk_room import LEFT_BYTES, told_if_full
 from flowrl.errors import FlowrlError
+from flowrl.machine.disk import LEFT_BYTES, told_if_full
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:

@@ -215,8 +215,8 @@ def test_an_endpoint_at_another_address_is_an_exception(monkeypatch: pytest.Monk
 IN_A_HOST = """
 import asyncio, os
 from flowrl.channel.links.endpoint_transport import IpcTransport
-from flowrl.runtime.host.actor import HostActor
-from flowrl.runtime.host.host_engine import HostSpec
+from flowrl.runtime.process.actor import HostActor
+from flowrl.runtime.process.engine import HostSpec
 spec = HostSpec("A", "run", os.getpid(), "", {}, (), None, (), IpcTransport(), machines=("10.0.0.2", "node2"))
 actor = HostActor(spec)
 print(os.environ["NO_PROXY"])

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
+from flowrl.machine.disk import user_path
 from flowrl.models import Policy, check_model
 from flowrl.models.sizes.known_shapes import known_shape
 from flowrl.models.tokens.template_options import check_template
@@ -17,7 +18,6 @@ from flowrl.tasks import Task, load_rows
 from flowrl.tasks.reward_calls.judge import load_judge
 from flowrl.tasks.reward_calls.signatures import declared_convention
 from flowrl.tasks.rewards import parse_reward
-from flowrl.user_path import user_path
 
 NOBODY = "~no_such_user/file"
 ASKED: dict[str, Callable[[], object]] = {

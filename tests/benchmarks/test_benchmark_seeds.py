@@ -8,7 +8,7 @@ from benchmarks.training.gain import Gain
 from benchmarks.training.seeds import JOBS, Learnt, command, table
 from flowrl.commands.prepare import prepare
 from flowrl.commands.run_graph import RunFileOptions
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 
 
 @pytest.mark.parametrize("job", JOBS)

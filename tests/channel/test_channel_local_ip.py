@@ -10,7 +10,7 @@ import pytest
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.links.address import local_ip
 from flowrl.channel.links.endpoint_transport import TcpTransport
-from flowrl.runtime.host.meeting import meeting_place
+from flowrl.runtime.process.engine import meeting_place
 from tests.channel.channel_rig import play
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import LaneFailed
-from flowrl.runtime.host.host_engine import HostEngine
+from flowrl.runtime.process.engine import HostEngine
 from tests.channel.channel_rig import opened, play, via
 
 HOSTS = ("driver", "core", "gone")

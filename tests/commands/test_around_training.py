@@ -262,7 +262,7 @@ def test_a_command_takes_the_run_files_and_the_dry_run_of_flowrl_run(
     launched: list[Launch] = []
     outcome = Outcome(0, {"before": {"exact_match": 0.5}}, interrupted=False, seconds=1.0)
     monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch) or Result(tmp_path, outcome, None))
-    monkeypatch.setattr("flowrl.runtime.driver.preflight.preflight", lambda graph, file: {})
+    monkeypatch.setattr("flowrl.runtime.driver.launch.preflight", lambda graph, file: {})
     file, first = str(tmp_path / "run.yaml"), task.name if command == "score" else "tiny_teacher"
     scored = ["--score"] if command == "generate" else []
     own = [*scored, "--reward-timeout-s", "33", "--max-hours", "2"]

@@ -154,7 +154,7 @@ PRINTS = {
     "environments/tools/sandbox/sandbox_interpreter.py": "what code of the policy prints",
     "graph/command_line.py": "help, whose values are escaped; its part is below the one that prints",
     "hub/__init__.py": "names that were checked; its part is below the one that prints",
-    "runtime/driver/ray_cluster/guard.py": "a process without flowrl",
+    "runtime/driver/ray_guard.py": "a process without flowrl",
     "runtime/telemetry/standard_streams.py": "print_text itself",
 }
 

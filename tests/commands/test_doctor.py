@@ -21,7 +21,7 @@ from flowrl.commands import machine_findings
 from flowrl.commands.finding import Finding, as_text
 from flowrl.commands.machine_findings import Echo, measure
 from flowrl.errors import ConfigError
-from flowrl.runtime.driver.ray_cluster.node_versions import differences, probe
+from flowrl.runtime.driver.ray_cluster import differences, probe
 
 MIB = 1 << 20
 

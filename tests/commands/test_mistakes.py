@@ -17,7 +17,7 @@ from flowrl.cli import main
 from flowrl.models import Policy
 from flowrl.nodes import Generator, Sampling
 from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
+from flowrl.runtime.driver.ray_cluster import RayCluster
 
 ROOT = Path(__file__).parents[2]
 GRPO = str(ROOT / "graphs" / "grpo.py")

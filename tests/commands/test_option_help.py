@@ -32,7 +32,7 @@ from flowrl.graph.option_help import (
 )
 from flowrl.graph.option_types import blocks_of, filled, options_of
 from flowrl.graph.shipped import shipped_names
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 from tests.house.documents import ROOT
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.graph.analysis.plan import make_plan
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch
-from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.samples.rollout_files import write_rollouts
 from flowrl.runtime.telemetry.view import LiveView, PlainView, View
 from tests.commands.test_samples import row

@@ -38,8 +38,8 @@ from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import RunFile
 from flowrl.runtime.checkpoints.rundir import locked
-from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.host import context
+from flowrl.runtime.driver.job import RunOptions
+from flowrl.runtime.process import context
 from flowrl.runtime.telemetry import metrics, trace
 from flowrl.testing import run_graph
 from flowrl.testing.clock import VirtualClock

@@ -20,7 +20,7 @@ from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import changed_config, options_of
 from flowrl.graph.shipped import shipped_names
-from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
+from flowrl.runtime.driver.resources import HostSlot, environment
 
 ROOT = Path(__file__).parents[2]
 TWO = "1x cpus=2 memory=24"

@@ -169,8 +169,8 @@ STARTS = (
     "execve",
 )
 OURS = {
-    "runtime/driver/ray_cluster/guard.py": "flowrl's guard",
-    "runtime/driver/ray_cluster/own_groups.py": "Ray's own services",
+    "runtime/driver/ray_guard.py": "flowrl's guard",
+    "runtime/driver/ray_start.py": "Ray's own services",
     "runtime/checkpoints/rundir.py": "git",
     "graph/gpu_links.py": "nvidia-smi",
     "graph/machine.py": "nvidia-smi",

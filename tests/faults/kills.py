@@ -25,7 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 
-from flowrl.runtime.driver.ray_cluster.guard import MUTE
+from flowrl.runtime.driver.ray_guard import MUTE
 from tests.rigs.run_process import GRAPHS, ROOT, Run, audit, pids_of
 
 WITHIN_S = 10.0

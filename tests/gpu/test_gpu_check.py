@@ -24,8 +24,8 @@ from flowrl.commands.gpu_check.fp8_stage import METHODS
 from flowrl.commands.gpu_check.gpu_check import GpuCheckOptions, examined, gpu_check
 from flowrl.commands.gpu_check.stage_list import LONGEST_S, STAGES, CheckStage
 from flowrl.errors import ConfigError
+from flowrl.machine.orphans import has_ended
 from flowrl.nodes.engine_options import CHANNEL, FP8, LEAST_CAPABILITY
-from flowrl.orphans import has_ended
 from flowrl.runtime.checkpoints.rundir import locked
 from tests import warm
 from tests.rigs.run_process import ROOT

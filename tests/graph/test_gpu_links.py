@@ -19,7 +19,7 @@ from flowrl.graph.analysis.place import HostPlan, spare_cores
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.gpu_links import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, parse_links, read_links
 from flowrl.graph.machine import gpu_names
-from flowrl.runtime.driver.ray_cluster.claims import visible_devices
+from flowrl.runtime.driver.resources import visible_devices
 from tests.graph.graph_nodes import grpo
 
 TEXTS = Path(__file__).parent / "topologies"

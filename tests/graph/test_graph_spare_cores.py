@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.runtime.driver.ray_cluster.claims import claims
+from flowrl.runtime.driver.resources import claims
 from tests.graph.graph_nodes import grpo
 
 

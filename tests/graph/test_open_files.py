@@ -18,7 +18,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph import open_files
 from flowrl.graph.analysis.check import check
 from flowrl.graph.open_files import ENOUGH, OF_A_PEER, files_needed, most_files, raise_limit, require_files
-from flowrl.orphans import has_ended
+from flowrl.machine.orphans import has_ended
 from tests.channel.channel_rig import opened, via
 from tests.graph.graph_nodes import MACHINE, grpo
 

@@ -23,7 +23,7 @@ from flowrl.graph.option_types import filled, leaves_of
 from flowrl.graph.run_file import RunFile, run_file_text, write_run_file
 from flowrl.graph.shipped import shipped_names
 from flowrl.graph.yaml_text import parse_yaml, plain
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 
 Capture = pytest.CaptureFixture[str]
 KINDS = {**{name: load_file(name).config_type for name in shipped_names()}, "flowrl run": RunOptions}

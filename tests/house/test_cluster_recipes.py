@@ -12,7 +12,7 @@ import yaml
 
 from flowrl.commands.prepare import prepare
 from flowrl.graph.load import load_file
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 
 ENDS_WITHIN_S = 5
 """How long a run takes to end once --term-minutes are over."""

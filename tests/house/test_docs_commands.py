@@ -30,7 +30,7 @@ from flowrl.graph.load import load_file
 from flowrl.graph.option_help import asked_for_help
 from flowrl.graph.shipped import shipped_names
 from flowrl.nodes.scoring.reward_service import ServeOptions
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 from tests.house.documents import DOCUMENTS, PAGES, ROOT, Shown, commands, options_named
 from tests.house.test_docs_tutorial import files
 

@@ -20,7 +20,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, options_of_others, parse_options
 from flowrl.graph.load import load_file
 from flowrl.nodes.scoring.reward_service import ServeOptions
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.training import settings
 from flowrl.training.loss import function_objective, policy_objective, preference_objectives
 from tests.house.their_options.extract import CONFIGS, config_classes, declared_arguments, extracted, fields_of

@@ -49,7 +49,7 @@ ELSEWHERE = {
     ),
     "freeze": (
         "arrays made read-only, gc",
-        r"channel/|host/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
+        r"channel/|process/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
     ),
 }
 """Identifier -> what it means where it stays, and the files that may have it."""

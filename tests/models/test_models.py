@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.cache import cached_model
 from flowrl.errors import ConfigError
+from flowrl.machine.cache import cached_model
 from flowrl.models import Chat, Policy, check_model, known_context, load_tokenizer, resolve
 from flowrl.models.character_models.warm_start import Recipe
 from flowrl.models.directory import context_length

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.cache import origin_of
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
+from flowrl.machine.cache import origin_of
 from flowrl.models import (
     Policy,
     TokenizerOptions,

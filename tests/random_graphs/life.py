@@ -22,8 +22,8 @@ from flowrl.graph.annotations import declared_types
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.driver import launch
 from flowrl.runtime.driver.driver import Driver
-from flowrl.runtime.host import host_engine
 from flowrl.runtime.ledger.accounting import LEDGER
+from flowrl.runtime.process import engine
 from flowrl.testing import GraphRun, VirtualClock, run_graph
 from tests.random_graphs import record
 from tests.random_graphs.graph import Config
@@ -117,7 +117,7 @@ def _spared() -> Iterator[None]:
     with (
         mock.patch.object(launch, "provenance", lambda file: {}),
         mock.patch.object(sweep, "sweep", lambda: None),
-        mock.patch.object(host_engine, "REPORT_EVERY_S", REPORT_EVERY_S),
+        mock.patch.object(engine, "REPORT_EVERY_S", REPORT_EVERY_S),
         mock.patch.object(node, "declared_types", _hints),
     ):
         yield

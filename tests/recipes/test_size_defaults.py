@@ -17,6 +17,7 @@ from flowrl.commands.prepare import Prepared, prepare
 from flowrl.cpu_flags import describe_cpu, is_slow_in_bfloat16
 from flowrl.graph.option_types import has_option, value_of
 from flowrl.graph.shipped import shipped_names
+from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
 from flowrl.models import Policy
 from flowrl.models.sizes.model_size import ModelSize, model_size
 from flowrl.models.sizes.size_table import TABLE, row_for

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.cpu_flags import cpu_flags
+from flowrl.machine.cpu import cpu_flags
 from flowrl.nodes.engine_options import CACHE_FLAGS, CacheDtype, Engine
 from flowrl.weights.probe import FP8_TOLERANCE, probe_sequences
 from tests.models.tiny_policy import ModelSource, make_policy, score

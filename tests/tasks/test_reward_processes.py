@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
+from flowrl.machine.orphans import child_pids, has_ended, run_program
 from flowrl.nodes import Reward
 from flowrl.nodes.held_out_answers import AskedFunctions, FunctionScores
-from flowrl.orphans import child_pids, has_ended, run_program
 from flowrl.tasks import Task, load_rows, reward_parts
 from flowrl.tasks.reward_calls.judge import BadReward
 from flowrl.tasks.reward_calls.reward_client import RewardWorker

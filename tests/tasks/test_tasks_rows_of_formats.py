@@ -26,10 +26,10 @@ from filelock import FileLock
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flowrl import disk_room
-from flowrl.cache import cache_dir
-from flowrl.disk_room import DiskRoom
 from flowrl.errors import ConfigError
+from flowrl.machine import disk
+from flowrl.machine.cache import cache_dir
+from flowrl.machine.disk import DiskRoom
 from flowrl.tasks import Rows, Task, load_rows
 from flowrl.tasks.row_reading import record_formats, rows_on_disk
 from flowrl.tasks.row_reading.record_formats import array_elements
@@ -229,7 +229,7 @@ def test_a_disk_that_is_too_small_is_said_and_nothing_stays(tmp_path: Path, monk
     file = written(tmp_path, ".jsonl.xz")
     free = iter([10 << 30, 1 << 30])
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
-    monkeypatch.setattr(disk_room, "CHECKED_BYTES", 1000)
+    monkeypatch.setattr(disk, "CHECKED_BYTES", 1000)
     monkeypatch.setattr(rows_on_disk, "COPY_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"rows.jsonl.xz: its rows cannot be kept .* after 0.0 MB .1.1 GB are free"):
         load_rows(Task(f"{file}:rows=disk"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.cpu_flags import cpu_maker
+from flowrl.machine.cpu import cpu_maker
 from flowrl.training.model import products
 from flowrl.training.model.logprobs import cached_logprobs
 from flowrl.training.model.policy_model import load_policy_model

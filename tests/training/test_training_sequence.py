@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrl import Cluster, ConfigError, Graph, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
-from flowrl.runtime.driver.ray_cluster.cluster import LOOPBACK
+from flowrl.runtime.driver.resources import LOOPBACK
 from flowrl.training.batch_stats import trained_mask
 from flowrl.training.engine.gang import Gang
 from flowrl.training.layouts import WINDOWED, Placing, sequence_problems

@@ -43,7 +43,7 @@ TRAINER = (
     "zmq",
     "flowrl.options",
     "flowrl.runtime.driver.launch",
-    "flowrl.runtime.host.actor",
+    "flowrl.runtime.process.actor",
     "flowrl.training.learner",
 )
 PACKAGES = {

@@ -25,7 +25,7 @@ from flowrl.agents.endpoint.problems import ApiProblem
 from flowrl.agents.endpoint.session_table import SessionTable
 from flowrl.agents.endpoint.sessions_over_http import SessionAccess, SessionsOverHttp, checked_reward
 from flowrl.errors import ConfigError
-from flowrl.proxies import reach_directly
+from flowrl.machine.proxies import reach_directly
 
 if TYPE_CHECKING:
     from aiohttp import web

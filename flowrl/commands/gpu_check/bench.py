@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flowrl.errors import FlowrlError
-from flowrl.orphans import run_program
+from flowrl.machine.orphans import run_program
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 DeviceKind = Literal["cuda", "cpu"]

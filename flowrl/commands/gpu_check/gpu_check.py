@@ -24,7 +24,7 @@ from flowrl.commands.gpu_check.bench import DeviceKind, last_lines
 from flowrl.commands.gpu_check.stage_list import STAGES, CheckStage
 from flowrl.commands.sigterm import ending_in_order
 from flowrl.errors import ConfigError
-from flowrl.orphans import run_program
+from flowrl.machine.orphans import run_program
 from flowrl.runtime.checkpoints.rundir import locked
 from flowrl.runtime.telemetry.standard_streams import print_text
 

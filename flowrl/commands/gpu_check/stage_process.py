@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flowrl.commands.gpu_check.bench import Bench
 from flowrl.errors import FlowrlError
-from flowrl.orphans import die_with_parent
+from flowrl.machine.orphans import die_with_parent
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 

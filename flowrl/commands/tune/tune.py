@@ -179,7 +179,7 @@ class Tuning:
 
     def _preflight(self) -> None:
         """Do once the checks that a run does before it starts: models, data, reward."""
-        from flowrl.runtime.driver.preflight import preflight
+        from flowrl.runtime.driver.launch import preflight
 
         preflight(self.prepared.graph, self.prepared.file.path)
 

@@ -23,7 +23,7 @@ import aiohttp
 from flowrl.environments.environment_row import EnvironmentName
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.errors import ConfigError
-from flowrl.proxies import open_session
+from flowrl.machine.proxies import open_session
 
 SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 """Scheme of the address -> scheme of its pages; aiohttp opens websockets by either."""

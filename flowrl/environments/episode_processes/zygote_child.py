@@ -30,7 +30,7 @@ from flowrl.environments.episode_processes.zygote import MESSAGE_BYTES
 from flowrl.environments.find import FoundEnvironment, find_environment
 from flowrl.environments.player import seed_global_state
 from flowrl.errors import ConfigError
-from flowrl.orphans import adopt_orphans, die_with_parent, end_children
+from flowrl.machine.orphans import adopt_orphans, die_with_parent, end_children
 
 
 def main(text: str, control: socket.socket, memory_bytes: int) -> None:

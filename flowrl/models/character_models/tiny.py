@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from flowrl.cache import Progress, cached_model
+from flowrl.machine.cache import Progress, cached_model
 from flowrl.models.character_models.tool_traces import ToolUse
 from flowrl.models.character_models.warm_start import Recipe, Thorough, warm_start
 from flowrl.models.policy import CHARACTER_CONTEXT

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flowrl.cache import Progress
 from flowrl.errors import ConfigError
+from flowrl.machine.cache import Progress
 from flowrl.models.character_models.lessons import IGNORED, Answers, Lesson, Lessons
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.tasks import Demonstrator, Row, Rows, demonstrator, load_rows, right_answer

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flowrl.machine.disk import user_path
 from flowrl.models.find_model import known_directory
 from flowrl.models.policy import CHARACTER_MODELS, Policy
 from flowrl.training.memory import ModelShape, read_shape
-from flowrl.user_path import user_path
 
 CHARACTER_VOCABULARY = 261
 CHARACTER_SHAPE = ModelShape(128, 2, 4, 4, 32, 256, CHARACTER_VOCABULARY, tied=True, biased=True, dtype="float32")

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.machine.disk import user_path
 from flowrl.models.policy import Policy
 from flowrl.models.tokens.chat import template_end
 from flowrl.tasks.task_syntax import parse_options

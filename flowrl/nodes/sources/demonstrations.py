@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
+from flowrl.machine.cache import Progress
 from flowrl.messages import Batch, Bool, Group, Int32, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, tokenizer_of
 from flowrl.models.turn_ends import end_problem

@@ -10,11 +10,11 @@ from typing import Literal, overload
 
 import numpy as np
 
-from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
+from flowrl.machine.cache import Progress
 from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, silent, tokenizer_of
 from flowrl.models.token_store import HeldTokens, TokenFile, TokenStore

@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 
-from flowrl.cache import Progress
 from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node

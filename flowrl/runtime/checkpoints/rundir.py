@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.orphans import run_program
+from flowrl.machine.orphans import run_program
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.ledger.ledger_file import sync_file
 

@@ -22,11 +22,11 @@ from flowrl.errors import ConfigError
 from flowrl.graph.analysis.branches import trainers
 from flowrl.graph.graph import Graph
 from flowrl.hub import forget_commits, take_commits
+from flowrl.machine.disk import user_path
 from flowrl.runtime.checkpoints.checkpoint import steps_of
 from flowrl.runtime.checkpoints.rundir import RunDir, leaves
 from flowrl.runtime.samples.rollout_files import columns_of, rollout_files
 from flowrl.runtime.samples.sample_notes import SampleRecord
-from flowrl.user_path import user_path
 
 ELSEWHERE = ("generator.", "time_share")
 """Prefixes of the options that say where the model answers, and not how."""

@@ -28,7 +28,7 @@ from flowrl.graph.load import dump, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.open_files import raise_limit
 from flowrl.hub import pinned_commits, take_commits
-from flowrl.proxies import reach_directly
+from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, read_best, writing
 from flowrl.runtime.checkpoints.unfinished_evaluation import UnfinishedEvaluation
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flowrl.channel.links.endpoint_transport import EndpointTransport
     from flowrl.runtime.audit.audit import AuditReport
     from flowrl.runtime.driver.driver import Outcome
-    from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
+    from flowrl.runtime.driver.ray_cluster import RayCluster
     from flowrl.runtime.telemetry.view import View
 
 
@@ -80,7 +80,7 @@ class Launch:
 
     def run(self) -> Result:
         """Check, prepare, run, audit. Raises FlowrlError with a message for the user."""
-        from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
+        from flowrl.runtime.driver.ray_cluster import RayCluster
 
         raise_limit()
         reach_directly()
@@ -269,7 +269,7 @@ class PreparedRun:
         from flowrl.channel.links.sweep import remove_run, sweep
         from flowrl.runtime.driver.driver import Driver
         from flowrl.runtime.driver.job import Job
-        from flowrl.runtime.driver.ray_cluster.cluster import HostSlot
+        from flowrl.runtime.driver.resources import HostSlot
 
         sweep()
         run_id = uuid.uuid4().hex[:12]
@@ -320,7 +320,7 @@ class PreparedRun:
             self.launch.describe(self.directory, self.plan)
 
     def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport, cluster: RayCluster) -> Any:
-        from flowrl.runtime.host.host_engine import HostSpec
+        from flowrl.runtime.process.engine import HostSpec
 
         return HostSpec(
             host=host.name,
@@ -338,7 +338,7 @@ class PreparedRun:
         )
 
     def _place(self, replica_id: str, host: HostPlan, run_id: str) -> Any:
-        from flowrl.runtime.host.context import ReplicaPlace
+        from flowrl.runtime.process.context import ReplicaPlace
 
         node, replica = replica_id.split("/")
         return ReplicaPlace(
@@ -386,3 +386,25 @@ def run(graph_file: Path, graph: Graph, config: Any, options: RunOptions, *, cal
 
 
 __all__ = ["Launch", "PreparedRun", "Result", "run"]
+
+
+def preflight(graph: Graph, graph_file: Path) -> dict[str, str]:
+    """Run every node's preflight. Returns the findings by node.
+
+    All problems become one ConfigError; a problem of several nodes appears once.
+    """
+    findings: dict[str, str] = {}
+    problems: dict[str, None] = {}
+    for name, node in graph.nodes.items():
+        try:
+            with user_code(graph_file):
+                if (text := node.preflight()) is not None:
+                    findings[name] = text
+        except ConfigError as error:
+            problems[str(error)] = None
+    if len(problems) > 1:
+        listed = "".join(f"\n- {text}" for text in problems)
+        raise ConfigError(f"the run cannot start, {len(problems)} problems:{listed}")
+    if problems:
+        raise ConfigError(*problems)
+    return findings

@@ -16,11 +16,10 @@ from flowrl.channel.control import is_cancel
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
 from flowrl.runtime.checkpoints.rundir import Best
-from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.driver.processes.orders import Orders
+from flowrl.runtime.driver.job import RunOptions, RunState
+from flowrl.runtime.driver.run_checkpoints import RunCheckpoints
+from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.driver.run_records import RunRecords
-from flowrl.runtime.driver.run_state import RunState
-from flowrl.runtime.driver.saving.run_checkpoints import RunCheckpoints
 from flowrl.runtime.telemetry.view import View
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.tickets import Tickets
 from flowrl.runtime.checkpoints.rundir import writing
-from flowrl.runtime.driver.job import Job
-from flowrl.runtime.driver.run_state import RunState
+from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.kept_samples import KeptSamples

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.machine.disk import user_path
 from flowrl.training.settings import LoRA, ZeroSettings
-from flowrl.user_path import user_path
 
 SHARDS = "shards_rank_{rank}.pt"
 """Files of the ranks' state that any number of ranks can load."""

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowrl.cache import origin_of
 from flowrl.errors import ConfigError
 from flowrl.hub import name_of_snapshot
+from flowrl.machine.cache import origin_of
 from flowrl.training.model.tensors import adapted_layers, beside_adapter
 from flowrl.training.settings import Dtype, LoRA
 

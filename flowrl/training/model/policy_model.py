@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowrl.cache import RECIPE
 from flowrl.errors import ConfigError
+from flowrl.machine.cache import RECIPE
 from flowrl.messages import Trainable
 from flowrl.training.layouts import Decision, decide
 from flowrl.training.model.adapter import add_adapter, quantization

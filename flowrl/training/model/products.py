@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.cpu_flags import cpu_flags, cpu_maker
+from flowrl.machine.cpu import cpu_flags, cpu_maker
 
 LEAST = 1 << 26
 """Fewest multiplications of a product that goes to oneDNN; MKL takes more than a millisecond for so many."""

@@ -43,9 +43,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from flowrl.cpu_flags import is_slow_in_bfloat16
 from flowrl.errors import ConfigError
 from flowrl.forest import Forest, Stem, extended
+from flowrl.machine.cpu import is_slow_in_bfloat16
 from flowrl.training.layouts import Kernel, choose_kernel
 
 SCORES_A_CHUNK = 1 << 18

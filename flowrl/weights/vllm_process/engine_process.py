@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from flowrl.orphans import has_ended
+from flowrl.machine.orphans import has_ended
 
 PARENT_VARIABLE = "FLOWRL_HOST_PID"
 """Environment variable with the generator's process id."""

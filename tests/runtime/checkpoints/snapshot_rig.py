@@ -21,9 +21,9 @@ from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoints.checkpoint import read_state
-from flowrl.runtime.driver.saving.snapshotter import Snapshotter
-from flowrl.runtime.host.context import ReplicaPlace
-from flowrl.runtime.host.host_engine import HostEngine, HostSpec
+from flowrl.runtime.driver.run_checkpoints import Snapshotter
+from flowrl.runtime.process.context import ReplicaPlace
+from flowrl.runtime.process.engine import HostEngine, HostSpec
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting, RigOrders
 

@@ -11,8 +11,8 @@ import pytest
 from flowrl import Cluster, Machine
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.load import load_file
-from flowrl.runtime.driver.processes.barrier import Locks
-from flowrl.runtime.driver.saving.shared_devices import SharedDevices
+from flowrl.runtime.driver.locks import Locks
+from flowrl.runtime.driver.run_checkpoints import SharedDevices
 from flowrl.testing import VirtualClock, run_graph
 from tests.channel.channel_rig import play
 from tests.rigs.run_process import ROOT

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.runtime.driver import run_checkpoints
 from flowrl.runtime.driver.driver import Driver
-from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.driver.saving import checkpoint_clock
-from flowrl.runtime.driver.saving.checkpoint_clock import CheckpointClock
+from flowrl.runtime.driver.job import RunOptions
+from flowrl.runtime.driver.run_checkpoints import CheckpointClock
 from flowrl.testing import run_graph
 from tests.rigs.in_process import seeing_the_driver
 
@@ -20,7 +20,7 @@ WAYS = Path(__file__).parent / "graphs_branches" / "ways.py"
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """[the time], to be moved."""
     time = [0.0]
-    monkeypatch.setattr(checkpoint_clock.time, "monotonic", lambda: time[0])
+    monkeypatch.setattr(run_checkpoints.time, "monotonic", lambda: time[0])
     return time
 
 

@@ -17,9 +17,9 @@ from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
-from flowrl.runtime.driver.processes.orders import Orders
-from flowrl.runtime.driver.saving.snapshotter import Snapshotter
-from flowrl.runtime.host import pausing
+from flowrl.runtime.driver.run_checkpoints import Snapshotter
+from flowrl.runtime.driver.run_processes import Orders
+from flowrl.runtime.process import engine
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting
 from tests.channel.channel_rig import Thing
@@ -120,7 +120,7 @@ def test_a_state_that_cannot_be_stored_is_told_with_its_node(tmp_path: Path) -> 
 
 
 def test_a_cut_says_whose_turns_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pausing, "TOLD_EVERY_S", 0.05)
+    monkeypatch.setattr(engine, "TOLD_EVERY_S", 0.05)
 
     async def body() -> None:
         async with running("line", {"kind": "plain", "sink_s": 0.3}, None) as (snapshotter, _):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.exceptions import OutOfMemoryError
 
-from flowrl.runtime.driver.ray_cluster.deaths import deaths, rays_detail
+from flowrl.runtime.driver.run_processes import deaths, rays_detail
 
 MEMORY = """\
 4 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 84) is low.

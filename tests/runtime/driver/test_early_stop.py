@@ -17,8 +17,8 @@ from flowrl.graph.load import load_file
 from flowrl.messages import Group
 from flowrl.nodes import TokenBatch
 from flowrl.runtime.driver.driver import Driver
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch
-from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.telemetry.metrics import EarlyStop, StopRule, read
 from flowrl.testing import VirtualClock, run_graph
 from tests.nodes.test_nodes_batch import batches, group

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-import flowrl.runtime.driver.ray_cluster.guard as guard_module
-from flowrl.runtime.driver.ray_cluster.guard import VARIABLE, Guard, of_run
+import flowrl.runtime.driver.ray_guard as guard_module
+from flowrl.runtime.driver.ray_guard import VARIABLE, Guard, of_run
 
 ROOT = Path(__file__).parents[3]
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 ENDS_WITHIN_S = 20
 DRIVER = """
     import signal, subprocess
-    from flowrl.runtime.driver.ray_cluster.guard import Guard
+    from flowrl.runtime.driver.ray_guard import Guard
     before = subprocess.Popen({sleeper!r})
     guard = Guard("a mark")
     after = subprocess.Popen({sleeper!r}, start_new_session=True)
@@ -124,7 +124,7 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
     )
     script = f"""
         import ctypes, signal, subprocess, sys, time
-        from flowrl.runtime.driver.ray_cluster.guard import Guard
+        from flowrl.runtime.driver.ray_guard import Guard
         guard = Guard("a fifth mark, {starting}")
         if not {starting}:
             with guard.speaking():
@@ -155,7 +155,7 @@ def test_a_process_that_hides_its_environment_ends_although_its_parent_ended_fir
 
 MUTE = """
     import ctypes, os, subprocess, sys, time
-    from flowrl.runtime.driver.ray_cluster.guard import Guard
+    from flowrl.runtime.driver.ray_guard import Guard
     guard = Guard("a sixth mark")
     with guard.speaking():
         raylet = subprocess.Popen([{raylet!r}, "100"])
@@ -197,7 +197,7 @@ def test_the_guard_holds_no_copy_of_the_drivers_errors_once_ray_has_started() ->
     """A pipe that reads them ends with the driver, and not seconds later with its guard."""
     script = """
         import signal
-        from flowrl.runtime.driver.ray_cluster.guard import Guard
+        from flowrl.runtime.driver.ray_guard import Guard
         guard = Guard("a seventh mark")
         with guard.speaking():
             pass

@@ -13,8 +13,8 @@ from flowrl.errors import ConfigError, NodeFailed
 from flowrl.graph.load import load_file
 from flowrl.runtime.checkpoints.rundir import RunDir
 from flowrl.runtime.driver.driver import Driver
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch
-from flowrl.runtime.driver.options import RunOptions
 from flowrl.runtime.ledger.ledger_segments import phases_evaluated
 from flowrl.runtime.telemetry.metrics import read
 from flowrl.testing import GraphRun, run_graph

@@ -17,9 +17,15 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.nodes.engine_options import largest_kv_cache
-from flowrl.runtime.driver.ray_cluster import allocator
-from flowrl.runtime.driver.ray_cluster.claims import Claim, claims, visible_devices
-from flowrl.runtime.driver.ray_cluster.cluster import HostSlot, environment
+from flowrl.runtime.driver.resources import (
+    MALLOC_VARIABLE,
+    Claim,
+    HostSlot,
+    claims,
+    environment,
+    malloc_variables,
+    visible_devices,
+)
 from flowrl.training.model import products
 from tests.graph.graph_nodes import Grpo, grpo
 from tests.rigs.run_process import ROOT, Run
@@ -139,11 +145,11 @@ def test_settings_of_libraries_reach_every_process_on_other_machines_too(monkeyp
 
 def test_processes_that_compute_on_cores_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New pages in every pass cost a fifth of an update (`python -m benchmarks.training.kernels`)."""
-    for name in (allocator.VARIABLE, "LD_PRELOAD"):
+    for name in (MALLOC_VARIABLE, "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
 
     def found(cpus: float, gpus: int) -> str | None:
-        return environment(HostSlot("trainer/0", cpus, gpus, ())).get(allocator.VARIABLE)
+        return environment(HostSlot("trainer/0", cpus, gpus, ())).get(MALLOC_VARIABLE)
 
     assert "glibc.malloc.arena_max=1:" in str(found(1, 0)) and found(0.5, 0) == found(2, 0)
     assert found(0, 0) is None, "a host of cheap nodes"
@@ -152,7 +158,7 @@ def test_processes_that_compute_on_cores_keep_their_memory(monkeypatch: pytest.M
     assert found(1, 0) is None
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libgomp.so.1")
     assert found(1, 0)
-    monkeypatch.setenv(allocator.VARIABLE, "glibc.malloc.hugetlb=1")
+    monkeypatch.setenv(MALLOC_VARIABLE, "glibc.malloc.hugetlb=1")
     assert found(1, 0) is None, "the user's own settings stay: processes inherit them"
 
 
@@ -171,7 +177,7 @@ kept = resident()
 release_freed_memory()
 print(kept - resident())
 """
-    env = {**os.environ, **allocator.keeping({})}
+    env = {**os.environ, **malloc_variables({})}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 200 << 20
 

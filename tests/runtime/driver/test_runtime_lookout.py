@@ -14,10 +14,10 @@ import pytest
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import Stalled
-from flowrl.runtime.driver.processes import lookout as lookout_module
-from flowrl.runtime.driver.processes.hosts import Hosts
-from flowrl.runtime.driver.processes.lookout import Lookout
-from flowrl.runtime.driver.processes.stall import Topology
+from flowrl.runtime.driver import lookout as lookout_module
+from flowrl.runtime.driver import run_processes as processes_module
+from flowrl.runtime.driver.lookout import Lookout, Topology
+from flowrl.runtime.driver.run_processes import Hosts, Orders
 from flowrl.testing import VirtualClock
 
 CYCLE = Topology(
@@ -152,21 +152,24 @@ def test_a_silent_host_that_is_lost_does_not_answer_again(monkeypatch: pytest.Mo
 
 
 def test_whose_answer_is_long_in_coming_is_told() -> None:
-    async def body(lookout: Lookout, processes: dict[str, Process], told: list[str]) -> None:
+    async def main() -> None:
         late: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-        async def now() -> int:
-            return 1
+        async def request(host: str, kind: str, body: Any) -> int:
+            return await late if host == "b" else 1
 
-        asked = asyncio.create_task(lookout.answers("pause", {"a": now(), "b": late}))
-        await asyncio.sleep(lookout_module.REPORT_AFTER_S - 1)  # of virtual time
+        endpoint: Any = SimpleNamespace(request=request)
+        told: list[str] = []
+        plan: Any = None
+        asked = asyncio.create_task(Orders(endpoint, plan, ["a", "b"], told.append).ask_all("pause"))
+        await asyncio.sleep(processes_module.WARN_AFTER_S - 1)  # of virtual time
         assert not told
         await asyncio.sleep(2)  # of virtual time
         late.set_result(2)
         assert await asked == [1, 2]
         assert told == ["'pause' waits for b, for 0 s now"]
 
-    watched(body)
+    VirtualClock().run(main())
 
 
 def test_what_the_driver_does_is_told_and_is_no_deadlock() -> None:

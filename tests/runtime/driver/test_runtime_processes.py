@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowrl.runtime.driver.ray_cluster import lifeline
-from flowrl.runtime.driver.ray_cluster.lifeline import outlive
-from flowrl.runtime.host.processes import Processes, children
+from flowrl.machine.processes import Processes, children
+from flowrl.runtime.driver import processes
+from flowrl.runtime.driver.run_processes import outlive
 from tests.channel.channel_rig import play
 
 STUBBORN = """
@@ -95,7 +95,7 @@ def test_children_are_found_by_name(child: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "RETRY_S", 0.0)
+    monkeypatch.setattr(processes, "RETRY_S", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")

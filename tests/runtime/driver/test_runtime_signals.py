@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.driver.signals import RunSignals
+from flowrl.runtime.driver.driver import RunSignals
 
 
 @dataclass

@@ -14,16 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from flowrl.errors import FlowrlError
-from flowrl.runtime.driver.ray_cluster import slow_start
-from flowrl.runtime.driver.ray_cluster.cluster import RayCluster
-from flowrl.runtime.driver.ray_cluster.slow_start import (
-    AGAIN,
-    NEEDS_A_PORT,
-    PORTS,
-    STARTS,
-    patient_library,
-    ray_settings,
-)
+from flowrl.runtime.driver import ray_start
+from flowrl.runtime.driver.ray_cluster import RayCluster
+from flowrl.runtime.driver.ray_start import AGAIN, NEEDS_A_PORT, PORTS, STARTS, patient_library, ray_settings
 
 
 class Started:
@@ -116,7 +109,7 @@ def test_a_start_that_takes_too_long_says_what_it_waited_for(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside it are the processes of Ray that it has by then; once it takes long, the user is told so."""
-    monkeypatch.setattr(slow_start, "TOLD_AFTER_S", 0.1)
+    monkeypatch.setattr(ray_start, "TOLD_AFTER_S", 0.1)
     told, ended = list[str](), threading.Event()
     shutil.copy("/bin/sleep", tmp_path / "gcs_server")
     cluster.limit_s = 1.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime.driver.ray_cluster.unless_ended import ProcessEnded, unless_ended
+from flowrl.runtime.driver.ray_start import ProcessEnded, unless_ended
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,8 +61,8 @@ def test_orphans_are_ended_with_the_rest() -> None:
     """The middle process ends before its child; nobody but `end_descendants` would find that."""
     program = """
         import os, subprocess, sys
-        from flowrl.orphans import adopt_orphans
-        from flowrl.runtime.host.processes import descendants, end_descendants
+        from flowrl.machine.orphans import adopt_orphans
+        from flowrl.machine.processes import descendants, end_descendants
         adopt_orphans()
         sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
         middle = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=-3, stderr=-3).pid)"

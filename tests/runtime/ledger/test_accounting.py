@@ -23,8 +23,8 @@ from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.messages import Tombstone
 from flowrl.runtime.audit.audit import audit
-from flowrl.runtime.driver.processes.orders import Orders
-from flowrl.runtime.driver.saving.snapshotter import Snapshotter
+from flowrl.runtime.driver.run_checkpoints import Snapshotter
+from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.ledger import bookings, ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.telemetry.metrics import read

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.driver.processes.barrier import BatchEnd, Locks
+from flowrl.runtime.driver.locks import BatchEnd, Locks
 from tests.rigs.ticks import ticks
 
 

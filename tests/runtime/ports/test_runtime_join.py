@@ -19,11 +19,11 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Members, Out, join
 from flowrl.messages import Message, Sample, Scored, Tombstone
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.host.context import ReplicaPlace
-from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.join import Joined
 from flowrl.runtime.ports.outbound import Outbound
+from flowrl.runtime.process.context import ReplicaPlace
+from flowrl.runtime.process.replica import Replica
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.testing import sample, scored
 from tests.rigs.ticks import ticks

@@ -18,7 +18,7 @@ from flowrl.channel.encoding.wire import Frame
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.driver.processes.barrier import Locks
+from flowrl.runtime.driver.locks import Locks
 from tests.channel.channel_rig import play
 from tests.rigs.ticks import ticks
 

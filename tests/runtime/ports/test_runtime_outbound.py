@@ -17,9 +17,9 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Prompt, Sample
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.host.replica import Replica
 from flowrl.runtime.ports.inbound import Inbound
 from flowrl.runtime.ports.outbound import Outbound
+from flowrl.runtime.process.replica import Replica
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.testing import prompt, sample
 from tests.rigs.ticks import ticks_until

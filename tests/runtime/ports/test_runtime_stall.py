@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.runtime.driver.processes.stall import STALL_S, Standstill, Topology, deadlocked, describe, wait_for_cycle
+from flowrl.runtime.driver.lookout import STALL_S, Standstill, Topology, deadlocked, describe, wait_for_cycle
 
 TOPOLOGY = Topology(
     producers={"b.inputs": ("a",), "a.replies": ("b",), "c.inputs": ("a",)},

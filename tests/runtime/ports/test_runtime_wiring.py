@@ -13,11 +13,10 @@ from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.machine import GB
 from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.host.actor import enter_directory
-from flowrl.runtime.host.context import ReplicaPlace
-from flowrl.runtime.host.host_engine import HostSpec
-from flowrl.runtime.host.replica import Replica
-from flowrl.runtime.host.wiring import join
+from flowrl.runtime.process.actor import enter_directory
+from flowrl.runtime.process.context import ReplicaPlace
+from flowrl.runtime.process.engine import HostSpec
+from flowrl.runtime.process.replica import Replica, connect_ports
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from tests.graph.graph_nodes import grpo
 
@@ -33,7 +32,7 @@ def test_all_ranks_agree_on_whether_their_weights_go_anywhere(replica: int, late
     endpoint: Any = MagicMock()
     trainer: Any = graph.nodes["trainer"]
     joined = Replica(trainer, place, endpoint, TraceBuffer(), Lease("", "trainer", endpoint))
-    join(joined, graph, make_plan(graph, CLUSTER), endpoint)
+    connect_ports(joined, graph, make_plan(graph, CLUSTER), endpoint)
     assert trainer.weights.connected is latest
     assert bool(joined.outbound["weights"].edges) is (latest and replica == 0)
     assert trainer.batches.connected

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.driver.processes import hosts
 from flowrl.testing import graph_run
 from flowrl.testing.local_hosts import LocalCluster, LocalHost, LocalMethod
+from tests.graph.test_gpu_links import hosts
 
 
 class Died(Exception):

@@ -18,11 +18,11 @@ from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import load_file, rebuild
 from flowrl.runtime.activity import hostloop
 from flowrl.runtime.driver.driver import Outcome
+from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, PreparedRun
-from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.host.actor import HostActor
-from flowrl.runtime.host.context import ReplicaPlace
-from flowrl.runtime.host.host_engine import HostEngine, HostSpec
+from flowrl.runtime.process.actor import HostActor
+from flowrl.runtime.process.context import ReplicaPlace
+from flowrl.runtime.process.engine import HostEngine, HostSpec
 from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
 from flowrl.testing.local_hosts import LocalCluster
 from tests.runtime.runs.graphs_alive.odd import RAISED
@@ -175,7 +175,7 @@ def test_the_cluster_is_given_back_before_the_books_are_proven(tmp_path: Path, m
     async def driven(job: PreparedRun, cluster: object, view: object) -> Outcome:
         return Outcome(1, {}, False, 1.0)
 
-    monkeypatch.setattr("flowrl.runtime.driver.ray_cluster.cluster.RayCluster", lambda: GivenBack(order))
+    monkeypatch.setattr("flowrl.runtime.driver.ray_cluster.RayCluster", lambda: GivenBack(order))
     monkeypatch.setattr("flowrl.runtime.audit.audit.audit", lambda run_dir: order.append("proven"))
     monkeypatch.setattr(PreparedRun, "drive", driven)
     loaded = load_file(PLAYED)

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from flowrl.channel.encoding.chunks import chunked, values_in
 from flowrl.channel.encoding.cost import MOST_VALUES, weigh
 from flowrl.channel.encoding.wire import NOTIFY, MessageDecoder, MessageEncoder
-from flowrl.runtime.host.context import Meters, NodeContext
 from flowrl.runtime.ledger.ledger_client import EvaluationRow, LedgerClient, Use
+from flowrl.runtime.process.context import Meters, NodeContext
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.sample_notes import MOST_TEXT, SampleNotes, SampleRecord, SampleShare
 from flowrl.runtime.telemetry.statistics import Statistics

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.host.host_engine import HostEngine
+from flowrl.runtime.process.engine import HostEngine
 from flowrl.runtime.telemetry import trace
 from flowrl.runtime.telemetry.trace import OFF
 from flowrl.testing import run_graph

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.forest import num_unique
 from flowrl.messages import Batch, Trainable
-from flowrl.runtime.driver.ray_cluster.cluster import LOOPBACK
+from flowrl.runtime.driver.resources import LOOPBACK
 from tests.house.further_cases import chosen
 from tests.rigs.run_process import is_loopback
 from tests.stack.ranks.ranks import run_ranks

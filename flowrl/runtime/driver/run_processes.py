@@ -10,20 +10,102 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from flowrl.channel.endpoint import Address, Endpoint
-from flowrl.errors import FlowrlError, NodeFailed
-from flowrl.runtime.driver.ray_cluster import slow_start
-from flowrl.runtime.driver.ray_cluster.claims import visible_devices
-from flowrl.runtime.driver.ray_cluster.cluster import HEAD_AWAY_S, HostSlot, RayCluster
-from flowrl.runtime.driver.ray_cluster.deaths import deaths, ray_errors, rays_detail
-from flowrl.runtime.driver.ray_cluster.lifeline import outlive
-from flowrl.runtime.host.actor import HostActor
-from flowrl.runtime.host.host_engine import HostSpec
-from flowrl.runtime.host.processes import Processes, pid_space
+from flowrl.errors import FlowrlError, LaneFailed, NodeFailed
+from flowrl.graph.analysis.plan import Plan
+from flowrl.machine.processes import Processes, pid_space
+from flowrl.runtime.driver import ray_start
+from flowrl.runtime.driver.ray_cluster import HEAD_AWAY_S, RayCluster
+from flowrl.runtime.driver.resources import HostSlot, visible_devices
+from flowrl.runtime.process.actor import HostActor
+from flowrl.runtime.process.engine import HostSpec
+
+RETRY_S = 1.0
+PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""Keepalive options: they break the connection when the other machine was switched off."""
+
+
+async def outlive(address: tuple[str, int], *, patience_s: float) -> None:
+    """Returns when no process has listened at `address` for `patience_s` seconds."""
+    loop = asyncio.get_running_loop()
+    last_s = loop.time()
+    while loop.time() - last_s < patience_s:
+        try:
+            async with asyncio.timeout(patience_s):
+                reader, writer = await asyncio.open_connection(*address)
+        except OSError:  # TimeoutError is an OSError
+            await asyncio.sleep(RETRY_S)
+            continue
+        start_s = loop.time()
+        await _until_it_breaks(reader, writer)
+        last_s = loop.time()
+        if last_s - start_s < RETRY_S:  # a server may close a connection at once that does not use its protocol
+            await asyncio.sleep(RETRY_S)
+
+
+async def _until_it_breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    (keep, on), *details = PROBES
+    link: socket.socket = writer.get_extra_info("socket")
+    link.setsockopt(socket.SOL_SOCKET, keep, on)
+    for option, value in details:
+        link.setsockopt(socket.IPPROTO_TCP, option, value)
+    try:
+        while await reader.read(4096):  # discard what the server sends
+            pass
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+MEMORY_USED = re.compile(r"Memory usage (\d+)B exceeded .* of (\d+)B limit")
+MEMORY_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
+LARGEST = 3
+"""Number of processes that are named when memory has run out."""
+GB = 1e9
+
+
+def deaths() -> tuple[type[Exception], ...]:
+    """Ray's errors for an actor whose process has died."""
+    from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
+
+    return ActorDiedError, RayActorError, OutOfMemoryError
+
+
+def ray_errors() -> type[Exception]:
+    from ray.exceptions import RayError
+
+    error: type[Exception] = RayError
+    return error
+
+
+def rays_detail(error: Exception) -> str:
+    """Ray's own detail about a death, in parentheses, without its list of common causes; "" if it has none."""
+    text = str(error)
+    detail = _memory(text) or _exit_detail(text)
+    return f" ({detail})" if detail else ""
+
+
+def _memory(text: str) -> str:
+    """Ray's report of a kill for lack of memory, in one clause instead of some forty lines; "" if `text` has none."""
+    if (used := MEMORY_USED.search(text)) is None:
+        return ""
+    users = [f"{command} {gb} GB" for _, gb, command in MEMORY_USER.findall(text)[:LARGEST]]
+    largest = f", most of it by {', '.join(users)}" if users else ""
+    now, limit = (int(number) / GB for number in used.groups())
+    return f"Ray killed it because {now:.1f} of {limit:.1f} GB of the machine's memory were used{largest}"
+
+
+def _exit_detail(text: str) -> str:
+    line = next((line for line in text.splitlines() if "Worker exit detail:" in line), "")
+    return line.partition("Worker exit detail:")[2].partition("Some common causes")[0].strip().rstrip(".")
+
 
 STOP_WITHIN_S = 6.0
 AFTER_DEATH_S = 3.0
@@ -35,7 +117,7 @@ KILLED_WITHIN_S = 2.0
 
 
 class HostLossRules(Protocol):
-    """Whether and how the run continues without the process of a host: see `flowrl.runtime.driver.losses`."""
+    """Whether and how the run continues without the process of a host: see `flowrl.runtime.driver.driver`."""
 
     def may_end(self, host: str) -> bool:
         """Whether the run continues if the process of `host` ends now."""
@@ -107,7 +189,8 @@ class Hosts:
                         answer.result()
                 raise FlowrlError(
                     f"after {limit_s:.0f} s {len(late)} of {len(asked)} processes had not begun: {', '.join(late)}; "
-                    f"{slow_start.load()}; start the run when less runs here, or give it more time with --start-minutes"
+                    f"{ray_start.describe_load()}; start the run when less runs here, or give it more time with "
+                    "--start-minutes"
                 )
             return {host: answer.result() for host, answer in asked.items()}
         finally:
@@ -270,3 +353,121 @@ def _failure(report: Mapping[str, Any]) -> NodeFailed:
         remote_traceback=report.get("traceback", ""),
         ticket=report.get("ticket"),
     )
+
+
+WARN_AFTER_S = 10.0
+"""Time after which a process whose answer is late is named in a warning; the warning repeats in doubled times."""
+LOST = object()
+"""Takes the place of the answer of a lost host."""
+
+
+class Orders:
+    """Requests to the hosts of one run. Each request raises the error if the host answers with one.
+
+    `hosts` are the hosts that are not lost; `lost` are those that have died, and without which the run continues.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plan: Plan,
+        hosts: Iterable[str],
+        warn: Callable[[str], None],
+        *,
+        lost: Collection[str] = (),
+    ) -> None:
+        self.plan = plan
+        self.hosts = hosts
+        self._lost = lost
+        self._endpoint = endpoint
+        self._warn = warn
+
+    @property
+    def num_lost(self) -> int:
+        """How many hosts are lost."""
+        return len(self._lost)
+
+    async def ask(self, host: str, kind: str, body: Any = None) -> Any:
+        """The answer of one host to `kind`."""
+        return await self._endpoint.request(host, kind, body if body is not None else {})
+
+    async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
+        """The answers of all hosts to `kind`, asked with `body(host)`."""
+        asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.hosts}
+        return _given(await self._answers(kind, asked))
+
+    async def _answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
+        """The answers of hosts to `kind`. Warns about hosts whose answer is late. Raises the first failure."""
+        tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
+        began, report_after_s = time.monotonic(), WARN_AFTER_S
+        try:
+            while True:
+                done, late = await asyncio.wait(
+                    tasks.values(), timeout=report_after_s, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
+                if not late:
+                    return [task.result() for task in tasks.values()]
+                names = ", ".join(host for host, task in tasks.items() if task in late)
+                self._warn(f"{kind!r} waits for {names}, for {time.monotonic() - began:.0f} s now")
+                report_after_s *= 2
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def page(self, host: str, kind: str) -> list[Any]:
+        """The page that the host answers with; an empty page if the host is lost."""
+        page = await self._unless_lost(host, self.ask(host, kind))
+        return [] if page is LOST else list(page)
+
+    async def on_nodes(self, replica_ids: Iterable[str], method: str, **arguments: Any) -> list[Any]:
+        """`on_node` of these node replicas at once."""
+        found = [
+            self._unless_lost(host, self.on_node(replica_id, method, **arguments))
+            for replica_id in replica_ids
+            if (host := self.host_of(replica_id)) not in self._lost
+        ]
+        return _given(await asyncio.gather(*found))
+
+    async def _unless_lost(self, host: str, answer: Awaitable[Any]) -> Any:
+        """The answer, or LOST if the host is lost."""
+        try:
+            return await answer
+        except LaneFailed:
+            if host not in self._lost:
+                raise
+            return LOST
+
+    def replicas(self, node: str) -> list[str]:
+        """The replica ids of a node, in order, for example ["trainer/0", "trainer/1"]."""
+        found = [one for host in self.plan.hosts for one in host.nodes if one.rpartition("/")[0] == node]
+        return sorted(found, key=lambda one: int(one.rpartition("/")[2]))
+
+    def host_of(self, replica_id: str) -> str:
+        """The name of the host in which a node replica runs."""
+        return self.plan.host_of(replica_id).name
+
+    def replicas_in(self, host: str) -> tuple[str, ...]:
+        """The node replicas that run in a host."""
+        return next(one.nodes for one in self.plan.hosts if one.name == host)
+
+    async def on_node(self, replica_id: str, method: str, **arguments: Any) -> Any:
+        """Call a coroutine method of one node replica in its host."""
+        body = {"replica_id": replica_id, "method": method, "arguments": arguments}
+        return await self.ask(self.host_of(replica_id), "node", body)
+
+    async def gate(self, replica_id: str, by: str, *, open_: bool) -> dict[str, int]:
+        """Open or close the gate of one node replica for `by`. Returns how many items each of its ports has taken."""
+        body = {"replica_id": replica_id, "by": by, "open": open_}
+        taken: dict[str, int] = await self.ask(self.host_of(replica_id), "gate", body)
+        return taken
+
+    async def reach(self, replica_id: str, taken: Mapping[str, int]) -> None:
+        """Let each port of a node replica take items up to these numbers, and wait until the ports have taken them."""
+        await self.ask(self.host_of(replica_id), "reach", {"replica_id": replica_id, "taken": taken})
+
+
+def _given(answers: Iterable[Any]) -> list[Any]:
+    return [answer for answer in answers if answer is not LOST]

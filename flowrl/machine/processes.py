@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from flowrl.orphans import has_ended
+from flowrl.machine.orphans import has_ended
 
 KILLED_WITHIN_S = 5.0
 """A process that SIGKILL does not end within this time hangs in the kernel: nothing else can end it."""

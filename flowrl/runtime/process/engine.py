@@ -7,37 +7,165 @@ heavy work in `blocking`. The first node that fails ends the run of its host; th
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
+import socket
+import traceback
 from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flowrl.channel.control import Answer
+from flowrl.channel.encoding.chunks import chunked
 from flowrl.channel.encoding.stored import dump, dump_value, load_value
 from flowrl.channel.endpoint import Address, Endpoint
+from flowrl.channel.links.address import local_ip
 from flowrl.channel.links.endpoint_transport import EndpointTransport
 from flowrl.channel.links.sweep import sweep
-from flowrl.errors import FlowrlError, WireError
+from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
 from flowrl.graph.node import Node
 from flowrl.graph.open_files import require_files
 from flowrl.hub import take_commits
+from flowrl.machine.processes import pid_space
 from flowrl.runtime.activity.activity import OUTSIDE
 from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.checkpoints.checkpoint import SavedMessage, beside, pages, unpage
-from flowrl.runtime.host.context import DRIVER, ReplicaPlace
-from flowrl.runtime.host.failures import NodeError, attributed, failure_of, leaves_of, report_of
-from flowrl.runtime.host.meeting import meeting_place
-from flowrl.runtime.host.pausing import Pausing
-from flowrl.runtime.host.processes import pid_space
-from flowrl.runtime.host.replica import Replica
-from flowrl.runtime.host.reports import reports
-from flowrl.runtime.host.wiring import join
+from flowrl.runtime.process.context import DRIVER, ReplicaPlace
+from flowrl.runtime.process.replica import Replica, connect_ports
 from flowrl.runtime.telemetry.trace import TraceBuffer
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors of the disk, not of the writing code: reported without a traceback."""
+
+
+class NodeError(Exception):
+    """A node's failure as plain data, inside this host."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report["reason"])
+        self.report = report
+
+
+@contextmanager
+def attributed(replica: Replica) -> Iterator[None]:
+    """Exceptions raised inside reach the driver as failures of the node. A node boundary."""
+    try:
+        yield
+    except BaseException as error:  # the boundary to the node's code, which may raise anything
+        failure = as_failure(error, cancelled=is_cancelled())
+        if not isinstance(failure, Exception):
+            raise
+        told = failure_of(replica, failure)
+        raise NodeFailed(
+            told["node"], told["replica"], told["reason"], remote_traceback=told["traceback"], ticket=told["ticket"]
+        ) from error
+
+
+def failure_of(replica: Replica, error: BaseException) -> dict[str, Any]:
+    place = replica.place
+    return report_of(error) | {"node": place.node, "replica": place.replica, "ticket": replica.open_items.failed_ticket}
+
+
+def report_of(error: BaseException) -> dict[str, Any]:
+    """The report of an exception; for an exception group, of the first one that is not a LaneFailed."""
+    while isinstance(error, BaseExceptionGroup):
+        leaves = leaves_of(error)
+        error = next((leaf for leaf in leaves if not isinstance(leaf, LaneFailed)), leaves[0])
+    told = isinstance(error, FlowrlError) or (isinstance(error, OSError) and error.errno in NO_SPACE)
+    reason = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SampleFailed):
+        reason = f"it raised SampleFailed({reason!r}) outside of `self.PORT.each(...)`, so the sample is unknown"
+    return {
+        "reason": reason,
+        "traceback": "" if told else "".join(traceback.format_exception(error)),
+        "ticket": None,
+        "consequence": isinstance(error, LaneFailed),
+    }
+
+
+def leaves_of(group: BaseExceptionGroup[Any]) -> list[Any]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (leaves_of(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]
+
+
+TOLD_EVERY_S = 60.0
+"""Interval between warnings that name the nodes whose invocations a checkpoint waits for."""
+
+
+class Pausing:
+    """`replicas` are the replicas of the host, by id."""
+
+    def __init__(self, replicas: Mapping[str, Replica], endpoint: Endpoint) -> None:
+        self._replicas = replicas
+        self._endpoint = endpoint
+
+    async def pause(self) -> None:
+        """Stop taking items; when every invocation has ended or waits, also stop sending."""
+        for replica in self._replicas.values():
+            replica.gate("checkpoint", open_=False)
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.idle(), TOLD_EVERY_S)
+                break
+            for replica in self._replicas.values():
+                self._warn_of_invocations(replica)
+        for replica in self._replicas.values():
+            replica.pause_sending(True)
+
+    def resume(self) -> None:
+        """Take and send items again, and report to the ledger."""
+        for replica in self._replicas.values():
+            replica.context.ledger.pause(False)
+            replica.pause_sending(False)
+            replica.gate("checkpoint", open_=True)
+
+    async def idle(self) -> None:
+        """Wait until no invocation of any node here is inside user code."""
+        while any(replica.activity.working for replica in self._replicas.values()):
+            for replica in self._replicas.values():
+                await replica.activity.idle()
+
+    def _warn_of_invocations(self, replica: Replica) -> None:
+        if replica.activity.working:
+            text = (
+                "a checkpoint waits for its invocations to end. If they wait for another item of this node, which "
+                "comes only after the checkpoint, put the wait inside `with self.context.waiting('what for'):`"
+            )
+            self._endpoint.notify(DRIVER, "warning", {"node": replica.place.replica_id, "text": text})
+
+
+def reports(replicas: Mapping[str, Replica], endpoint: Endpoint, trace: TraceBuffer) -> Iterator[dict[str, Any]]:
+    """The totals of all replicas and lanes, with the events traced since the last report; if they are too many, further
+    reports contain only the rest of them."""
+    first, *more = [*chunked(trace.drain())] or [[]]
+    yield {
+        "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in replicas.items()},
+        "lanes": {name: stats.as_dict() for name, stats in endpoint.statistics().items()},
+        "trace": first,
+    }
+    for events in more:
+        yield {"trace": events}
+
+
+def meeting_place(*, alone: bool) -> str:
+    """ "host:port" on this machine, free at the moment, at which the ranks of a gang can meet.
+
+    `alone`: all ranks are on this machine.
+    """
+    address = "127.0.0.1" if alone else local_ip()
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return f"{address}:{probe.getsockname()[1]}"
+
 
 REPORT_EVERY_S = 1.0
 
@@ -139,7 +267,7 @@ class HostEngine:
             replica.context.gang_address = gangs[place.node]
             replica.activity.died = functools.partial(self._died, replica)
             self.replicas[place.replica_id] = replica
-            join(replica, graph, self.spec.plan, self.endpoint)
+            connect_ports(replica, graph, self.spec.plan, self.endpoint)
         self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     def build_graph(self) -> Graph:

@@ -1,1 +1,0 @@
-"""The host processes of a run, seen from the driver."""
