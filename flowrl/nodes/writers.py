@@ -26,7 +26,6 @@ from flowrl.messages import Group, Sample, Scored, Trainable
 from flowrl.nodes.sources.row_source import PromptSource
 from flowrl.tasks import Rows, Task, load_demonstrations, load_rows
 from flowrl.tasks.row_reading.rows_on_disk import join_rows, prompt_ids, rows_by_id
-from flowrl.user_path import user_path
 
 REPORT_EVERY_S = 5.0
 

@@ -13,7 +13,6 @@ from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE, OF_MIXTURE_WIT
 from flowrl.tasks.rewards import MODEL, VERIFIER, names_model, parse_reward
 from flowrl.tasks.rows import WORDED, check_template
 from flowrl.tasks.task_syntax import PLUS, Term, parse_options, parse_sum, parse_weights, split_name, write_option
-from flowrl.user_path import user_path
 
 MADE = ("arithmetic", "sticks")
 """Sources that generate their rows, in addition to those of reasoning_gym."""

@@ -31,8 +31,8 @@ from typing import IO, Any
 import msgpack
 
 from flowrl.errors import ConfigError
-from flowrl.proxies import exceptions
-from flowrl.user_path import user_path
+from flowrl.machine.disk import user_path
+from flowrl.machine.proxies import exceptions
 
 # Importing it
 

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.proxies import exceptions, proxy_of, reach_directly, shown_proxy
+from flowrl.machine.proxies import exceptions, proxy_of, reach_directly, shown_proxy
 from flowrl.tasks.reward_calls.http import HttpReward, Patience
 from flowrl.tasks.reward_calls.judge import BadReward
 from tests.agents.endpoint_rig import an_endpoint

@@ -33,7 +33,7 @@ from flowrl.environments.find import FoundEnvironment
 from flowrl.environments.player import Player, seed_global_state
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
-from flowrl.orphans import adopt_orphans, child_pids, die_with_parent
+from flowrl.machine.orphans import adopt_orphans, child_pids, die_with_parent
 from flowrl.tasks.user_code import keep_to_this_process, pack_message, receive_message
 
 RESERVE_BYTES = 64 << 20

@@ -17,7 +17,6 @@ from flowrl.machine.disk import user_path
 from flowrl.models.policy import Policy
 from flowrl.models.tokens.chat import template_end
 from flowrl.tasks.task_syntax import parse_options
-from flowrl.user_path import user_path
 
 NONE = "none"
 ANSWERED = "messages and messages[-1]['role'] == 'assistant' and not add_generation_prompt"

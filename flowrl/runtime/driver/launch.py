@@ -32,12 +32,10 @@ from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume
 from flowrl.runtime.checkpoints.rundir import RunDir, private, provenance, read_best, writing
 from flowrl.runtime.checkpoints.unfinished_evaluation import UnfinishedEvaluation
-from flowrl.runtime.driver.launch_checks import check_options
-from flowrl.runtime.driver.options import RunOptions
-from flowrl.runtime.driver.preflight import preflight
-from flowrl.runtime.driver.ray_cluster.claims import claims
-from flowrl.runtime.driver.ray_cluster.node_versions import require_same_versions
-from flowrl.runtime.driver.signals import RunSignals
+from flowrl.runtime.driver.driver import RunSignals
+from flowrl.runtime.driver.job import RunOptions, check_options
+from flowrl.runtime.driver.ray_cluster import require_same_versions
+from flowrl.runtime.driver.resources import claims
 from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.sinks import require_logins

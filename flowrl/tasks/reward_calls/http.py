@@ -46,7 +46,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import FlowrlError
-from flowrl.proxies import open_session, proxy_of, shown_proxy
+from flowrl.machine.proxies import open_session, proxy_of, shown_proxy
 from flowrl.tasks.reward_calls.judge import (
     BadReward,
     Question,

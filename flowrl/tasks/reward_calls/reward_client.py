@@ -2,7 +2,7 @@
 
 A process runs one function and is ended, with all that it started, when a call is too long. One call is one message
 each way (`flowrl.tasks.user_code`), over a socket that only the child has: programs that the function starts get an
-empty standard input, and all output goes to standard error. A keeper (`flowrl.orphans`) is the child's parent. When it
+empty standard input, and all output goes to standard error. A keeper (`flowrl.machine.orphans`) is the child's parent. When it
 has ended, nothing of the child is left, and then this end of the socket is shut: nothing that could still hold the
 other end prolongs a wait.
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flowrl.errors import ConfigError
-from flowrl.orphans import start_kept
+from flowrl.machine.orphans import start_kept
 from flowrl.tasks.checks.answer_checks import CHECKS, OF_MIXTURE_WITH_CODE
 from flowrl.tasks.checks.code_tests import call_s
 from flowrl.tasks.reward_calls.judge import (

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.errors import ConfigError
+from flowrl.machine.disk import user_path
 from flowrl.message_base import number_in
-from flowrl.user_path import user_path
 
 Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
 TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, NoReturn
 
 from flowrl.errors import ConfigError
-from flowrl.orphans import child_pids
+from flowrl.machine.orphans import child_pids
 from flowrl.tasks.reward_calls.judge import BadReward, Judge, Verdicts, load_judge
 from flowrl.tasks.user_code import keep_to_this_process, read_message, write_message
 

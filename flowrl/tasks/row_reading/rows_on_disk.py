@@ -33,10 +33,10 @@ from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.cache import cache_dir, cached_directory
-from flowrl.disk_room import DiskRoom
 from flowrl.errors import ConfigError
 from flowrl.hub import gigabytes, to_stderr
+from flowrl.machine.cache import cache_dir, cached_directory
+from flowrl.machine.disk import DiskRoom
 from flowrl.tasks.row_reading.record_formats import (
     DECOMPRESSED,
     RawRow,

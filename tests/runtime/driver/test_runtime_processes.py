@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from flowrl.machine.processes import Processes, children
-from flowrl.runtime.driver import processes
+from flowrl.runtime.driver import run_processes
 from flowrl.runtime.driver.run_processes import outlive
 from tests.channel.channel_rig import play
 
@@ -38,13 +38,13 @@ def child() -> Iterator[subprocess.Popen[str]]:
 def test_the_end_of_a_process_is_told_once(child: subprocess.Popen[str]) -> None:
     async def main() -> None:
         told: asyncio.Queue[str] = asyncio.Queue()
-        processes = Processes()
-        processes.follow("raylet", child.pid, told.put_nowait)
+        run_processes = Processes()
+        run_processes.follow("raylet", child.pid, told.put_nowait)
         child.kill()
         assert await told.get() == "raylet"
-        processes.look()
+        run_processes.look()
         assert told.empty()
-        await processes.end(within_s=0)
+        await run_processes.end(within_s=0)
 
     play(main())
 
@@ -52,11 +52,11 @@ def test_the_end_of_a_process_is_told_once(child: subprocess.Popen[str]) -> None
 def test_an_end_that_the_loop_has_not_seen_yet_is_told_on_looking(child: subprocess.Popen[str]) -> None:
     async def main() -> None:
         told: list[str] = []
-        processes = Processes()
-        processes.follow("raylet", child.pid, told.append)
+        run_processes = Processes()
+        run_processes.follow("raylet", child.pid, told.append)
         child.kill()
         child.wait()
-        processes.look()
+        run_processes.look()
         assert told == ["raylet"]
 
     play(main())
@@ -65,11 +65,11 @@ def test_an_end_that_the_loop_has_not_seen_yet_is_told_on_looking(child: subproc
 def test_what_does_not_end_by_itself_is_killed_and_nobody_is_told(child: subprocess.Popen[str]) -> None:
     async def main() -> None:
         told: list[str] = []
-        processes = Processes()
-        processes.follow("host", child.pid, told.append)
-        processes.expect_ends()
+        run_processes = Processes()
+        run_processes.follow("host", child.pid, told.append)
+        run_processes.expect_ends()
         child.terminate()  # which it ignores
-        await processes.end(within_s=0.01)
+        await run_processes.end(within_s=0.01)
         assert told == []
 
     play(main())
@@ -81,9 +81,9 @@ def test_a_process_that_is_gone_or_elsewhere_is_not_followed(child: subprocess.P
     child.wait()
 
     async def main() -> None:
-        processes = Processes()
-        processes.follow("host", child.pid, pytest.fail)
-        await processes.end(within_s=60)
+        run_processes = Processes()
+        run_processes.follow("host", child.pid, pytest.fail)
+        await run_processes.end(within_s=60)
 
     play(main())
 
@@ -95,7 +95,7 @@ def test_children_are_found_by_name(child: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "RETRY_S", 0.0)
+    monkeypatch.setattr(run_processes, "RETRY_S", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from flowrl.environments.failure import EnvironmentFailed
 from flowrl.environments.tools.tool import ToolError
-from flowrl.proxies import proxy_of
+from flowrl.machine.proxies import proxy_of
 from flowrl.tasks.user_code import one_line, program_variables
 
 Found = TypeVar("Found")
