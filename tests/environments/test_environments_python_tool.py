@@ -35,8 +35,8 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxSettings,
 )
 from flowrl.errors import ConfigError
+from flowrl.machine.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.options import EpisodeData
-from flowrl.orphans import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from flowrl.recipes.agent_tools import AgentTools
 from flowrl.tasks import Task
 from flowrl.tasks.task_syntax import parse_options

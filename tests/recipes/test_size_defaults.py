@@ -14,7 +14,6 @@ import pytest
 from flowrl.cli import CheckOptions, main
 from flowrl.commands import prepare as preparing
 from flowrl.commands.prepare import Prepared, prepare
-from flowrl.cpu_flags import describe_cpu, is_slow_in_bfloat16
 from flowrl.graph.option_types import has_option, value_of
 from flowrl.graph.shipped import shipped_names
 from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
@@ -23,7 +22,7 @@ from flowrl.models.sizes.model_size import ModelSize, model_size
 from flowrl.models.sizes.size_table import TABLE, row_for
 from flowrl.options import OnlineConfig, SamplingOptions, TrainerOptions
 from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, size_defaults
-from flowrl.runtime.driver.options import RunOptions
+from flowrl.runtime.driver.job import RunOptions
 
 ROOT = Path(__file__).parents[2]
 
