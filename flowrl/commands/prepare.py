@@ -24,6 +24,7 @@ from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_gro
 from flowrl.graph.option_types import filled, leaves_of, options_of
 from flowrl.graph.run_file import RunFile
 from flowrl.graph.shipped import shipped_names
+from flowrl.machine.cpu import is_slow_in_bfloat16
 from flowrl.options.size_defaults import size_defaults
 from flowrl.runtime.telemetry.standard_streams import print_text
 

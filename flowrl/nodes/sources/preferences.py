@@ -17,6 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.facts import Facts
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
+from flowrl.machine.cache import Progress
 from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered

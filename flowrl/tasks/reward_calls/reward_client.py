@@ -2,9 +2,9 @@
 
 A process runs one function and is ended, with all that it started, when a call is too long. One call is one message
 each way (`flowrl.tasks.user_code`), over a socket that only the child has: programs that the function starts get an
-empty standard input, and all output goes to standard error. A keeper (`flowrl.machine.orphans`) is the child's parent. When it
-has ended, nothing of the child is left, and then this end of the socket is shut: nothing that could still hold the
-other end prolongs a wait.
+empty standard input, and all output goes to standard error. A keeper (`flowrl.machine.orphans`) is the child's
+parent. When it has ended, nothing of the child is left, and then this end of the socket is shut: nothing that could
+still hold the other end prolongs a wait.
 
 Waits of a process: a call for its answer, the timeout, or the child's death; loading likewise, with the limit
 LOADED_WITHIN_S; `end` for the keeper's end, at most ENDED_WITHIN_S. A call of an `async` function that is over its time
