@@ -41,7 +41,7 @@ class LoRA:
     """Low-rank adapters, trained in place of the weights (arXiv 2106.09685), optionally on a quantized base."""
 
     rank: int = 0
-    """0 trains all weights."""
+    """Rank of the adapters, or 0 to train all weights."""
     alpha: int | None = None
     """The adapter's product is scaled by alpha / rank; None: alpha is twice the rank."""
     rank_stabilized: bool = False
