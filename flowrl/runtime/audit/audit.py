@@ -204,7 +204,7 @@ def prove(
     violations = [
         *strange,
         *groups.violations,
-        *apply_rules(db, RUN_CHECKS, values),
+        *apply_rules(db, RUN_CHECKS, {**values, "since": rows.first_step(db) if sealed else 0}),
         *_equation(groups.figures),
         *_tickets_out(db, values),
         *check_lines(db, values["main"], lines, num_known, lost),

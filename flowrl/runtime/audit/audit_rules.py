@@ -42,7 +42,7 @@ class Check:
     """One rule; `text` is formatted with the columns of each row that `query` returns.
 
     `:main` is the main trainer, `:several` whether there are others; `:trainers`, `:own_clock` and `:holders` are lists
-    of nodes as JSON.
+    of nodes as JSON. Uses at steps before `:since` are as they were when the rules were last asked.
     """
 
     kind: str
@@ -514,7 +514,8 @@ STEPS = (
         "step {0} trained samples of {1} groups, but a batch has {2} at most",
         "SELECT u.step, COUNT(DISTINCT group_id) AS found,"
         f" {AT_STEP.format('groups_per_batch')} AS most"
-        " FROM uses u JOIN samples USING (sample_id) WHERE trainer = :main GROUP BY u.step HAVING found > most",
+        " FROM uses u JOIN samples USING (sample_id) WHERE trainer = :main AND u.step >= :since"
+        " GROUP BY u.step HAVING found > most",
     ),
     Check(
         "steps",

@@ -35,6 +35,7 @@ from flowrl.runtime.ledger.chain import MODULUS, Sum, sum_rows
 
 SEAL = "audit.seal"
 ROWS_AT_ONCE = 4096
+NO_STEP = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RowRanges:
             sealed = {} if seal is None else seal.rows.get(table, {})
             ranges[table], changed[table] = {}, []
             for number in _range_numbers(db, table):
-                first, last = number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE - 1
+                first, last = _bounds(number)
                 digest = None if leaves is None else leaves.digest(first, last)
                 found = sealed.get(number)
                 if found is None or digest is None or found.pages != digest:
@@ -88,6 +89,12 @@ class RowRanges:
             )
             for table, ranges in self.ranges.items()
         }
+
+    def first_step(self, db: sqlite3.Connection) -> int:
+        """The first step of a use that was read; one after all of them if none was."""
+        query = "SELECT MIN(step) FROM main.uses WHERE rowid BETWEEN ? AND ?"
+        found = [db.execute(query, _bounds(number)).fetchone()[0] for number in self.changed["uses"]]
+        return min((step for step in found if step is not None), default=NO_STEP)
 
     @property
     def num_read(self) -> int:
@@ -153,8 +160,7 @@ def _tickets(db: sqlite3.Connection, changed: Mapping[str, list[int]]) -> Iterat
             f"SELECT DISTINCT t.ticket FROM {joined} WHERE {'t' if table == 'tickets' else 'o'}.rowid BETWEEN ? AND ?"
         )
         for number in changed[table]:
-            bounds = (number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE - 1)
-            yield from (ticket for (ticket,) in db.execute(query, bounds))
+            yield from (ticket for (ticket,) in db.execute(query, _bounds(number)))
 
 
 def _range_numbers(db: sqlite3.Connection, table: str) -> Iterator[int]:
@@ -166,6 +172,11 @@ def _range_numbers(db: sqlite3.Connection, table: str) -> Iterator[int]:
         (row,) = db.execute(
             f"SELECT MIN(rowid) FROM main.{table} WHERE rowid >= ?", ((number + 1) * ROWS_AT_ONCE,)
         ).fetchone()
+
+
+def _bounds(number: int) -> tuple[int, int]:
+    """The first and the last row number of a range."""
+    return number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE - 1
 
 
 def _rules() -> str:

@@ -16,6 +16,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
+from flowrl.runtime.audit import audit as audits
 from flowrl.runtime.audit import audit_groups, audit_seal
 from flowrl.runtime.audit.audit import audit, continue_audit
 from flowrl.runtime.audit.audit_seal import SEAL, Seal
@@ -227,6 +228,18 @@ def test_what_only_a_run_that_has_ended_breaks_is_found_at_its_end(tmp_path: Pat
     assert not same(tmp_path)
     texts = [violation.text for violation in continue_audit(tmp_path).violations]
     assert "sample gleft/0 is in flight, but the run ended normally" in texts
+
+
+def test_a_batch_that_grew_after_its_step_is_found(run_dir: Path) -> None:
+    """By the further audit itself, before the whole one."""
+    assert continue_audit(run_dir).ok
+    ledger = Ledger(run_dir / LEDGER)
+    ledger.add("used", "g4/0", "trainer", 1, 2, 0, 0, 0, None)
+    ledger.commit()
+    ledger.close()
+    report = audits._audit(run_dir, seal_of(run_dir), sealing=True)
+    assert "step 2 trained samples of 3 groups, but a batch has 2 at most" in [one.text for one in report.violations]
+    assert not same(run_dir)
 
 
 def damage_seal(path: Path) -> None:
