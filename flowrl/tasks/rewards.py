@@ -207,9 +207,7 @@ def open_reward(
             if judge.is_async:  # one process has all calls
                 clients *= number
             client = Gathered(clients) if judge.convention in BATCHED else Pool(clients)
-        opened.append(Weighted(client, dict(part.heads)))
-    if not is_sum(parts):
-        return opened[0]
+        opened.append(client)
     return WeightedSum(parts, opened)
 
 
@@ -231,22 +229,9 @@ def beside_model(parts: Sequence[Part]) -> tuple[float, tuple[Part, ...]]:
     return (sum(weights), tuple(part for part in parts if part.place != MODEL)) if weights else (1.0, ())
 
 
-class Weighted:
-    """Weighs the heads of a function's answers."""
-
-    def __init__(self, client: RewardClient, weights: Mapping[str, float]) -> None:
-        self._client = client
-        self._weights = weights
-
-    async def ask(self, prompts: Sequence[str], responses: Sequence[str], columns: RowColumns) -> Verdicts:
-        return (await self._client.ask(prompts, responses, columns)).weighted(self._weights)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
 class WeightedSum:
-    """Requests all parts concurrently; a sample for which one part fails has no reward."""
+    """Requests all parts concurrently, and weighs the heads of their answers; a sample for which one part fails has no
+    reward."""
 
     def __init__(self, parts: Sequence[Part], asked: Sequence[RewardClient]) -> None:
         self._parts = parts
@@ -259,7 +244,13 @@ class WeightedSum:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        verdicts = [answer for answer in answers if isinstance(answer, Verdicts)]
+        verdicts = [
+            answer.weighted(dict(part.heads))
+            for part, answer in zip(self._parts, answers, strict=True)
+            if isinstance(answer, Verdicts)
+        ]
+        if not is_sum(self._parts):
+            return verdicts[0]
         logs: dict[str, tuple[float, ...]] = {}
         heads: dict[str, float] = {}
         for part, verdict in zip(self._parts, verdicts, strict=True):
@@ -267,23 +258,18 @@ class WeightedSum:
             logs |= {f"{part.name}/{name}": values for name, values in verdict.logs.items()}
             inner = {f"{part.name}/{name}": part.weight * weight for name, weight in verdict.heads.items()}
             heads |= inner or {part.name: part.weight}
-        return Verdicts(
-            self._weigh([verdict.rewards for verdict in verdicts]),
-            self._weigh([verdict.scores for verdict in verdicts]),
-            logs,
-            heads,
+        rewards, scores = (
+            tuple(
+                sum(part.weight * value for part, value in zip(self._parts, of_sample, strict=True))
+                for of_sample in zip(*values, strict=True)
+            )
+            for values in ([verdict.rewards for verdict in verdicts], [verdict.scores for verdict in verdicts])
         )
+        return Verdicts(rewards, scores, logs, heads)
 
     async def close(self) -> None:
         for client in self._asked:
             await client.close()
-
-    def _weigh(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
-        weights = [part.weight for part in self._parts]
-        return tuple(
-            sum(weight * value for weight, value in zip(weights, of_sample, strict=True))
-            for of_sample in zip(*values, strict=True)
-        )
 
 
 class Pool:

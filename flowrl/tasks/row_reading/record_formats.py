@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from flowrl.errors import ConfigError
 
@@ -183,42 +183,14 @@ Extent = tuple[int, int, bytes]
 bytes."""
 
 
-class RecordFormat(Protocol):
-    """How the records of one file are found and parsed."""
-
-    def find_extents(self, file: IO[bytes]) -> Iterator[Extent]:
-        """Every extent, in order. Raises ConfigError if the file cannot be divided into extents."""
-        ...
-
-    def place_of(self, number: int) -> str:
-        """The place of a record, as errors name it."""
-        ...
-
-    def parse_record(self, number: int, offset: int, content: bytes) -> RawRow:
-        """The record that an extent holds. Raises Malformed."""
-        ...
-
-
-def format_records(path: Path, plain: Path) -> RecordFormat:
-    """How the records of `path` are found in `plain`, which is the file itself or a copy that can be read from its
-    middle. Raises ConfigError."""
-    kind = format_of(path)
-    if kind in TABLES:
-        return TableRows(path, TABLES[kind], plain)
-    if has_arrow_rows(path):
-        return PickledRows(path)
-    if kind == PLAIN:
-        return WholeText(path)
-    return ArrayElements(path, plain) if kind == ".json" and _is_array(plain) else JsonLines(path)
-
-
 @dataclass
 class JsonLines:
-    """One object per line."""
+    """One object per line. Other formats find, name or parse their records in another way."""
 
     path: Path
 
     def find_extents(self, file: IO[bytes]) -> Iterator[Extent]:
+        """Every extent, in order. Raises ConfigError if the file cannot be divided into extents."""
         offset = 0
         for number, content in enumerate(_split_lines(file), start=1):
             if not content.isspace():
@@ -226,17 +198,18 @@ class JsonLines:
             offset += len(content)
 
     def place_of(self, number: int) -> str:
+        """The place of a record, as errors name it."""
         return f"{self.path}:{number}"
 
     def parse_record(self, number: int, offset: int, content: bytes) -> RawRow:
+        """The record that an extent holds. Raises Malformed."""
         return _parse_object(self.place_of(number), offset, content)
 
 
 @dataclass
-class ArrayElements:
+class ArrayElements(JsonLines):
     """The elements of a file that is one JSON array. A byte that is not UTF-8 spoils the whole array."""
 
-    path: Path
     plain: Path
 
     def find_extents(self, file: IO[bytes]) -> Iterator[Extent]:
@@ -248,9 +221,6 @@ class ArrayElements:
     def place_of(self, number: int) -> str:
         return f"{self.path}, row {number}"
 
-    def parse_record(self, number: int, offset: int, content: bytes) -> RawRow:
-        return _parse_object(self.place_of(number), offset, content)
-
     def _refuse_other_bytes(self) -> None:
         offset = 0
         with open_bytes(self.plain) as file:
@@ -260,10 +230,8 @@ class ArrayElements:
 
 
 @dataclass
-class WholeText:
+class WholeText(JsonLines):
     """A file that is one text."""
-
-    path: Path
 
     def find_extents(self, file: IO[bytes]) -> Iterator[Extent]:
         if content := file.read():
@@ -281,11 +249,10 @@ class WholeText:
 
 
 @dataclass
-class TableRows:
+class TableRows(JsonLines):
     """The rows of a table with a header, each of one line or, where a cell has line breaks, of several. Every value is
     text."""
 
-    path: Path
     delimiter: str
     plain: Path
     header: list[str] = field(init=False)
@@ -307,9 +274,6 @@ class TableRows:
         for number, offset, values, content in rows:
             if values:
                 yield number, offset, content
-
-    def place_of(self, number: int) -> str:
-        return f"{self.path}:{number}"
 
     def parse_record(self, number: int, offset: int, content: bytes) -> RawRow:
         text = _decode_text(self.place_of(number), offset, content, of_cells=self.delimiter)
@@ -347,10 +311,8 @@ class TableRows:
 
 
 @dataclass
-class PickledRows:
+class PickledRows(JsonLines):
     """A copy of the rows of a Parquet file or saved dataset, as `pickle_rows` has written it."""
-
-    path: Path
 
     def find_extents(self, file: IO[bytes]) -> Iterator[Extent]:
         offset, number = 0, 0
@@ -365,6 +327,19 @@ class PickledRows:
 
     def parse_record(self, number: int, offset: int, content: bytes) -> RawRow:
         return _usable_row(self.place_of(number), pickle.loads(content))
+
+
+def format_records(path: Path, plain: Path) -> JsonLines:
+    """How the records of `path` are found in `plain`, which is the file itself or a copy that can be read from its
+    middle. Raises ConfigError."""
+    kind = format_of(path)
+    if kind in TABLES:
+        return TableRows(path, TABLES[kind], plain)
+    if has_arrow_rows(path):
+        return PickledRows(path)
+    if kind == PLAIN:
+        return WholeText(path)
+    return ArrayElements(path, plain) if kind == ".json" and _is_array(plain) else JsonLines(path)
 
 
 def pickle_rows(rows: Iterable[RawRow | str]) -> Iterator[bytes]:
