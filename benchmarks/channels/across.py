@@ -24,7 +24,7 @@ from flowrl.messages import Message, Weights
 from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import make_receiver
-from flowrl.weights.shm import DATA_OFFSET, Segment, views
+from flowrl.weights.shm import DATA_OFFSET, Segment, view_tensors
 
 KB, MB = 1 << 10, 1 << 20
 IN_FLIGHT = 64
@@ -125,7 +125,7 @@ class Publishing(SleepingTrainer):
             self._publisher = Publisher(self.values, self.name, run_id=run_id, routes=routes, probe_every=0)
             self.context.progress(f"on {this_machine().split(':')[0]}")
         self.values.tensor.fill_(version)
-        manifest = await self.blocking(self._publisher.publish, version)
+        manifest = await self.blocking(self._publisher.publish_version, version)
         await self.weights.send(manifest)
 
     async def close(self) -> None:
@@ -153,11 +153,11 @@ class Fetching(SleepingGenerator):
 
     def _look(self, fetching: Any, manifest: Weights) -> None:
         began = perf_counter()
-        fetched = fetching.fetch(manifest)
+        fetched = fetching.fetch_version(manifest)
         took = perf_counter() - began
         segment = Segment(fetched.update["segment"])
-        with segment.map() as mapping:
-            ((_, tensor),) = views(mapping, fetched.update["tensors"], start=DATA_OFFSET)
+        with segment.map_file() as mapping:
+            ((_, tensor),) = view_tensors(mapping, fetched.update["tensors"], start=DATA_OFFSET)
             assert bool((tensor == manifest.version).all()) and tensor.nbytes == manifest.num_bytes
             del tensor
         segment.close()

@@ -70,20 +70,20 @@ def rank_process(case: Case, rank: int, address: str, pipe: Connection | None) -
     from flowrl.weights.send import Narrowing
 
     torch.set_num_threads(1)
-    gang = Gang.meet(rank, case.ranks, address, torch.device("cpu"))
+    gang = Gang.meet_ranks(rank, case.ranks, address, torch.device("cpu"))
     engine = ZeroEngine(case.model_dir, ZeroSettings(), gang)
     narrowing = Narrowing(stored_dtype(case.model_dir))
     publisher = Publisher(engine, case.policy, run_id=RUN_ID, narrowing=narrowing, probe_every=10)
     version, more = 0, True
     while more:
-        manifest = publisher.publish(version)
+        manifest = publisher.publish_version(version)
         if pipe is not None and manifest is not None:
             pipe.send((manifest, asdict(publisher.times) | {"memcpy_s": memcpy_s(manifest.num_bytes)}))
         train(engine, version)
         version += 1
-        more = all(gang.gather(pipe is None or not pipe.poll()))
+        more = all(gang.gather_objects(pipe is None or not pipe.poll()))
     publisher.close()
-    gang.leave()
+    gang.leave_gang()
 
 
 def train(engine: Any, seed: int) -> None:
@@ -97,8 +97,8 @@ def train(engine: Any, seed: int) -> None:
     rows = lay_out(tokens, [np.ones(LENGTH, np.bool_)] * SEQUENCES, layout="padded", device=torch.device("cpu"))
     engine.set_lr(1e-5)
     logprobs_N, _ = engine.forward(rows, temperature=1.0)
-    engine.backward(-logprobs_N.mean() / engine.gang.size, last=True)
-    engine.step()
+    engine.add_gradient(-logprobs_N.mean() / engine.gang.size, last=True)
+    engine.step_optimizer()
 
 
 _buffers: dict[int, tuple[Any, Any]] = {}

@@ -33,7 +33,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.training.layouts import Bench, Shape, keep_memory, load, make_batch
-from flowrl.training.model.products import PLAIN, matmul
+from flowrl.training.model.products import PLAIN, multiply_matrices
 from flowrl.training.settings import Dtype
 
 PARTS = ("layers", "attention", "logits", "gradients", "optimizer")
@@ -120,7 +120,7 @@ def labelled() -> Iterator[None]:
         (_CachedLogprobs, "backward", "logits"),
         (DeepSpeedZeroOptimizer, "step", "optimizer"),
         (DeepSpeedZeroOptimizer, "process_gradients", "gradients"),
-        (optimizer, "_take", "gradients"),
+        (optimizer, "_take_gradient", "gradients"),
         (DeepSpeedZeroOptimizer, "reduce_gradients", "gradients"),
         (DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "gradients"),
     ]
@@ -193,7 +193,7 @@ def _part_of(event: Any) -> str:
 def alone_s(product: Product, dtype: torch.dtype) -> float:
     """Seconds of one product of these shapes on warm memory, least of its repetitions."""
     first, second = (torch.randn(shape, dtype=dtype) for shape in product.shapes)
-    multiply = matmul if product.name == ONEDNN else torch.matmul
+    multiply = multiply_matrices if product.name == ONEDNN else torch.matmul
     multiply(first, second)
     seconds: list[float] = []
     while sum(seconds) < LEAST_SECONDS or len(seconds) < 3:

@@ -123,7 +123,7 @@ def checksum(model_dir: Path) -> int:
         header.pop("__metadata__", None)
         for name, tensor in sorted(header.items()):
             start, end = tensor["data_offsets"]
-            total.add(name, tensor["dtype"], tensor["shape"], content[8 + length + start : 8 + length + end])
+            total.add_tensor(name, tensor["dtype"], tensor["shape"], content[8 + length + start : 8 + length + end])
     return total.value
 
 

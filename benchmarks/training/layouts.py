@@ -180,7 +180,7 @@ def load(policy: str, dtype: Dtype, threads: int) -> ZeroEngine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    gang = Gang.meet(0, 1, address, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    gang = Gang.meet_ranks(0, 1, address, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     return ZeroEngine(resolve(Policy(policy)), ZeroSettings(dtype=dtype, layout="auto"), gang)
 
 

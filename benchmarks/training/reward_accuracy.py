@@ -91,7 +91,7 @@ class PolicyLogprobs:
             rendered = [self._chat.completion(*one) for one in asked[start : start + SEQUENCES_A_PASS]]
             rows = lay_out([ids for ids, _ in rendered], [mask for _, mask in rendered], layout="padded")
             with torch.no_grad():
-                totals = rows.spread(self._model(rows)[0]).sum(dim=1).tolist()
+                totals = rows.spread_values(self._model(rows)[0]).sum(dim=1).tolist()
             found += [(total, int(mask.sum())) for total, (_, mask) in zip(totals, rendered, strict=True)]
         return found
 

@@ -115,7 +115,7 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remo
 
     The directory is written completely, or not at all. A line is printed for each part of the work.
     """
-    from flowrl.training.model.policy_model import companions
+    from flowrl.training.model.policy_model import read_companions
 
     weights = sum(file.stat().st_size for file in weight_files(base))
     print_text(f"loading {base}: {gigabytes(weights)}", flush=True)
@@ -124,7 +124,7 @@ def write_merged(adapter: Path, base: Path, out: Path, dtype: str, *, trust_remo
     print_text(f"writing {gigabytes(written)} to {out}", flush=True)
     with whole_directory(out) as temporary:
         merged.save_pretrained(temporary)
-        for name, content in companions(base).items():
+        for name, content in read_companions(base).items():
             if not (temporary / name).exists():
                 (temporary / name).write_bytes(content)
         for path in _tokenizer_files(adapter):

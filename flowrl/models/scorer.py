@@ -68,16 +68,16 @@ class Scorer:
 
     def label_scores(self, token_ids: Sequence[Int32]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each sequence."""
-        from flowrl.training.scoring_models import scored, scores_of_pass
+        from flowrl.training.scoring_models import score_items, scores_of_pass
 
-        return scored(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
+        return score_items(self.model, scores_of_pass, token_ids, token_budget=self.token_budget)
 
     def step_scores(self, asked: Sequence[tuple[Int32, Bool]]) -> list[list[float]]:
         """The score of each step (σ of the model's output) of sequences in the form that `step_tokens` returns."""
-        from flowrl.training.scoring_models import scored, values_of_pass
+        from flowrl.training.scoring_models import score_items, values_of_pass
 
         weights = tuple(self.labels.values())
-        values = scored(self.model, values_of_pass, asked, weights, token_budget=self.token_budget)
+        values = score_items(self.model, values_of_pass, asked, weights, token_budget=self.token_budget)
         return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, (_, mask) in zip(values, asked, strict=True)]
 
     def summed(self, scores: Sequence[float]) -> float:
@@ -113,7 +113,7 @@ def load_scorer(
 
     load = scorer_load(path, dtype, attention=attention, trust_remote_code=trust_remote_code, layout=layout)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    model = LocalModel(load.model().to(device))
+    model = LocalModel(load.load_model().to(device))
     labels = labels_of(path, label)
     return Scorer(model, tokenizer, labels=labels, system_prompt=system_prompt, token_budget=token_budget)
 

@@ -1,7 +1,7 @@
 """The trainer turns batches into versions. One replica is one ZeRO rank; all ranks run in lockstep.
 
-A batch comes whole or in pieces: `Trainer.run` takes each piece, `Trainer._train` has the learner add its gradient
-(`flowrl.training.learner.Learner.train_piece`), and after the last piece books what the optimizer step was made of.
+A batch comes whole or in pieces: `Trainer.run` takes each piece, `Trainer._train_piece` has the learner add its
+gradient (`flowrl.training.learner.Learner.train_piece`), and after the last piece books what the step was made of.
 
 Invariants
 - Every batch makes exactly one version, even a batch without an update (all tokens masked, or a gradient
@@ -43,7 +43,7 @@ from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch_stats import BatchStats, loss_masks, trained_mask
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems, setting_problems
-from flowrl.training.layouts import Decision, refused
+from flowrl.training.layouts import Decision, explain_refused_tree
 from flowrl.training.loss.objective import Objective
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.token_objectives import ReverseKL
@@ -95,7 +95,7 @@ class ResidentNode(Node):
             from flowrl.training.engine.residence import Residence
 
             self._residence = Residence(self.find_resident(), torch.device("cuda", 0))
-        return int(self._residence.leave())
+        return int(self._residence.move_away())
 
     async def close(self) -> None:
         if self._residence is not None and not self._residence.is_away:
@@ -126,17 +126,17 @@ class HeldOutFigures:
                 self._batches.append(copy.deepcopy(batch))  # its arrays are only valid until `finish`
                 port.finish(batch)
 
-    def measure(self, version: int, judge: BatchJudge, prefix: str = "held_out") -> dict[str, Any]:
+    def measure_figures(self, version: int, judge: BatchJudge, prefix: str = "held_out") -> dict[str, Any]:
         """The figures of the current weights, which are those of `version`."""
         if self._version != version:
             self._figures = {name: value for batch in self._batches for name, value in judge(batch).items()}
             self._version = version
         return {f"{prefix}/{name}": value for name, value in self._figures.items()}
 
-    def report(self, version: int, judge: BatchJudge) -> dict[str, Any]:
+    def report_figures(self, version: int, judge: BatchJudge) -> dict[str, Any]:
         """As `measure`, for the records."""
         self._reported = version
-        return self.measure(version, judge)
+        return self.measure_figures(version, judge)
 
     def lacks_report(self, version: int) -> bool:
         """Whether the records have no figures of `version` yet, although there is something to measure."""
@@ -160,13 +160,13 @@ class BatchRecord:
         if too_few:
             part = replace(part, samples=tuple(map(_keep_out, part.samples, masks)))
             masks = [np.zeros_like(mask) for mask in masks]
-        self.stats.append(BatchStats.of(part.samples, masks, version))
+        self.stats.append(BatchStats.collect(part.samples, masks, version))
         self.uses += [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)]
         self.num_groups += part.num_groups
 
     def gather_over_ranks(self, gang: Gang) -> tuple[BatchStats, list[Use]]:
         """The statistics and uses of all parts; collective."""
-        stats, uses = zip(*gang.parts((BatchStats.total(self.stats), self.uses)), strict=True)
+        stats, uses = zip(*gang.gather_parts((BatchStats.total(self.stats), self.uses)), strict=True)
         return BatchStats.total(stats), [use for part_uses in uses for use in part_uses]
 
 
@@ -328,7 +328,7 @@ class Trainer(ResidentNode):
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
         problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
-        problems += refused(self.zero.layout, self._layout)
+        problems += explain_refused_tree(self.zero.layout, self._layout)
         problems += shared_problems(self.policy, self.zero, self.lora, **self._shared)
         ranks, coef = self.sequence_parallel_size, self.router_aux_loss_coef
         problems += balance_problems(self.policy, coef, self.objective.head, ranks)
@@ -364,13 +364,13 @@ class Trainer(ResidentNode):
     async def setup(self) -> None:
         self.version = self.context.start_version
         if self.context.steps is None:
-            self.schedule.factor(self.version + 1, None)
-        self._learner = await self.blocking(self._load)
+            self.schedule.rate_factor(self.version + 1, None)
+        self._learner = await self.blocking(self._load_learner)
 
-    def _load(self) -> Learner:
+    def _load_learner(self) -> Learner:
         """Meet the other ranks and load the model; collective."""
         progress = self.context.progress
-        source = self._source()
+        source = self._find_source()
         progress("importing torch and DeepSpeed")
         import torch
 
@@ -384,7 +384,7 @@ class Trainer(ResidentNode):
         torch.manual_seed(self.context.seed)
         device = torch.device("cuda", 0) if self.context.gpus else torch.device("cpu")
         here = self.context
-        gang = Gang.meet(here.replica, here.num_replicas, here.gang_address, device, **self._shared)
+        gang = Gang.meet_ranks(here.replica, here.num_replicas, here.gang_address, device, **self._shared)
         if self.zero.nvme_path and not is_built():
             progress("compiling DeepSpeed's async_io: takes some minutes, once per machine")
         progress("loading the model")
@@ -394,7 +394,7 @@ class Trainer(ResidentNode):
         kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
         engine = ZeroEngine(source, self.zero, gang, head=self.objective.head, start=start, lora=self.lora, **kind)
         if self.context.resume_dir is not None:
-            engine.load(self._state_dir(self.context.resume_dir))
+            engine.load_state(self._state_dir(self.context.resume_dir))
         if self.weights.connected:
             self._publisher = self._make_publisher(engine)
         progress("ready")
@@ -442,19 +442,19 @@ class Trainer(ResidentNode):
             probe_every=self.probe_every,
         )
 
-    def _source(self) -> str:
+    def _find_source(self) -> str:
         """The model directory to start from. A checkpoint of an adapter does not contain the base model."""
         if self.context.resume_dir is not None and not self.lora.rank:
             return str(self._model_dir(self.context.resume_dir))
         return resolve(self.policy, progress=self.context.progress)
 
     async def run(self) -> None:
-        await self._publish(changed=True)
+        await self._publish_version(changed=True)
         await self._held_out.collect_batches(self.held_out)
         async for batch in self.batches:
             await self._assert_bound(batch)
             with self.context.busy("train"):
-                trained = await self.blocking(self._train, batch)
+                trained = await self.blocking(self._train_piece, batch)
             self._pieces.append(batch)
             if trained is None:
                 self.batches.hold(batch)
@@ -464,11 +464,11 @@ class Trainer(ResidentNode):
             if self.context.replica == 0:
                 self.context.ledger.step(record, uses, policy=self.name)
             if self.version % self.publish_every == 0:
-                await self._publish(changed=changed)
+                await self._publish_version(changed=changed)
             self._finish_pieces()  # before `step_done`, where a checkpoint may be taken
             await self.context.step_done(self.version)
         if self._published != self.version:  # `publish_every` skipped the last version
-            await self._publish(changed=True)
+            await self._publish_version(changed=True)
         await self._report_last()
 
     async def _report_last(self) -> None:
@@ -477,7 +477,7 @@ class Trainer(ResidentNode):
             return
         async with self.context.on_devices():
             with self.context.busy("judge"):
-                figures = await self.blocking(self._held_out.report, self.version, self._judge)
+                figures = await self.blocking(self._held_out.report_figures, self.version, self._judge_batch)
         if self.context.replica == 0:
             self.context.judged(self.version, figures)
 
@@ -503,19 +503,19 @@ class Trainer(ResidentNode):
     async def checkpoint(self, path: str) -> None:
         """Save the model as a Hugging Face directory, and each rank's master weights and optimizer state."""
         async with self.context.on_devices():
-            await self.blocking(self._save, path)
+            await self.blocking(self._save_checkpoint, path)
 
     # Methods that run in the blocking thread; collective
 
-    def _train(self, piece: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
+    def _train_piece(self, piece: Batch) -> tuple[dict[str, Any], list[Use], bool] | None:
         """Train a piece of a batch, which may be all of it. At the batch's end return its metrics line, the uses of all
         ranks, and whether the weights changed; before that, return None."""
         part = self._own_part(piece)
         masks = loss_masks(part.samples, part.mask_staleness, self.version)
         step = self.version + 1
-        lr = self.lr * self.schedule.factor(step, self.context.steps)
+        lr = self.lr * self.schedule.rate_factor(step, self.context.steps)
         if self.version == 0 and not piece.piece:
-            self._before = self._held_out.measure(0, self._judge, "held_out_before")
+            self._before = self._held_out.measure_figures(0, self._judge_batch, "held_out_before")
         rests = self.version < self.start_after
         if rests:
             update: Update | None = self._learner.skip_piece(part, masks, self.version)
@@ -531,7 +531,8 @@ class Trainer(ResidentNode):
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= piece.metrics
         record |= stats.metrics(offline=self.objective.offline) | update.metrics
-        record |= self._before | (self._held_out.report(step, self._judge) if self._is_judged(step) else {})
+        is_judged = step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
+        record |= self._before | (self._held_out.report_figures(step, self._judge_batch) if is_judged else {})
         self._before = {}
         return record, uses, update.changed
 
@@ -546,14 +547,10 @@ class Trainer(ResidentNode):
             )
         return batch.split(1)[0]
 
-    def _is_judged(self, step: int) -> bool:
-        """Whether the held-out batch is evaluated with the weights that this step made."""
-        return step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
+    def _judge_batch(self, batch: Batch) -> Mapping[str, Any]:
+        return self._learner.judge_batch(self._own_part(batch))
 
-    def _judge(self, batch: Batch) -> Mapping[str, Any]:
-        return self._learner.judge(self._own_part(batch))
-
-    async def _publish(self, *, changed: bool) -> None:
+    async def _publish_version(self, *, changed: bool) -> None:
         """Make the current version readable and announce it; all ranks."""
         publisher = self._publisher
         if publisher is None:
@@ -566,21 +563,21 @@ class Trainer(ResidentNode):
 
     async def _publish_on_devices(self, publisher: Publisher, kind: str) -> None:
         with self.context.busy("publish"):
-            manifest = await self.blocking(publisher.publish, self.version, kind)
+            manifest = await self.blocking(publisher.publish_version, self.version, kind)
             if manifest is not None:
                 await self.weights.send(manifest)
-            await self.blocking(publisher.transmit)
+            await self.blocking(publisher.transmit_tensors)
 
-    def _save(self, path: str) -> None:
+    def _save_checkpoint(self, path: str) -> None:
         engine = self._learner.engine
         if self.objective.at_end:  # a reward model's directory has mean and std of its scores on the held-out batch
-            judged = self._held_out.measure(self.version, self._judge)
+            judged = self._held_out.measure_figures(self.version, self._judge_batch)
             mean, square = judged.get("held_out/score_mean"), judged.get("held_out/score_square")
             if mean is not None and square is not None:
                 engine.record_scores(mean, math.sqrt(max(0.0, square - mean**2)))
         with told_if_full("the checkpoint", Path(path), ROOM):
-            engine.export(self._model_dir(path))
-            engine.save(self._state_dir(path))
+            engine.export_model(self._model_dir(path))
+            engine.save_state(self._state_dir(path))
 
     def _model_dir(self, path: str) -> Path:
         """A checkpoint directory itself holds the policy's model; other models are in subdirectories."""

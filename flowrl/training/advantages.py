@@ -105,7 +105,7 @@ def returns_to_go(rewards_BT: Array, mask_BT: Mask, *, gamma: float = 1.0) -> Ar
     return result
 
 
-def gae(rewards_BT: Array, values_BT: Array, mask_BT: Mask, *, gamma: float, lam: float) -> tuple[Array, Array]:
+def compute_gae(rewards_BT: Array, values_BT: Array, mask_BT: Mask, *, gamma: float, lam: float) -> tuple[Array, Array]:
     """(advantages, returns) by δ_t = r_t + γV_{t+1} − V_t; V after a sequence's end is 0.
 
     `values_BT` holds, at each policy token, the value of the state before it.
@@ -121,7 +121,7 @@ def gae(rewards_BT: Array, values_BT: Array, mask_BT: Mask, *, gamma: float, lam
     return advantages_BT, np.where(mask_BT, advantages_BT + values_BT, 0.0)
 
 
-def whiten(advantages_BT: Array, mask_BT: Mask, *, mean_only: bool = False) -> Array:
+def whiten_advantages(advantages_BT: Array, mask_BT: Mask, *, mean_only: bool = False) -> Array:
     """(A − m)/√max(v, 1e-8) over the masked tokens of the whole batch, population variance; 0 elsewhere."""
     trained = advantages_BT[mask_BT]
     if not trained.size:
@@ -140,7 +140,7 @@ def distillation_advantages(teacher_logprobs_T: Float32, behavior_logprobs_T: Fl
     return np.where(policy_mask_T, gap_T, 0.0)
 
 
-def advantages(
+def compute_advantages(
     rewards_B: Any,
     group_ids_B: Sequence[Hashable],
     mask_BT: Any,
@@ -165,31 +165,31 @@ def advantages(
     """
     if gamma != 1.0 and estimator not in DISCOUNTED_ESTIMATORS:
         raise ValueError(f"gamma = {gamma} needs estimator gae or reinforce, not {estimator!r}; set gamma=1")
-    rewards, mask = _array(rewards_B), np.asarray(mask_BT).astype(bool)
-    kl = None if kl_BT is None else _array(kl_BT)
+    rewards, mask = convert_like_float64(rewards_B), np.asarray(mask_BT).astype(bool)
+    kl = None if kl_BT is None else convert_like_float64(kl_BT)
     if kl is not None and kl_before_baseline:
         rewards, kl = rewards - kl_coef * np.where(mask, kl, 0.0).sum(axis=1), None
-    turns = None if turns_BT is None else _array(turns_BT)
+    turns = None if turns_BT is None else convert_like_float64(turns_BT)
     if turns is not None and estimator in GROUP_ESTIMATORS:
         rewards, turns = rewards + np.where(mask, turns, 0.0).sum(axis=1), None
     rewards_BT = token_rewards(_by_group(rewards, group_ids_B, estimator), mask, kl, kl_coef, turns)
     if estimator == "gae":
         if values_BT is None:
             raise ValueError("estimator 'gae' needs values_BT, the critic's value before every policy token")
-        advantages_BT, returns_BT = gae(rewards_BT, _array(values_BT), mask, gamma=gamma, lam=lam)
+        advantages_BT, returns_BT = compute_gae(rewards_BT, convert_like_float64(values_BT), mask, gamma=gamma, lam=lam)
     else:
         advantages_BT = returns_BT = returns_to_go(rewards_BT, mask, gamma=gamma)
     if whiten and estimator in WHITENED_ESTIMATORS:
         advantages_BT = _whiten(advantages_BT, mask, mean_only=mean_only)
-    return _like(mask_BT, rewards_B, advantages_BT), _like(mask_BT, rewards_B, returns_BT)
+    return return_like(mask_BT, rewards_B, advantages_BT), return_like(mask_BT, rewards_B, returns_BT)
 
 
-_whiten = whiten
+_whiten = whiten_advantages
 
 
 def _by_group(rewards_B: Array, group_ids_B: Sequence[Hashable], estimator: Estimator) -> Array:
     members: dict[Hashable, list[int]] = {}
-    for b, group_id in enumerate(_hashable(group_ids_B)):
+    for b, group_id in enumerate(make_hashable(group_ids_B)):
         members.setdefault(group_id, []).append(b)
     shaped_B = np.empty_like(rewards_B)
     for indices in members.values():
@@ -197,15 +197,15 @@ def _by_group(rewards_B: Array, group_ids_B: Sequence[Hashable], estimator: Esti
     return shaped_B
 
 
-def _hashable(ids: Any) -> Sequence[Hashable]:
+def make_hashable(ids: Any) -> Sequence[Hashable]:
     return ids.tolist() if hasattr(ids, "tolist") else ids  # type: ignore[no-any-return]
 
 
-def _array(values: Any) -> Array:
+def convert_like_float64(values: Any) -> Array:
     return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values, np.float64)
 
 
-def _like(mask: Any, rewards: Any, values_BT: Array) -> Any:
+def return_like(mask: Any, rewards: Any, values_BT: Array) -> Any:
     """`values_BT` as a tensor if the mask is a tensor, with the rewards' dtype if that is a float type."""
     if not hasattr(mask, "detach"):
         return values_BT
@@ -254,7 +254,7 @@ def rewards_of_turns(sample: Scored) -> list[float]:
     return [reward for _, reward in sample.rewards_by_turn]
 
 
-def at_tokens(sample: Episode, advantages_U: Array) -> Array:
+def spread_over_turns(sample: Episode, advantages_U: Array) -> Array:
     """The advantage of each turn at all its policy tokens, 0 elsewhere, through all sequences of the episode."""
     tokens = np.flatnonzero(sample.whole_mask)
     turns = np.searchsorted([place for place, _ in sample.rewards_by_turn], tokens)
@@ -268,7 +268,7 @@ def at_tokens(sample: Episode, advantages_U: Array) -> Array:
     return found
 
 
-def seats_of(samples: Sequence[Scored]) -> list[int]:
+def list_seats(samples: Sequence[Scored]) -> list[int]:
     """The seats that the policy has played in some of these samples; [] if none of them has seats."""
     return sorted({seat for sample in samples for seat, _ in sample.seat_rewards})
 
@@ -284,7 +284,7 @@ def require_one_seat(samples: Sequence[Scored], user: str) -> None:
             )
 
 
-def of_seat(sample: Scored, seat: int) -> Scored:
+def reduce_to_seat(sample: Scored, seat: int) -> Scored:
     """The sample reduced to this seat: its reward, its turns, and a policy mask of its tokens.
 
     The sequences and all indices stay as they are. For a seat without a turn, its reward becomes that of a single turn.
@@ -375,7 +375,7 @@ class Estimate:
             found.append("credit is 'turn', but shuffle_rewards shuffles rewards of episodes; set credit='episode'")
         return found
 
-    def trainable(
+    def make_trainables(
         self, samples: Sequence[Scored], *, kl_coef: float | None = None, scale: Scale | None = None
     ) -> tuple[Trainable, ...]:
         """The scored members of one group with their advantages, and under `gae` with their returns.
@@ -383,66 +383,68 @@ class Estimate:
         `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
         sample lacks data that the estimate needs.
         """
-        if len(seats := seats_of(samples)) > 1:
-            return self._by_seat(samples, seats, kl_coef, scale)
+        if len(seats := list_seats(samples)) > 1:
+            return self._estimate_by_seat(samples, seats, kl_coef, scale)
         if self.credit == "turn":
-            return self._by_turn(samples)
+            return self._estimate_by_turn(samples)
         scale = scale or Scale()
-        mask_KT = stack([sample.whole_mask for sample in samples]).astype(bool)
+        mask_KT = stack_rows([sample.whole_mask for sample in samples]).astype(bool)
         coef = self.kl_coef if kl_coef is None else kl_coef
-        kl_KT = self.kl(samples) if coef else None
+        kl_KT = self.compute_kl(samples) if coef else None
         rewards_KT = self._token_rewards(samples, mask_KT, kl_KT, coef, scale)
         if self.estimator == "gae":
-            values_KT = stack([self._needed(sample, "values") for sample in samples])
-            advantages_KT, returns_KT = gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
+            values_KT = stack_rows([self._require_array(sample, "values") for sample in samples])
+            advantages_KT, returns_KT = compute_gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
             rows = zip(samples, advantages_KT, returns_KT, strict=True)
-            return tuple(trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
+            return tuple(make_trainable(s, advantages_T, returns_T) for s, advantages_T, returns_T in rows)
         advantages_KT = returns_to_go(rewards_KT, mask_KT, gamma=self.gamma)
-        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
+        return tuple(make_trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_KT, strict=True))
 
-    def _by_seat(
+    def _estimate_by_seat(
         self, samples: Sequence[Scored], seats: Sequence[int], kl_coef: float | None, scale: Scale | None
     ) -> tuple[Trainable, ...]:
         """Each seat is compared with the same seat of the other members; a token gets the advantage of its seat."""
         advantages_K = [np.zeros(sample.num_tokens) for sample in samples]
         for seat in seats:
             mine = [k for k, sample in enumerate(samples) if seat in dict(sample.seat_rewards)]
-            views = [of_seat(samples[k], seat) for k in mine]
-            for k, made in zip(mine, self.trainable(views, kl_coef=kl_coef, scale=scale), strict=True):
+            views = [reduce_to_seat(samples[k], seat) for k in mine]
+            for k, made in zip(mine, self.make_trainables(views, kl_coef=kl_coef, scale=scale), strict=True):
                 advantages_K[k] += made.advantages
-        return tuple(trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
+        return tuple(make_trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
 
-    def _by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+    def _estimate_by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
         rewards_K = [rewards_of_turns(sample) for sample in samples]
         advantages_K = turn_advantages(rewards_K, self.estimator, gamma=self.gamma)
         pairs = zip(samples, advantages_K, strict=True)
-        return tuple(trainable(s, at_tokens(s, advantages_U)) for s, advantages_U in pairs if isinstance(s, Episode))
+        return tuple(
+            make_trainable(s, spread_over_turns(s, advantages_U)) for s, advantages_U in pairs if isinstance(s, Episode)
+        )
 
     def _token_rewards(
         self, samples: Sequence[Scored], mask_KT: Mask, kl_KT: Array | None, coef: float, scale: Scale
     ) -> Array:
         compared = self.estimator in GROUP_ESTIMATORS
-        rewards_K = (np.array(self._rewards(samples, turns=compared)) - scale.mean) / scale.std
+        rewards_K = (np.array(self._list_rewards(samples, turns=compared)) - scale.mean) / scale.std
         turns_KT = None if compared else turn_rewards(samples, mask_KT.shape) / scale.std
         if kl_KT is not None and self.kl_before_baseline:
             rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
             kl_KT = None
         return token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
 
-    def _rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
+    def _list_rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
         """The samples' rewards: with `turns` including the rewards of turns, to compare a group; else without them."""
         rewards = [whole_reward(sample) if turns else sample.reward for sample in samples]
         if self.shuffle_rewards:
             random.Random(samples[0].group_id).shuffle(rewards)
         return rewards
 
-    def kl(self, samples: Sequence[Scored]) -> Array:
+    def compute_kl(self, samples: Sequence[Scored]) -> Array:
         """kl_t to the reference at every policy token, estimated from the behavior policy's logprobs."""
-        behavior_KT = stack([whole_logprobs(sample) for sample in samples])
-        reference_KT = stack([self._needed(sample, "ref_logprobs") for sample in samples])
+        behavior_KT = stack_rows([whole_logprobs(sample) for sample in samples])
+        reference_KT = stack_rows([self._require_array(sample, "ref_logprobs") for sample in samples])
         return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
 
-    def _needed(self, sample: Scored, name: str) -> Float32:
+    def _require_array(self, sample: Scored, name: str) -> Float32:
         found: Float32 | None = getattr(sample, name)
         if found is not None:
             return found
@@ -457,9 +459,9 @@ class Estimate:
         )
 
 
-def unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
+def leave_unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
     """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
-    return tuple(trainable(sample, np.zeros(0)) for sample in samples)
+    return tuple(make_trainable(sample, np.zeros(0)) for sample in samples)
 
 
 def whole_logprobs(sample: Scored) -> Float32:
@@ -488,7 +490,7 @@ def turn_rewards(samples: Sequence[Scored], shape: tuple[int, ...]) -> Array:
     return rewards_KT
 
 
-def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
+def stack_rows(arrays: Sequence[npt.NDArray[Any]]) -> Array:
     """Rows of unequal length as one array, with zeros after the shorter ones."""
     result = np.zeros((len(arrays), max(len(array) for array in arrays)))
     for row, array in zip(result, arrays, strict=True):
@@ -496,7 +498,7 @@ def stack(arrays: Sequence[npt.NDArray[Any]]) -> Array:
     return result
 
 
-def trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
+def make_trainable(sample: Scored, advantages_T: Array, returns_T: Array | None = None) -> Trainable:
     """`sample` with its advantages and returns, cut to its own length, which is that of all its sequences together."""
     made = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Scored)}
     length = sample.num_tokens

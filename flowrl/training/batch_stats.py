@@ -66,14 +66,14 @@ class BatchStats:
     """Name of a range of lengths -> number of samples with a trained token whose number of policy tokens is in it."""
 
     @classmethod
-    def of(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
+    def collect(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
         """The statistics of `samples`; `masks` mark each sample's tokens that enter the loss in `version`'s update."""
         stats = cls(num_samples=len(samples))
         for sample, mask in zip(samples, masks, strict=True):
             stats.raw_reward += sample.raw_reward
             stats.raw_reward_squares += sample.raw_reward**2
             stats.shaped_reward += sample.reward
-            _add(stats.reward_parts, {name: (value, 1) for name, value in sample.reward_parts.items()})
+            add_pairs(stats.reward_parts, {name: (value, 1) for name, value in sample.reward_parts.items()})
             stats.response_tokens += sample.response_tokens
             stats.stale_tokens += int((trained_mask(sample) & sample.whole_mask & ~mask).sum())
             stats.truncated += sample.truncated
@@ -83,7 +83,7 @@ class BatchStats:
                 stats.aged_tokens += ages.size
                 stats.age += int(ages.sum())
                 stats.oldest_age = max(stats.oldest_age, int(ages.max()))
-                _add(stats.turn_ages, ages_by_turn(sample, mask, version))
+                add_pairs(stats.turn_ages, ages_by_turn(sample, mask, version))
                 stats.lengths[length_name(sample.response_tokens)] += 1
         return stats
 
@@ -96,7 +96,7 @@ class BatchStats:
             whole.raw_reward += part.raw_reward
             whole.raw_reward_squares += part.raw_reward_squares
             whole.shaped_reward += part.shaped_reward
-            _add(whole.reward_parts, part.reward_parts)
+            add_pairs(whole.reward_parts, part.reward_parts)
             whole.response_tokens += part.response_tokens
             whole.trained_tokens += part.trained_tokens
             whole.aged_tokens += part.aged_tokens
@@ -104,7 +104,7 @@ class BatchStats:
             whole.truncated += part.truncated
             whole.age += part.age
             whole.oldest_age = max(whole.oldest_age, part.oldest_age)
-            _add(whole.turn_ages, part.turn_ages)
+            add_pairs(whole.turn_ages, part.turn_ages)
             whole.lengths += part.lengths
         return whole
 
@@ -144,7 +144,7 @@ class BatchStats:
         return ages | {f"lengths_trained/{name}": number for name, number in sorted(self.lengths.items())}
 
 
-def _add(sums: dict[str, tuple[N, int]], more: Mapping[str, tuple[N, int]]) -> None:
+def add_pairs(sums: dict[str, tuple[N, int]], more: Mapping[str, tuple[N, int]]) -> None:
     """Add the pairs of `more`, (sum, number), to those of the same names in `sums`."""
     for name, (value, number) in more.items():
         known = sums.get(name)

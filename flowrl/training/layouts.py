@@ -151,7 +151,7 @@ class Decision:
         return self.layout != "rows"
 
 
-def decide(
+def decide_layout(
     asked: Layout,
     config: Mapping[str, Any],
     *,
@@ -162,16 +162,16 @@ def decide(
     """The layout of a model with this config.json and these settings; {} means a model with plain attention."""
     if asked == "rows":
         return Decision("rows")
-    reason = next(_settings_obstacles(attention, packing, kind), "") or tree_obstacle(config)
+    reason = next(_settings_obstacles(attention, packing, kind), "") or find_tree_obstacle(config)
     return Decision("rows", reason) if reason else Decision(asked)
 
 
 def decide_trainer(zero: ZeroSettings, config: Mapping[str, Any], kind: SequenceKind) -> Decision:
     """The layout of the passes of a trainer with that `sequence_parallel_kind`."""
-    return decide(zero.layout, config, attention=zero.attention, packing=zero.packing, kind=kind)
+    return decide_layout(zero.layout, config, attention=zero.attention, packing=zero.packing, kind=kind)
 
 
-def refused(asked: Layout, decision: Decision) -> list[str]:
+def explain_refused_tree(asked: Layout, decision: Decision) -> list[str]:
     """A complete sentence if trees were asked for but are not possible; else an empty list."""
     if asked != "tree" or decision.trees:
         return []
@@ -187,7 +187,7 @@ def _settings_obstacles(attention: Attention | None, packing: bool | None, kind:
         yield f"attention {attention!r} has its own kernels; trees need sdpa"
 
 
-def tree_obstacle(config: Mapping[str, Any]) -> str:
+def find_tree_obstacle(config: Mapping[str, Any]) -> str:
     """Why a model with this config.json cannot compute trees, as part of a sentence; "" if it can.
 
     A tree needs attention in which only the mask and the positions decide what a token sees.
@@ -276,7 +276,7 @@ def sequence_problems(
             f"{found}, but attention {zero.attention!r} needs a mask over all positions, of which a rank has some; "
             "choose sdpa, flash attention or varlen"
         )
-    if obstacle := _obstacle(config):
+    if obstacle := find_slice_obstacle(config):
         yield f"{found}, but {obstacle}; a rank would not see what it needs, so leave it at 1"
     heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads", heads)
     if kind == "ulysses" and heads and heads % size:
@@ -287,7 +287,7 @@ def sequence_problems(
         )
 
 
-def _obstacle(config: Mapping[str, Any]) -> str:
+def find_slice_obstacle(config: Mapping[str, Any]) -> str:
     """Why attention cannot be computed from slices, as part of a sentence; "" if it can.
 
     Slices are possible wherever trees are. They are also possible with windows and soft caps that the model passes to
@@ -297,7 +297,7 @@ def _obstacle(config: Mapping[str, Any]) -> str:
     if text.get("model_type") in WINDOWED:
         kinds = ["full_attention" if kind == "sliding_attention" else kind for kind in text.get("layer_types") or ()]
         text |= {"layer_types": kinds, "sliding_window": None, "attn_logit_softcapping": None}
-    return tree_obstacle(text)
+    return find_tree_obstacle(text)
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

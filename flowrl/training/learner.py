@@ -97,7 +97,7 @@ class BatchSums:
     def finish_step(self) -> None:
         """Divide what has to be divided by the counts of the optimizer step, which are complete now."""
         for (over, name), value in self.undivided.items():
-            self.values[name] += value / max(1, self.totals.number(over))
+            self.values[name] += value / max(1, self.totals.number_of(over))
         self.undivided.clear()
         self.token_passes += self.totals.num_tokens
         self.totals = Totals(0, 0)
@@ -217,7 +217,7 @@ class Learner:
                 if stepping or enough(counts):
                     self._add_gradient(
                         micro_batches,
-                        counts if over is None else Totals.sums(over),
+                        counts if over is None else Totals.undivided_over(over),
                         over=over,
                         old=old,
                         share=share,
@@ -226,7 +226,7 @@ class Learner:
                     )
                 if stepping:
                     self.engine.set_lr(lr)
-                    made = self.engine.step(divide_by=1.0 if over is None else sums.totals.number(over))
+                    made = self.engine.step_optimizer(divide_by=1.0 if over is None else sums.totals.number_of(over))
                     sums.grad_norms += [made.grad_norm] if made.applied else []
                     sums.skipped_steps += not made.applied
                 if piece.last:
@@ -234,7 +234,7 @@ class Learner:
         if not piece.last:
             return None
         self._sums = BatchSums()
-        return sums.make_update(self.engine.gang.parts(sums), self._stat_names)
+        return sums.make_update(self.engine.gang.gather_parts(sums), self._stat_names)
 
     def skip_piece(self, piece: Batch, masks: Sequence[Bool], version: int) -> Update:
         """Process a piece of a batch that makes no update: nothing is computed, but the staleness bound is asserted."""
@@ -242,7 +242,7 @@ class Learner:
         self._assert_bound(part, masks, version)
         return BatchSums().make_update((), self._stat_names)
 
-    def judge(self, part: Batch) -> dict[str, float | None]:
+    def judge_batch(self, part: Batch) -> dict[str, float | None]:
         """Return the loss and the objective's stats on this rank's part of a held-out batch; collective."""
         part, masks, shares = split_in_rows(part, loss_masks(part.samples, -1, 0))
         part = self._add_reference(part)
@@ -253,7 +253,7 @@ class Learner:
             for micro_batch in micro_batches if self.objective.enough(total) else ():
                 loss, stats = self.objective.loss(self._compute_inputs(micro_batch, total, None, mismatched_kl))
                 sums.add_values(self._check_stats(loss, stats))
-        return dict(sums.make_update(self.engine.gang.parts(sums), ("loss", *self.objective.stats)).stats)
+        return dict(sums.make_update(self.engine.gang.gather_parts(sums), ("loss", *self.objective.stats)).stats)
 
     def _choose_divisor(self) -> MeanOver:
         """The denominator of the pieces' gradient. Raises FlowrlError if this objective needs the whole batch."""
@@ -316,7 +316,7 @@ class Learner:
             if self._balance_coef
             else plan_passes(part, masks, micro_batches, self.objective)
         )
-        numbers = self.engine.gang.parts((len(forward), len(both)))
+        numbers = self.engine.gang.gather_parts((len(forward), len(both)))
         most_forward, most_both = (max(of_ranks) for of_ranks in zip(*numbers, strict=True))
         most_both = max(most_both, int(part.last))
         return forward + ((),) * (most_forward - len(forward)), both + ((),) * (most_both - len(both))
@@ -341,7 +341,7 @@ class Learner:
         )
         if self._teacher is None:
             return micro_batch
-        return replace(micro_batch, rows=self._teacher.taught(micro_batch.rows, samples))
+        return replace(micro_batch, rows=self._teacher.add_teacher(micro_batch.rows, samples))
 
     def _choose_layout(self, part: Batch) -> Placing:
         """How the passes over `part` are laid out. A tree can have more sequences than would fit into rows."""
@@ -357,7 +357,7 @@ class Learner:
     def _count_steps(self, steps: Sequence[list[MicroBatch]]) -> list[tuple[list[MicroBatch], Totals]]:
         """The steps with their counts over all ranks; collective."""
         mine = [np.sum([(*one.counts, one.num_places) for one in micro_batches], axis=0) for micro_batches in steps]
-        by_part = np.array(self.engine.gang.parts(mine))
+        by_part = np.array(self.engine.gang.gather_parts(mine))
         return [(step, Totals(*counts)) for step, counts in zip(steps, by_part.sum(axis=0).tolist(), strict=True)]
 
     # From micro-batches to the gradient
@@ -392,7 +392,7 @@ class Learner:
                 sums.add_values({BALANCE: balance.detach()}, share)
                 loss = loss + self._balance_coef * balance
             if micro_batch.backward:
-                self.engine.backward(loss, last=stepping and position == len(micro_batches) - 1)
+                self.engine.add_gradient(loss, last=stepping and position == len(micro_batches) - 1)
             if measures_gap and self.objective.head == "lm" and not self.objective.offline:
                 sums.add_gaps(micro_batch, inputs.old_logprobs_BT)
 
@@ -403,12 +403,15 @@ class Learner:
         balance: list[Tensor] = []
         logprobs_BT = entropies_BT = values_BT = micro_batch.behavior_BT.new_zeros(micro_batch.rows.shape[0], 0)
         if self.objective.head == "scalar":
-            values_BT = micro_batch.rows.spread(self.engine.values(micro_batch.rows))
+            values_BT = micro_batch.rows.spread_values(self.engine.compute_values(micro_batch.rows))
         else:
-            logprobs_N, entropies_N, *balance = self.engine.outputs(
+            logprobs_N, entropies_N, *balance = self.engine.compute_outputs(
                 micro_batch.rows, self._temperature, self.objective.needs_entropy_gradient
             )
-            logprobs_BT, entropies_BT = micro_batch.rows.spread(logprobs_N), micro_batch.rows.spread(entropies_N)
+            logprobs_BT, entropies_BT = (
+                micro_batch.rows.spread_values(logprobs_N),
+                micro_batch.rows.spread_values(entropies_N),
+            )
         return LossInputs(
             logprobs_BT,
             entropies_BT,
@@ -437,7 +440,7 @@ class Learner:
         """Add stats, or parts of them, that are means over another count than the loss: undivided, by that count."""
         for other in (other for other in get_args(MeanOver) if other != over):
             with torch.no_grad():
-                loss, stats = self.objective.loss(replace(inputs, totals=Totals.sums(other)))
+                loss, stats = self.objective.loss(replace(inputs, totals=Totals.undivided_over(other)))
             if math.isfinite(value := float(loss)) and value:
                 raise FlowrlError(
                     f"{type(self.objective).__name__} says that its loss is a mean over {over}, but a part of it "
@@ -451,7 +454,7 @@ class Learner:
         """log π_p of every micro-batch, keyed by the micro-batch's id()."""
         with torch.no_grad():
             return {
-                id(one): one.rows.spread(self.engine.forward(one.rows, temperature=self._temperature)[0])
+                id(one): one.rows.spread_values(self.engine.forward(one.rows, temperature=self._temperature)[0])
                 for step, _ in steps
                 for one in step
             }
@@ -463,10 +466,10 @@ class Learner:
             assert mismatched is not None
             with torch.no_grad():
                 logprobs_N, _ = self.engine.forward(mismatched.rows, temperature=self._temperature)
-            log_ratio_B = mismatched.rows.spread(logprobs_N).sum(dim=1) - mismatched.ref_B
+            log_ratio_B = mismatched.rows.spread_values(logprobs_N).sum(dim=1) - mismatched.ref_B
             total += float(log_ratio_B[mismatched.counted_B].sum())
             number += int(mismatched.counted_B.sum())
-        totals, numbers = zip(*self.engine.gang.parts((total, number)), strict=True)
+        totals, numbers = zip(*self.engine.gang.gather_parts((total, number)), strict=True)
         return float(sum(totals) / max(1, sum(numbers)))
 
     def _add_reference(self, part: Batch) -> Batch:
@@ -479,7 +482,7 @@ class Learner:
         if not (self.objective.needs_reference and self.engine.lora.rank):
             return part
         lacking = any(sample.ref_logprobs is None for sample in part.samples)
-        if not any(self.engine.gang.gather(lacking)):
+        if not any(self.engine.gang.gather_objects(lacking)):
             return part
         layout, samples = self._choose_layout(part), list(part.samples)
         for indices in part.micro_batches:

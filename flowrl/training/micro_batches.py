@@ -211,9 +211,9 @@ def make_micro_batch(
     ages = [np.where(of >= 0, version - of, -1).astype(np.int32) for of in versions]  # data have no age
     return MicroBatch(
         rows,
-        rows.column(trained, device),
-        rows.column(behavior, device),
-        rows.column(ages, device),
+        rows.make_column(trained, device),
+        rows.make_column(behavior, device),
+        rows.make_column(ages, device),
         _make_columns(samples, objective, places, rows, device),
         torch.tensor([s.label for s in samples], device=device),
         torch.tensor(find_pairs(samples, trained), dtype=torch.long, device=device).view(-1, 2),
@@ -240,7 +240,7 @@ def _make_columns(
         found = [values for column in asked if (values := column[name]) is not None]
         if len(found) == len(samples):
             at_places = [values[where] for values, where in zip(found, places, strict=True)]
-            columns[name] = rows.column(at_places, device)
+            columns[name] = rows.make_column(at_places, device)
     return columns
 
 

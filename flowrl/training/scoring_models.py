@@ -52,7 +52,7 @@ Masked = tuple[Int32, Bool]
 def logprobs_of(model: PolicyModel, items: Sequence[Masked], trees: bool, temperature: float) -> list[Float32]:
     """log p of the policy tokens of each sequence, at their positions; 0 elsewhere."""
     with torch.no_grad():
-        logprobs_N, _ = model(_rows(model, items, trees), temperature)
+        logprobs_N, _ = model(lay_out_items(model, items, trees), temperature)
     return _at_places(items, logprobs_N)
 
 
@@ -61,7 +61,7 @@ def judgements_of(
 ) -> list[tuple[Float32, Float32]]:
     """(logprobs as of `logprobs_of`, last hidden states [policy tokens, K]) of each sequence."""
     with torch.no_grad():
-        logprobs_N, _, hidden_NK = model(_rows(model, items, trees), temperature, with_hidden=True)
+        logprobs_N, _, hidden_NK = model(lay_out_items(model, items, trees), temperature, with_hidden=True)
     ends = np.cumsum([len(policy_places(mask)) for _, mask in items])[:-1]
     hidden = np.split(hidden_NK.float().cpu().numpy(), ends)
     return list(zip(_at_places(items, logprobs_N), hidden, strict=True))
@@ -75,7 +75,7 @@ def values_of_pass(
     For a head with several labels, V is the sum of their values, weighted by `weights`.
     """
     with torch.no_grad():
-        values_NC = _by_label(model(_rows(model, items, trees)))
+        values_NC = _by_label(model(lay_out_items(model, items, trees)))
         values_N = values_NC @ torch.tensor(weights, dtype=values_NC.dtype, device=values_NC.device)
     return _at_places(items, values_N)
 
@@ -94,7 +94,7 @@ def _by_label(values: Tensor) -> Tensor:
     return values if values.ndim == 2 else values[:, None]
 
 
-def _rows(model: PolicyModel | ScalarModel, items: Sequence[Masked], trees: bool) -> RowLayout:
+def lay_out_items(model: PolicyModel | ScalarModel, items: Sequence[Masked], trees: bool) -> RowLayout:
     tokens, masks = zip(*items, strict=True)
     device = next(model.parameters()).device
     return lay_out(tokens, masks, layout="tree" if trees else "padded", device=device)
@@ -135,11 +135,11 @@ class ScoringModel(Protocol):
         """The results of each of `passes`, in order."""
         ...
 
-    def every(self, function: Callable[..., Any], *args: Any) -> None:
+    def call_everywhere(self, function: Callable[..., Any], *args: Any) -> None:
         """Call `function(model, *args)` in every process that has the model or a part of it."""
         ...
 
-    def leave(self) -> None:
+    def move_away(self) -> None:
         """Move the model to host memory."""
         ...
 
@@ -166,10 +166,10 @@ class LocalModel:
         for items in passes:
             yield one(self.model, items, trees, *args)
 
-    def every(self, function: Callable[..., Any], *args: Any) -> None:
+    def call_everywhere(self, function: Callable[..., Any], *args: Any) -> None:
         function(self.model, *args)
 
-    def leave(self) -> None:
+    def move_away(self) -> None:
         """Move the model to host memory, and return its memory to the device; torch would keep it for this process."""
         self.model.to("cpu")
         torch.cuda.empty_cache()
@@ -186,7 +186,7 @@ class LocalModel:
             torch.cuda.empty_cache()
 
 
-def scored(
+def score_items(
     model: ScoringModel | nn.Module, one: Pass[R], items: Sequence[Any], *args: Any, token_budget: int
 ) -> list[R]:
     """The result of each item. A pass has at most `token_budget` tokens, padding included, or a single longer item."""
@@ -215,7 +215,7 @@ class ModelLoad:
     trust_remote_code: bool = False
     layout: Layout = "auto"
 
-    def model(self, *, tries: bool = True) -> PolicyModel | ScalarModel:
+    def load_model(self, *, tries: bool = True) -> PolicyModel | ScalarModel:
         """The model in host memory; under ZeRO-3, this rank's part. `tries`: try a tree if the model takes trees."""
         from flowrl.training.model.policy_model import load_policy_model
         from flowrl.training.model.products import multiply_fast
@@ -270,11 +270,11 @@ class ShardedModel:
 
     def __init__(self, load: ModelLoad, gpus: Sequence[str], *, threads: int = 1) -> None:
         address = f"127.0.0.1:{_free_port()}"
-        self._ranks = [_start(gpu) for gpu in gpus]
+        self._ranks = [start_rank(gpu) for gpu in gpus]
         for number, (rank, gpu) in enumerate(zip(self._ranks, gpus, strict=True)):
             device = "cuda" if gpu else "cpu"
             rank.pipe.send(RankStart(number, len(gpus), address, device, threads, load))
-        first = self._answers()[0]
+        first = self._await_answers()[0]
         self.layout: Layout = first["layout"]
         self._facts: dict[str, Any] = first["facts"]
 
@@ -288,17 +288,17 @@ class ShardedModel:
         for start in range(0, len(passes), size):
             part = list(passes[start : start + size])
             padding = [[min(part[0], key=lambda item: len(tokens_of(item)))]] * (size - len(part))
-            found = self._ask([("pass", one, items, trees, args) for items in (*part, *padding)])
+            found = self._ask_ranks([("pass", one, items, trees, args) for items in (*part, *padding)])
             yield from found[: len(part)]
 
-    def every(self, function: Callable[..., Any], *args: Any) -> None:
-        self._ask([("call", function, args)] * len(self._ranks))
+    def call_everywhere(self, function: Callable[..., Any], *args: Any) -> None:
+        self._ask_ranks([("call", function, args)] * len(self._ranks))
 
-    def leave(self) -> None:
-        self._ask([("leave",)] * len(self._ranks))
+    def move_away(self) -> None:
+        self._ask_ranks([("leave",)] * len(self._ranks))
 
     def come_back(self) -> None:
-        self._ask([("come_back",)] * len(self._ranks))
+        self._ask_ranks([("come_back",)] * len(self._ranks))
 
     def close(self) -> None:
         """End the ranks."""
@@ -311,15 +311,15 @@ class ShardedModel:
                 rank.process.kill()
                 rank.process.wait()
 
-    def _ask(self, questions: Sequence[Any]) -> list[Any]:
+    def _ask_ranks(self, questions: Sequence[Any]) -> list[Any]:
         for rank, question in zip(self._ranks, questions, strict=True):
             try:
                 rank.pipe.send(question)
             except OSError:
-                self._fail(self._ranks.index(rank), "ended before it was asked")
-        return self._answers()
+                self._raise_failure(self._ranks.index(rank), "ended before it was asked")
+        return self._await_answers()
 
-    def _answers(self) -> list[Any]:
+    def _await_answers(self) -> list[Any]:
         """The answer of each rank."""
         handles = [os.pidfd_open(rank.process.pid) for rank in self._ranks]
         try:
@@ -342,26 +342,26 @@ class ShardedModel:
                         raise EOFError
                     kind, content = pipe.recv()
                 except (EOFError, OSError):
-                    self._fail(number, "died; its last lines are in the output of this process")
+                    self._raise_failure(number, "died; its last lines are in the output of this process")
                 if kind == "mistake":
-                    self._kill()
+                    self._kill_ranks()
                     raise ConfigError(content)
                 if kind == "failed":
-                    self._fail(number, f"failed:\n{content}")
+                    self._raise_failure(number, f"failed:\n{content}")
                 answers[number] = content
         return [answers[number] for number in range(len(self._ranks))]
 
-    def _fail(self, number: int, how: str) -> None:
-        self._kill()
+    def _raise_failure(self, number: int, how: str) -> None:
+        self._kill_ranks()
         raise ShardFailed(f"rank {number} of {len(self._ranks)} that share the model {how}")
 
-    def _kill(self) -> None:
+    def _kill_ranks(self) -> None:
         for rank in self._ranks:
             rank.process.kill()
             rank.process.wait()
 
 
-def _start(gpu: str) -> _Rank:
+def start_rank(gpu: str) -> _Rank:
     ours, theirs = socket.socketpair()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", RANK, str(theirs.fileno()), str(os.getpid())]

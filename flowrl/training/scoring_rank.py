@@ -50,19 +50,19 @@ class Shard:
 
     def __init__(self, start: RankStart) -> None:
         device = torch.device(start.device, 0) if start.device == "cuda" else torch.device("cpu")
-        self.gang = Gang.meet(start.rank, start.size, start.address, device)
+        self.gang = Gang.meet_ranks(start.rank, start.size, start.address, device)
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig
 
         config = forward_config(start.load.dtype)
         sharded = HfDeepSpeedConfig(config)  # while it exists, every weight is sharded as it is loaded
-        model = start.load.model(tries=False)
+        model = start.load.load_model(tries=False)
         del sharded
         self._engine, *_ = deepspeed.initialize(model=model, config=config)
         self.model: Any = self._engine.module.eval()
         self._residence = Residence(self._engine, device)
         self._calls = 0
-        self.model.register_forward_hook(self._count)
+        self.model.register_forward_hook(self._count_call)
         if self.model.layout != "rows":
             require_trees(
                 lambda rows: self.model(rows) if isinstance(self.model, ScalarModel) else self.model(rows)[0],
@@ -72,14 +72,14 @@ class Shard:
                 device=device,
             )
 
-    def _count(self, *_: object) -> None:
+    def _count_call(self, *_: object) -> None:
         self._calls += 1
 
     @property
     def told(self) -> dict[str, Any]:
         return {"layout": self.model.layout, "facts": self.model.network.config.to_dict()}
 
-    def answer(self, kind: str, *rest: Any) -> Any:
+    def answer_question(self, kind: str, *rest: Any) -> Any:
         """The answer to a question of the parent."""
         if kind == "pass":
             one, items, trees, args = rest
@@ -89,22 +89,22 @@ class Shard:
             return found
         if kind == "call":
             function, args = rest
-            self._release()
+            self._release_layers()
             function(self.model, *args)
         elif kind == "leave":
-            self._release()
-            self._residence.leave()
+            self._release_layers()
+            self._residence.move_away()
         else:
             assert kind == "come_back", kind
             self._residence.come_back()
         return None
 
-    def _release(self) -> None:
+    def _release_layers(self) -> None:
         """Release the gathered layers, so that only the shards remain."""
         self._engine.optimizer.get_param_coordinator().release_and_reset_all(self.model)
 
 
-def serve(pipe: Connection) -> None:
+def serve_parent(pipe: Connection) -> None:
     """Answer questions until the parent closes the pipe. An error is reported to the parent and ends the rank."""
     try:
         start = pipe.recv()
@@ -113,7 +113,7 @@ def serve(pipe: Connection) -> None:
         pipe.send(("answer", shard.told))
         while True:
             question = pipe.recv()
-            pipe.send(("answer", shard.answer(*question)))
+            pipe.send(("answer", shard.answer_question(*question)))
     except EOFError:
         return
     except ConfigError as mistake:
@@ -136,7 +136,7 @@ def end_with(parent: int) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     end_with(int(sys.argv[2]))
-    serve(Connection(int(sys.argv[1])))
+    serve_parent(Connection(int(sys.argv[1])))
     sys.stdout.flush()
     os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit
 

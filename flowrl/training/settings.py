@@ -209,7 +209,7 @@ class Schedule:
         if not 0.0 <= self.floor <= 1.0:
             raise ConfigError(f"floor is {self.floor}; it is a share of the learning rate, from 0 to 1")
 
-    def factor(self, step: int, num_steps: int | None) -> float:
+    def rate_factor(self, step: int, num_steps: int | None) -> float:
         """The factor by which the peak rate is multiplied in batch `step` of `num_steps`, counted from 1."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps

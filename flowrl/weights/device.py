@@ -26,7 +26,7 @@ from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorRow, TensorTable
 from flowrl.weights.receive import PACKED_BYTES
-from flowrl.weights.send import AS_IT_IS, BUCKET_BYTES, Narrowing, Source, copied
+from flowrl.weights.send import AS_IT_IS, BUCKET_BYTES, Narrowing, Source, copy_tensors
 
 
 class ZeroSource(WeightSource):  # type: ignore[misc]
@@ -42,15 +42,15 @@ class ZeroSource(WeightSource):  # type: ignore[misc]
         """Names, dtypes and shapes. The first call gathers the parameters once, on all ranks, to find them."""
         if self._metadata is None:
             self._metadata = [
-                ParamMeta(name, self._narrowing.of(name, tensor.dtype), tuple(tensor.shape))
-                for name, tensor in self._gathered()
+                ParamMeta(name, self._narrowing.narrow_dtype(name, tensor.dtype), tuple(tensor.shape))
+                for name, tensor in self._gather_tensors()
             ]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return copied(self._source, self._bucket_bytes, _synchronize, self._narrowing)
+        return copy_tensors(self._source, self._bucket_bytes, _synchronize, self._narrowing)
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gather_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for names, tensors in self._source.buckets(self._bucket_bytes):
             yield from zip(names, tensors, strict=True)
 
@@ -75,10 +75,10 @@ class NcclSender:
         self._engine: Any = None
         self._port = 0
 
-    def stage(self, source: Source, policy: str, version: int) -> Weights | None:
+    def stage_version(self, source: Source, policy: str, version: int) -> Weights | None:
         if self._source is None:
             self._source = ZeroSource(source, narrowing=self._narrowing)
-        rows = [_row(meta) for meta in self._source.metadata()]
+        rows = [describe_tensor(meta) for meta in self._source.metadata()]
         self._rank = source.rank
         if source.rank != 0:
             return None
@@ -89,23 +89,23 @@ class NcclSender:
             version=version,
             base_version=version,
             kind="full",
-            transport=WeightTransport.NCCL.at(f"{_address()}/{self._port}"),
+            transport=WeightTransport.NCCL.at(f"{trainer_address()}/{self._port}"),
             num_bytes=sum(row[4] for row in rows),
             checksum=0,
             tensors=TensorTable.of(rows),
         )
 
-    def transmit(self) -> None:
+    def transmit_tensors(self) -> None:
         assert self._source is not None
         began = time.perf_counter()
         if self._engine is None:
-            self._engine = self._open(self._source)
+            self._engine = self._open_engine(self._source)
         self._engine.send_weights()
         self.copy_s = time.perf_counter() - began
 
-    def _open(self, source: ZeroSource) -> Any:
+    def _open_engine(self, source: ZeroSource) -> Any:
         info = NCCLTrainerInitInfo(
-            master_address=_address(),
+            master_address=trainer_address(),
             master_port=self._port,
             world_size=world_size(self._routes),
             rank=self._rank,
@@ -118,7 +118,7 @@ class NcclSender:
             self._engine.shutdown()
 
 
-def _row(meta: ParamMeta) -> TensorRow:
+def describe_tensor(meta: ParamMeta) -> TensorRow:
     dtype = str(meta.dtype).removeprefix("torch.")
     return meta.name, dtype, tuple(meta.shape), 0, torch.Size(meta.shape).numel() * meta.dtype.itemsize
 
@@ -127,12 +127,12 @@ def _synchronize() -> None:
     torch.cuda.synchronize()
 
 
-def _address() -> str:
+def trainer_address() -> str:
     """The IP address at which generators reach the trainer: loopback if all are on one machine."""
     return os.environ.get("VLLM_HOST_IP") or local_ip()
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((_address(), 0))
+        probe.bind((trainer_address(), 0))
         return int(probe.getsockname()[1])

@@ -46,13 +46,13 @@ def probe_sequences(vocab_size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(t) for t in draw.integers(0, vocab_size, length)) for length in _LENGTHS)
 
 
-def mismatch(manifest: Weights, found: Sequence[Sequence[float]]) -> float:
+def mean_mismatch(manifest: Weights, found: Sequence[Sequence[float]]) -> float:
     """Mean absolute difference between the manifest's probe logprobs and `found`, over all tokens."""
     rows = zip(manifest.probe_logprobs, found, strict=True)
     return float(np.mean(np.abs(np.concatenate([np.subtract(expected, scored) for expected, scored in rows]))))
 
 
-def coarser(manifest: Weights, dtype: str) -> str:
+def coarser_dtype(manifest: Weights, dtype: str) -> str:
     """The coarser of `dtype` and those of the published tensors."""
     known = {dtype, *manifest.tensors.dtypes} & TOLERANCE.keys()
     return max(known, key=lambda name: TOLERANCE[name])
@@ -72,20 +72,20 @@ class ProbeCheck:
 
     def check(self, manifest: Weights, found: Sequence[Sequence[float]]) -> float:
         """Return the mismatch. Raises ProbeMismatch if it is above the tolerance, or NaN."""
-        difference = mismatch(manifest, found)
-        limit, why = self._limit(coarser(manifest, self.dtype))
+        difference = mean_mismatch(manifest, found)
+        limit, why = self._find_limit(coarser_dtype(manifest, self.dtype))
         if not difference <= limit:
             raise ProbeMismatch(
                 f"{self.replica} loaded version {manifest.version} of {manifest.policy!r}, but its logprobs of the "
                 f"probe sequences differ from the trainer's by {difference:.4g} on average; {why} up to {limit:g}. "
                 "The generator does not hold the trainer's weights: further sampling would train on wrong behavior "
-                f"logprobs. {self._cause()}; if the difference is known and harmless, raise probe_tolerance"
+                f"logprobs. {self._explain_cause()}; if the difference is known and harmless, raise probe_tolerance"
             )
         if self.first is None:
             self.first = difference
         return difference
 
-    def _limit(self, dtype: str) -> tuple[float, str]:
+    def _find_limit(self, dtype: str) -> tuple[float, str]:
         """(largest difference, what allows it)"""
         if self.tolerance is not None:
             return self.tolerance, "probe_tolerance allows"
@@ -98,7 +98,7 @@ class ProbeCheck:
             limit, why = DRIFT * self.first, f"the first probe differed by {self.first:.2g}, which explains"
         return limit, why
 
-    def _cause(self) -> str:
+    def _explain_cause(self) -> str:
         if self.first is None:
             return (
                 "It is the first probe, so usual causes are: trainer and generator were given different models, or an "

@@ -1,15 +1,15 @@
 """The trainer's side of the weights edge.
 
-`publish` and `transmit` are collective: every rank calls them with the same arguments, because gathering
-ZeRO-3 shards and scoring the probe are collectives. The order in a trainer is
+`publish_version` and `transmit_tensors` are collective: every rank calls them with the same arguments, because
+gathering ZeRO-3 shards and scoring the probe are collectives. The order in a trainer is
 
-    manifest = publisher.publish(version)          # all ranks, off the event loop
+    manifest = publisher.publish_version(version)  # all ranks, off the event loop
     if manifest is not None:
         await self.weights.send(manifest)          # rank 0
-    publisher.transmit()                           # all ranks, off the event loop
+    publisher.transmit_tensors()                   # all ranks, off the event loop
 
 With shared memory nothing waits for a generator. On GPUs a broadcast ends only when every generator has received it,
-so `transmit` has to come after `send`, and ends with the slowest generator.
+so `transmit_tensors` has to come after `send`, and ends with the slowest generator.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Publisher:
         """Whether receivers wait for staged tensors. False after an unchanged version, whose tensors they have."""
         self._last: Weights | None = None
 
-    def publish(self, version: int, kind: str = "full") -> Weights | None:
+    def publish_version(self, version: int, kind: str = "full") -> Weights | None:
         """Make `version` readable; collective. Returns the manifest on rank 0, None on other ranks.
 
         `kind` "unchanged" publishes the last content again under a new number, for a batch without an update.
@@ -77,28 +77,28 @@ class Publisher:
         if kind not in ("full", "unchanged"):
             raise ValueError(f"found kind {kind!r}; this publisher knows 'full' and 'unchanged'")
         if kind == "full" or not self._num_published:
-            self._last = self._stage(version)
+            self._last = self._stage_full(version)
         elif self._last is not None:
             self._last = replace(self._last, version=version, kind="unchanged", probe_token_ids=(), probe_logprobs=())
         self._num_published += 1
         return self._last
 
-    def transmit(self) -> None:
+    def transmit_tensors(self) -> None:
         """Move the tensors, if the receivers have to take part; collective. Call it after sending the manifest.
 
         Does nothing after an unchanged version, for which receivers do not take part either.
         """
         if self._untransmitted:
             self._untransmitted = False
-            self._sender.transmit()
+            self._sender.transmit_tensors()
 
     def close(self) -> None:
         """Remove what the transport provides for readers."""
         self._sender.close()
 
-    def _stage(self, version: int) -> Weights | None:
+    def _stage_full(self, version: int) -> Weights | None:
         began = time.perf_counter()
-        manifest = self._sender.stage(self._source, self.policy, version)
+        manifest = self._sender.stage_version(self._source, self.policy, version)
         self._untransmitted = True
         if manifest is not None and self._adapter is not None:
             manifest = replace(manifest, kind="adapter", adapter=self._adapter)

@@ -30,8 +30,8 @@ from flowrl.weights.shm import (
     SegmentPool,
     open_version,
     remove_pool_of_dead,
-    verify,
-    views,
+    verify_checksum,
+    view_tensors,
 )
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ class Receiver(Protocol):
     engine: TransferEngine
     """The engine of vLLM that loads the updates."""
 
-    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+    def join_engine(self, manifest: Weights) -> Mapping[str, Any] | None:
         """Init info for vLLM's transfer engine at the first call; None afterwards, or if the engine needs none."""
         ...
 
-    def fetch(self, manifest: Weights) -> Fetched:
+    def fetch_version(self, manifest: Weights) -> Fetched:
         """Get the version of `manifest`. Raises SegmentLost if newer weights have replaced it: continue with the next
         manifest."""
         ...
@@ -95,7 +95,7 @@ class NcclReceiver:
         self._replica = replica
         self._joined = False
 
-    def join(self, manifest: Weights) -> Mapping[str, Any] | None:
+    def join_engine(self, manifest: Weights) -> Mapping[str, Any] | None:
         if self._joined:
             return None
         self._joined = True
@@ -110,7 +110,7 @@ class NcclReceiver:
             "packed_buffer_size_bytes": PACKED_BYTES,
         }
 
-    def fetch(self, manifest: Weights) -> Fetched:
+    def fetch_version(self, manifest: Weights) -> Fetched:
         rows = [*manifest.tensors]
         return Fetched(
             {
@@ -137,35 +137,35 @@ class SegmentReceiver:
         self._pool: SegmentPool | None = None
         self._notes: set[Path] = set()
 
-    def join(self, manifest: Weights) -> None:
+    def join_engine(self, manifest: Weights) -> None:
         return None
 
-    def fetch(self, manifest: Weights) -> Fetched:
-        segment = self._segment(manifest)
+    def fetch_version(self, manifest: Weights) -> Fetched:
+        segment = self._open_segment(manifest)
         try:
-            verify(manifest, segment.map(), start=DATA_OFFSET)
+            verify_checksum(manifest, segment.map_file(), start=DATA_OFFSET)
         except FlowrlError:
             segment.close()
             raise
         return Fetched({"segment": segment.name, "tensors": [list(row) for row in manifest.tensors]}, segment.close)
 
-    def _segment(self, manifest: Weights) -> Segment:
+    def _open_segment(self, manifest: Weights) -> Segment:
         transport, place = WeightTransport.parse(manifest.transport)
         if transport is WeightTransport.SHM:
             return open_version(place, manifest.base_version)
         if transport is WeightTransport.TCP:
             from flowrl.weights.tcp import Origin, machine_name
 
-            origin = Origin.parse(place)
+            origin = Origin.parse_place(place)
             if origin.machine == (self._machine or machine_name()):
                 return open_version(origin.segment, manifest.base_version)
-            return self._copied(origin, manifest)
+            return self._copy_remote(origin, manifest)
         raise FlowrlError(
             f"weights of {manifest.policy!r} were published over {transport}, but this generator reads shared memory: "
             "the generator and its trainer were given different routes"
         )
 
-    def _copied(self, origin: Origin, manifest: Weights) -> Segment:
+    def _copy_remote(self, origin: Origin, manifest: Weights) -> Segment:
         """The local copy of a remote segment. One process copies; the others wait for its lock and read the copy."""
         path = SHM / f"{origin.segment}-copy"
         self._notes.add(path)
@@ -177,23 +177,23 @@ class SegmentReceiver:
                 except SegmentLost:
                     pass  # the note names an older copy: download this version
                 remove_pool_of_dead(known)  # nothing else removes the pool of a dead reader during the run
-            name = self._download(origin, manifest)
+            name = self._download_segment(origin, manifest)
             os.truncate(note, 0)
             os.pwrite(note, name.encode(), 0)
             return open_version(name, manifest.base_version)
 
-    def _download(self, origin: Origin, manifest: Weights) -> str:
-        from flowrl.weights.tcp import download
+    def _download_segment(self, origin: Origin, manifest: Weights) -> str:
+        from flowrl.weights.tcp import download_version
 
         if self._pool is None:
             self._pool = SegmentPool(self._run_id, manifest.policy)
-        segment = self._pool.writable()
+        segment = self._pool.take_writable()
         try:
-            download(origin, manifest.base_version, manifest.num_bytes, segment)
+            download_version(origin, manifest.base_version, manifest.num_bytes, segment)
         except FlowrlError:
-            segment.unlock()
+            segment.release_lock()
             raise
-        self._pool.publish(segment, manifest.base_version, manifest.num_bytes)
+        self._pool.publish_segment(segment, manifest.base_version, manifest.num_bytes)
         return segment.name
 
     def close(self) -> None:
@@ -232,23 +232,23 @@ class ModuleWeights:
         self._mappings: dict[str, mmap.mmap] = {}
         """Segment name -> mapping. Kept, because a publisher reuses its few segments and mapping costs page faults."""
 
-    def load(self, update: Mapping[str, Any]) -> None:
-        """Copy the version that `Receiver.fetch` returned; dtypes are converted. The caller holds the segment's lock.
+    def load_update(self, update: Mapping[str, Any]) -> None:
+        """Copy the version that `fetch_version` returned; dtypes are converted. The caller holds the segment's lock.
 
         Raises FlowrlError, and loads nothing, if names or shapes differ from the module's.
         """
         import torch
 
         with torch.no_grad():
-            for name, tensor in self.read(update).items():
-                _fill(self._parameters[name], tensor)
+            for name, tensor in self.read_update(update).items():
+                fill_parameter(self._parameters[name], tensor)
 
-    def read(self, update: Mapping[str, Any]) -> dict[str, Tensor]:
+    def read_update(self, update: Mapping[str, Any]) -> dict[str, Tensor]:
         """The version's tensors by name, as views of its segment: they are valid while the caller holds its lock.
 
         Raises FlowrlError if names or shapes differ from the module's.
         """
-        found = dict(views(self._mapping(update["segment"]), update["tensors"], start=DATA_OFFSET))
+        found = dict(view_tensors(self._map_segment(update["segment"]), update["tensors"], start=DATA_OFFSET))
         self._require_same(found)
         return found
 
@@ -262,10 +262,10 @@ class ModuleWeights:
                 f"shape, among them {', '.join(different[:3])}; give the node and its trainer the same model"
             )
 
-    def _mapping(self, name: str) -> mmap.mmap:
+    def _map_segment(self, name: str) -> mmap.mmap:
         if name not in self._mappings:
             segment = Segment(name)
-            self._mappings[name] = segment.map()
+            self._mappings[name] = segment.map_file()
             segment.close()
         return self._mappings[name]
 
@@ -274,10 +274,10 @@ def load_published(model: Any, update: Mapping[str, Any]) -> None:
     """Load the version of `update` into a flowrl model, or into this rank's part of one that ZeRO-3 has sharded."""
     if not hasattr(model, "loader"):
         model.loader = ModuleWeights(dict(model.network.named_parameters()))
-    model.loader.load(update)
+    model.loader.load_update(update)
 
 
-def _fill(parameter: Any, whole: Tensor) -> None:
+def fill_parameter(parameter: Any, whole: Tensor) -> None:
     """Copy a tensor into a parameter; of a sharded one, this rank's range of the flattened tensor."""
     if not hasattr(parameter, "ds_tensor"):
         parameter.copy_(whole)

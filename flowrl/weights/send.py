@@ -22,7 +22,7 @@ import numpy.typing as npt
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.tensor_table import TensorRow, TensorTable
-from flowrl.weights.shm import Checksum, Segment, SegmentPool, aligned, tensor_bytes
+from flowrl.weights.shm import Checksum, Segment, SegmentPool, align_offset, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Narrowing:
     kept: tuple[str, ...] = ()
     """Parts of names whose tensors are sent as they are, as in transformers' `_keep_in_fp32_modules`."""
 
-    def of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+    def narrow_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor is sent; never a wider one than its own."""
         import torch
 
@@ -89,11 +89,11 @@ class Sender(Protocol):
     copy_s: float
     """Seconds that the last `stage` or `transmit` spent moving bytes, without gathering."""
 
-    def stage(self, source: Source, policy: str, version: int) -> Weights | None:
+    def stage_version(self, source: Source, policy: str, version: int) -> Weights | None:
         """Manifest of `version` on rank 0, None on the others."""
         ...
 
-    def transmit(self) -> None:
+    def transmit_tensors(self) -> None:
         """Move the tensors that `stage` announced, if the receivers have to take part in it."""
         ...
 
@@ -123,36 +123,36 @@ class SegmentSender:
         self._narrowing = narrowing
         self._bucket_bytes = bucket_bytes
 
-    def stage(self, source: Source, policy: str, version: int) -> Weights | None:
+    def stage_version(self, source: Source, policy: str, version: int) -> Weights | None:
         buckets = source.buckets(self._bucket_bytes)
         if source.rank != 0:
             for _ in buckets:
                 pass
             return None
-        segment = self.pool.writable()
-        rows, checksum, num_bytes = self._write(segment, buckets, self._narrowing)
-        self.pool.publish(segment, version, num_bytes)
+        segment = self.pool.take_writable()
+        rows, checksum, num_bytes = self._write_tensors(segment, buckets, self._narrowing)
+        self.pool.publish_segment(segment, version, num_bytes)
         return Weights(
             policy=policy,
             version=version,
             base_version=version,
             kind="full",
-            transport=self._location(segment),
+            transport=self._locate_segment(segment),
             num_bytes=num_bytes,
             checksum=checksum,
             tensors=TensorTable.of(rows),
         )
 
-    def _location(self, segment: Segment) -> str:
+    def _locate_segment(self, segment: Segment) -> str:
         if not self._serve:
             return WeightTransport.SHM.at(segment.name)
         if self._server is None:
             from flowrl.weights.tcp import ChunkServer
 
             self._server = ChunkServer()
-        return WeightTransport.TCP.at(str(self._server.origin(segment.name)))
+        return WeightTransport.TCP.at(str(self._server.name_origin(segment.name)))
 
-    def _write(
+    def _write_tensors(
         self,
         segment: Segment,
         buckets: Iterator[tuple[Sequence[str], Sequence[torch.Tensor]]],
@@ -164,15 +164,15 @@ class SegmentSender:
         for names, tensors in buckets:
             began = time.perf_counter()
             for name, tensor in zip(names, tensors, strict=True):
-                dtype, data = _flat(tensor, narrowing.of(name, tensor.dtype))
-                segment.write(offset, data.data)
-                checksum.add(name, dtype, tensor.shape, data)
+                dtype, data = flatten_bytes(tensor, narrowing.narrow_dtype(name, tensor.dtype))
+                segment.write_data(offset, data.data)
+                checksum.add_tensor(name, dtype, tensor.shape, data)
                 rows.append((name, dtype, tuple(tensor.shape), offset, len(data)))
-                offset = aligned(offset + len(data))
+                offset = align_offset(offset + len(data))
             self.copy_s += time.perf_counter() - began
         return rows, checksum.value, offset
 
-    def transmit(self) -> None:
+    def transmit_tensors(self) -> None:
         """Does nothing: readers fetch the tensors themselves."""
 
     def close(self) -> None:
@@ -182,13 +182,13 @@ class SegmentSender:
         self.pool.close()
 
 
-def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[str, npt.NDArray[np.uint8]]:
+def flatten_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[str, npt.NDArray[np.uint8]]:
     """(name of `dtype`, bytes of the tensor in it); converted where the tensor is, so that fewer bytes are copied."""
     here = tensor.detach().to(dtype).to("cpu").contiguous()
     return str(dtype).removeprefix("torch."), tensor_bytes(here)
 
 
-def copied(
+def copy_tensors(
     source: Source, bucket_bytes: int, synchronize: Callable[[], None], narrowing: Narrowing
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, copy) of every parameter; collective over the trainer's ranks. A copy belongs to the caller.
@@ -203,5 +203,5 @@ def copied(
     for names, tensors in source.buckets(bucket_bytes):
         synchronize()
         for name, tensor in zip(names, tensors, strict=True):
-            yield name, tensor.to(narrowing.of(name, tensor.dtype), copy=True)
+            yield name, tensor.to(narrowing.narrow_dtype(name, tensor.dtype), copy=True)
         synchronize()

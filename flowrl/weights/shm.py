@@ -71,7 +71,7 @@ class Segment:
         except FileNotFoundError:
             raise SegmentLost(f"weights segment {name} is gone; its publisher has newer weights or ended") from None
 
-    def lock(self, *, exclusive: bool) -> bool:
+    def try_lock(self, *, exclusive: bool) -> bool:
         """Take the lock if it is free now; a shared lock held by this object becomes an exclusive one."""
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -79,20 +79,20 @@ class Segment:
             return False
         return True
 
-    def unlock(self) -> None:
+    def release_lock(self) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
-    def begin(self) -> None:
+    def begin_content(self) -> None:
         """Mark the content as no version, until `commit`."""
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, -1, 0), 0)
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write_data(self, offset: int, data: memoryview) -> None:
         """Copy `data` to `offset` bytes after the header; the file grows as needed."""
         written = 0
         while written < len(data):
             written += os.pwrite(self.fd, data[written:], DATA_OFFSET + offset + written)
 
-    def commit(self, version: int, num_bytes: int) -> None:
+    def commit_version(self, version: int, num_bytes: int) -> None:
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, version, num_bytes), 0)
 
     @property
@@ -101,7 +101,7 @@ class Segment:
         magic, version, _ = _HEADER.unpack(os.pread(self.fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
         return int(version) if magic == _MAGIC else -1
 
-    def map(self) -> mmap.mmap:
+    def map_file(self) -> mmap.mmap:
         """The whole file, header included. Shared: a mapping kept open sees what is written later."""
         return mmap.mmap(self.fd, 0)
 
@@ -110,7 +110,7 @@ class Segment:
             os.close(self.fd)
             self.fd = -1
 
-    def unlink(self) -> None:
+    def remove_file(self) -> None:
         (SHM / self.name).unlink(missing_ok=True)
 
 
@@ -134,33 +134,33 @@ class SegmentPool:
     def __len__(self) -> int:
         return len(self._segments)
 
-    def writable(self) -> Segment:
+    def take_writable(self) -> Segment:
         """A segment locked for writing: one that no reader holds and that is not the newest, or else a new one."""
         for segment in self._segments:
-            if segment is not self._newest and segment.lock(exclusive=True):
-                segment.begin()
+            if segment is not self._newest and segment.try_lock(exclusive=True):
+                segment.begin_content()
                 return segment
         if self._presence is None:
             from flowrl.channel.links.presence import Presence
 
             self._presence = Presence(self._run_id)
         segment = Segment(f"{self._stem}{next(_serial)}", create=True)
-        locked = segment.lock(exclusive=True)
+        locked = segment.try_lock(exclusive=True)
         assert locked
-        segment.begin()
+        segment.begin_content()
         self._segments.append(segment)
         return segment
 
-    def publish(self, segment: Segment, version: int, num_bytes: int) -> None:
+    def publish_segment(self, segment: Segment, version: int, num_bytes: int) -> None:
         """Commit and unlock `segment`, which is complete and now the newest."""
-        segment.commit(version, num_bytes)
-        segment.unlock()
+        segment.commit_version(version, num_bytes)
+        segment.release_lock()
         self._newest = segment
 
     def close(self) -> None:
         """Remove the segments' names; readers keep the segments that they have mapped."""
         for segment in self._segments:
-            segment.unlink()
+            segment.remove_file()
             segment.close()
         self._segments.clear()
         self._newest = None
@@ -172,7 +172,7 @@ class SegmentPool:
 def open_version(name: str, version: int) -> Segment:
     """Segment `name`, locked for reading and holding `version`. Raises SegmentLost."""
     segment = Segment(name)
-    if segment.lock(exclusive=False) and segment.version == version:
+    if segment.try_lock(exclusive=False) and segment.version == version:
         return segment
     held = segment.version
     segment.close()
@@ -182,13 +182,13 @@ def open_version(name: str, version: int) -> Segment:
 def remove_pool_of_dead(name: str) -> None:
     """Remove the segments of the pool that made segment `name`, if its process on this machine has ended."""
     made = _POOL.fullmatch(name)
-    if made is None or _runs(int(made["pid"])):
+    if made is None or process_runs(int(made["pid"])):
         return
     for path in SHM.glob(f"{made['pool']}*"):
         path.unlink(missing_ok=True)
 
 
-def _runs(pid: int) -> bool:
+def process_runs(pid: int) -> bool:
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -212,7 +212,7 @@ class Checksum:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
 
-    def add(self, name: str, dtype: str, shape: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+    def add_tensor(self, name: str, dtype: str, shape: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         self._hash.update(f"{name};{dtype};{tuple(shape)};".encode())
         self._hash.update(struct.pack("<Q", word_sum(data)))
 
@@ -229,7 +229,7 @@ def word_sum(data: npt.NDArray[np.uint8]) -> int:
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64
 
 
-def aligned(offset: int) -> int:
+def align_offset(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -240,7 +240,7 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def views(mapping: mmap.mmap, rows: Iterable[TensorRow], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:
+def view_tensors(mapping: mmap.mmap, rows: Iterable[TensorRow], *, start: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for each row, as views of a mapped segment. Valid while the segment is locked."""
     import torch
 
@@ -251,13 +251,13 @@ def views(mapping: mmap.mmap, rows: Iterable[TensorRow], *, start: int) -> Itera
         yield name, flat.reshape(tuple(shape))
 
 
-def verify(manifest: Weights, mapping: mmap.mmap, *, start: int) -> None:
+def verify_checksum(manifest: Weights, mapping: mmap.mmap, *, start: int) -> None:
     """Raises ChecksumMismatch if the mapped bytes do not match the manifest."""
     found = Checksum()
     everything = np.frombuffer(mapping, np.uint8)
     for name, dtype, shape, offset, num_bytes in manifest.tensors:
         begin = start + offset
-        found.add(name, dtype, shape, everything[begin : begin + num_bytes])
+        found.add_tensor(name, dtype, shape, everything[begin : begin + num_bytes])
     if found.value != manifest.checksum:
         raise ChecksumMismatch(
             f"weights of {manifest.policy!r}, version {manifest.version}, have checksum {found.value:x} in "

@@ -45,7 +45,7 @@ class Origin:
         return f"{self.host}/{self.port}/{self.public_key}/{self.machine}/{self.segment}"
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse_place(cls, text: str) -> Self:
         host, port, key, machine, segment = text.split("/")
         return cls(host, int(port), key, machine, segment)
 
@@ -67,29 +67,29 @@ class ChunkServer:
         self._public = public
         self._host = address or local_ip()
         self._port = self._socket.bind_to_random_port(f"tcp://{self._host}")
-        self._thread = threading.Thread(target=self._serve, name="flowrl-weights-tcp", daemon=True)
+        self._thread = threading.Thread(target=self._serve_chunks, name="flowrl-weights-tcp", daemon=True)
         self._thread.start()
 
-    def origin(self, segment: str) -> Origin:
+    def name_origin(self, segment: str) -> Origin:
         return Origin(self._host, self._port, z85.decode(self._public).hex(), machine_name(), segment)
 
     def close(self) -> None:
         self._context.term()
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _serve_chunks(self) -> None:
         """Answer requests until the context ends. Ending the context waits until this thread has closed the socket."""
         try:
             while True:
                 reader, request = self._socket.recv_multipart()
                 version, offset, num_bytes = _REQUEST.unpack_from(request)
-                data = _chunk(request[_REQUEST.size :].decode(), version, offset, num_bytes)
+                data = read_chunk(request[_REQUEST.size :].decode(), version, offset, num_bytes)
                 self._socket.send_multipart([reader, struct.pack("<Q", offset), data], copy=False)
         except zmq.ContextTerminated:
             self._socket.close(linger=0)
 
 
-def _chunk(name: str, version: int, offset: int, num_bytes: int) -> bytes:
+def read_chunk(name: str, version: int, offset: int, num_bytes: int) -> bytes:
     """The requested bytes, b"" if the segment now holds another version."""
     try:
         segment = open_version(name, version)
@@ -101,7 +101,7 @@ def _chunk(name: str, version: int, offset: int, num_bytes: int) -> bytes:
         segment.close()
 
 
-def download(origin: Origin, version: int, num_bytes: int, into: Segment) -> None:
+def download_version(origin: Origin, version: int, num_bytes: int, into: Segment) -> None:
     """Copy a version's bytes into `into`, which is locked for writing. Raises SegmentLost."""
     context = zmq.Context()
     link = context.socket(zmq.DEALER)
@@ -110,7 +110,7 @@ def download(origin: Origin, version: int, num_bytes: int, into: Segment) -> Non
         link.curve_publickey, link.curve_secretkey = zmq.curve_keypair()
         link.rcvtimeo = int(SILENCE_S * 1000)
         link.connect(f"tcp://{origin.host}:{origin.port}")
-        _pull(link, origin, version, num_bytes, into)
+        pull_chunks(link, origin, version, num_bytes, into)
     except zmq.Again:
         raise FlowrlError(
             f"the trainer's weights at {origin.host}:{origin.port} did not answer for {SILENCE_S:g} s; "
@@ -120,19 +120,19 @@ def download(origin: Origin, version: int, num_bytes: int, into: Segment) -> Non
         context.destroy(linger=0)
 
 
-def _pull(link: zmq.Socket[bytes], origin: Origin, version: int, num_bytes: int, into: Segment) -> None:
+def pull_chunks(link: zmq.Socket[bytes], origin: Origin, version: int, num_bytes: int, into: Segment) -> None:
     starts = list(range(0, num_bytes, CHUNK_BYTES))
     name = origin.segment.encode()
     for asked, start in enumerate(starts):
         link.send(_REQUEST.pack(version, start, min(CHUNK_BYTES, num_bytes - start)) + name)
         if asked >= IN_FLIGHT:
-            _store(link, version, into)
+            store_chunk(link, version, into)
     for _ in starts[-IN_FLIGHT:]:
-        _store(link, version, into)
+        store_chunk(link, version, into)
 
 
-def _store(link: zmq.Socket[bytes], version: int, into: Segment) -> None:
+def store_chunk(link: zmq.Socket[bytes], version: int, into: Segment) -> None:
     where, data = link.recv_multipart(copy=False)
     if not data.bytes:
         raise SegmentLost(f"version {version} was overwritten while it was being copied; take the newest manifest")
-    into.write(struct.unpack("<Q", where.bytes)[0], memoryview(data.buffer))
+    into.write_data(struct.unpack("<Q", where.bytes)[0], memoryview(data.buffer))

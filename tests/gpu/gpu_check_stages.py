@@ -51,4 +51,4 @@ def in_failing_ranks(bench: Bench) -> None:
 def failing_rank(gang: Any, directory: Path, arguments: Sequence[str]) -> None:
     if gang.rank == 1:
         raise ValueError("rank 1 has no memory left")
-    gang.gather(0)  # waits for rank 1
+    gang.gather_objects(0)  # waits for rank 1

@@ -24,7 +24,7 @@ from flowrl.models import (
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.models.tokens.special_tokens import with_special_tokens
 from flowrl.models.tokens.vocabulary import vocabulary_problem
-from flowrl.training.model.policy_model import companions
+from flowrl.training.model.policy_model import read_companions
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "graphs").glob("*.py"))
 
@@ -73,7 +73,7 @@ def test_whoever_loads_the_model_has_the_tokens_that_were_chosen(tmp_path: Path)
     assert {key: read(directory, "config.json")[key] for key in (*ids, "vocab_size")} == {**ids, "vocab_size": 264}
     assert (directory / "model.safetensors").samefile(source / "model.safetensors")
     assert resolve(policy) == str(directory) and origin_of(directory) == source
-    assert "flowrl.json" not in companions(directory) and "tokenizer.json" in companions(directory)
+    assert "flowrl.json" not in read_companions(directory) and "tokenizer.json" in read_companions(directory)
     assert resolve(Policy(str(source))) == str(source), "another policy has the model as it is"
 
 

@@ -19,7 +19,7 @@ from flowrl.nodes.scoring.critic import Critic
 from flowrl.testing import NodeRecord, NodeRig, sample
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
-from flowrl.training.scoring_models import scored, values_of_pass
+from flowrl.training.scoring_models import score_items, values_of_pass
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
 from tests.channel.test_channel_table import through
@@ -54,7 +54,9 @@ SAMPLES = [sample(m, response=1 + 3 * m) for m in range(4)]
 @pytest.mark.parametrize("token_budget", [13, 26, 1000])
 def test_values_stand_before_their_tokens_whatever_the_micro_batches(trained: ScalarModel, token_budget: int) -> None:
     items = [(s.token_ids, s.policy_mask) for s in SAMPLES]
-    for one, values in zip(SAMPLES, scored(trained, values_of_pass, items, token_budget=token_budget), strict=True):
+    for one, values in zip(
+        SAMPLES, score_items(trained, values_of_pass, items, token_budget=token_budget), strict=True
+    ):
         np.testing.assert_allclose(values[one.policy_mask], alone(trained, one), atol=1e-5)
         assert not values[~one.policy_mask].any()
 
@@ -105,7 +107,7 @@ def publisher(trained: ScalarModel) -> Iterator[Publisher]:
 
 
 def published(publisher: Publisher, version: int, kind: str = "full") -> Weights:
-    manifest = publisher.publish(version, kind)
+    manifest = publisher.publish_version(version, kind)
     assert manifest is not None
     return manifest
 

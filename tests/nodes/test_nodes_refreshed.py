@@ -88,7 +88,7 @@ class Versions:
         if version:
             perturb(self.model, 0.3, seed=version)
         self.expected[version] = self.logprobs(one)
-        manifest = self.publisher.publish(version)
+        manifest = self.publisher.publish_version(version)
         assert manifest is not None
         return manifest
 

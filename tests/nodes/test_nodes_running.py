@@ -103,16 +103,16 @@ def test_statistics_and_coefficient_survive_a_checkpoint() -> None:
 def test_kl_may_be_taken_before_the_baseline() -> None:
     reference = [np.array([0, 0, 0, -0.5 - d, -0.5 - d], np.float32) for d in (0.1, 0.3)]
     items = [scored(m, 1.0, ref_logprobs=ref) for m, ref in enumerate(reference)]
-    found = Estimate("rloo", kl_coef=1.0, kl_before_baseline=True).trainable(items)
+    found = Estimate("rloo", kl_coef=1.0, kl_before_baseline=True).make_trainables(items)
     assert [float(s.advantages[3]) for s in found] == pytest.approx([0.4, -0.4]), "0.8 − 0.4 and back"
     assert [float(s.advantages[4]) for s in found] == pytest.approx([0.4, -0.4])
-    by_token = Estimate("rloo", kl_coef=1.0).trainable(items)
+    by_token = Estimate("rloo", kl_coef=1.0).make_trainables(items)
     assert [float(s.advantages[4]) for s in by_token] == pytest.approx([-0.1, -0.3])
 
 
 def test_gae_over_the_policys_own_tokens() -> None:
     values = np.array([0, 0, 0, 0.5, 0.25], np.float32)
-    (found,) = Estimate("gae", gamma=0.9, lam=0.8).trainable([scored(0, 1.0, values=values)])
+    (found,) = Estimate("gae", gamma=0.9, lam=0.8).make_trainables([scored(0, 1.0, values=values)])
     last, first = 1.0 - 0.25, 0.9 * 0.25 - 0.5
     np.testing.assert_allclose(found.advantages[3:], [first + 0.72 * last, last], rtol=1e-6)
     assert found.returns is not None
@@ -121,7 +121,7 @@ def test_gae_over_the_policys_own_tokens() -> None:
 
 def test_turns_are_normalised_with_the_whole_reward() -> None:
     turned = scored(0, 3.0, turn_rewards=((3, 1.0),))
-    (found,) = Estimate("reinforce").trainable([turned], scale=Scale(mean=2.0, std=2.0))
+    (found,) = Estimate("reinforce").make_trainables([turned], scale=Scale(mean=2.0, std=2.0))
     np.testing.assert_allclose(found.advantages[3:], [1.0, 0.5])
 
 

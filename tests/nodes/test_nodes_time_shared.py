@@ -160,10 +160,10 @@ class Turns:
 
     # The publisher
 
-    def publish(self, version: int, kind: str) -> None:
+    def publish_version(self, version: int, kind: str) -> None:
         self.note(f"publish {version}")
 
-    def transmit(self) -> None:
+    def transmit_tensors(self) -> None:
         self.note("transmit")
 
 
@@ -171,10 +171,10 @@ def test_a_trainer_publishes_and_saves_on_its_devices() -> None:
     turns = Turns()
     node: Any = Trainer(Policy("tiny"))
     node.context = node._publisher = turns
-    node._save = lambda path: turns.note(f"save {path}")
+    node._save_checkpoint = lambda path: turns.note(f"save {path}")
 
     async def life() -> None:
-        await node._publish(changed=True)
+        await node._publish_version(changed=True)
         await node.checkpoint("there")
 
     asyncio.run(life())

@@ -25,7 +25,7 @@ from flowrl.nodes.sources.step_dataset import labelled_steps
 from flowrl.tasks import Row, Task, load_demonstrations
 from flowrl.testing import run_node, sample
 from flowrl.training.model.value_model import load_scalar_model
-from flowrl.training.scoring_models import scored, values_of_pass
+from flowrl.training.scoring_models import score_items, values_of_pass
 from tests.models.word_policy import EOS, make_policy
 from tests.models.write_model import write_model
 from tests.nodes.test_nodes_reward_model import answered
@@ -164,7 +164,7 @@ def test_the_node_scores_every_step_where_training_reads_it(policy: Path, task: 
     chat = Chat(load_tokenizer(path))
     ids, mask = step_tokens(chat, row.turns, ["w1 w2", " w3"], " w5")
     model = load_scalar_model(path, start="reward_model").eval()
-    values = scored(model, values_of_pass, [(ids, mask)], token_budget=64)[0][mask]
+    values = score_items(model, values_of_pass, [(ids, mask)], token_budget=64)[0][mask]
     expected = 1 / (1 + np.exp(-values))
     assert [out.reward_parts["step_0"], out.reward_parts["step_1"]] == pytest.approx(expected.tolist(), abs=1e-5)
     assert out.reward_parts["steps"] == 2.0

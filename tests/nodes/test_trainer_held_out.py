@@ -91,10 +91,10 @@ def test_a_version_is_measured_once() -> None:
     held_out = HeldOutFigures()
     assert not held_out.lacks_report(1), "there is nothing to measure"
     asyncio.run(held_out.collect_batches(OneBatch()))  # type: ignore[arg-type]
-    assert held_out.measure(0, judge, "held_out_before") == {"held_out_before/loss": 1.0}
-    assert held_out.measure(1, judge) == held_out.measure(1, judge) == {"held_out/loss": 2.0}
+    assert held_out.measure_figures(0, judge, "held_out_before") == {"held_out_before/loss": 1.0}
+    assert held_out.measure_figures(1, judge) == held_out.measure_figures(1, judge) == {"held_out/loss": 2.0}
     assert held_out.lacks_report(1) and not held_out.lacks_report(0)
-    assert held_out.report(1, judge) == {"held_out/loss": 2.0}
+    assert held_out.report_figures(1, judge) == {"held_out/loss": 2.0}
     assert not held_out.lacks_report(1) and len(passes) == 2
 
 

@@ -34,8 +34,8 @@ class Sgd(Engine):
     def set_lr(self, lr: float) -> None:
         self.lr = lr
 
-    def step(self, *, divide_by: float = 1.0) -> Any:
-        step = super().step(divide_by=divide_by)
+    def step_optimizer(self, *, divide_by: float = 1.0) -> Any:
+        step = super().step_optimizer(divide_by=divide_by)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter -= self.lr * parameter.grad
@@ -49,10 +49,10 @@ class Sgd(Engine):
 class Manifests:
     """Publishes nothing but the manifest."""
 
-    def publish(self, version: int, kind: str) -> Weights:
+    def publish_version(self, version: int, kind: str) -> Weights:
         return Weights("trainer", version, version, kind, "", 0, 0)
 
-    def transmit(self) -> None: ...
+    def transmit_tensors(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -68,7 +68,7 @@ class OneProcessTrainer(Trainer):
 
     async def checkpoint(self, path: str) -> None: ...
 
-    def _load(self) -> Learner:
+    def _load_learner(self) -> Learner:
         from flowrl.training.model.policy_model import load_policy_model
 
         self.engine = Sgd(load_policy_model(self.path))

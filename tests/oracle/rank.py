@@ -60,12 +60,12 @@ class Recording(ZeroEngine):
         self.gradients: list[dict[str, torch.Tensor]] = []
         self._first = [shard.detach().clone() for shard in self._shards()]
 
-    def step(self, *, divide_by: float = 1.0) -> Any:
+    def step_optimizer(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
         named = self.model.network.named_parameters()
         self.gradients.append({name: safe_get_full_grad(parameter) / divide_by for name, parameter in named})
-        return super().step(divide_by=divide_by)
+        return super().step_optimizer(divide_by=divide_by)
 
     def start_over(self) -> None:
         """The weights of the beginning; plain SGD has no other state."""

@@ -17,7 +17,7 @@ from flowrl.models.tokens.vocabulary import untold, vocabulary, vocabulary_probl
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.testing import lost, run_node, sample, scored
-from flowrl.training.advantages import distillation_advantages, trainable
+from flowrl.training.advantages import distillation_advantages, make_trainable
 from flowrl.training.loss.loss_formulas import policy_loss
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.token_objectives import ReverseKL
@@ -138,7 +138,7 @@ def test_the_loss_is_the_mean_reverse_kl(aggregation: str, expected: float, nega
 def test_the_exact_objective_says_what_it_needs() -> None:
     with pytest.raises(ConfigError, match="choose token or sequence"):
         ReverseKL(aggregation="constant")
-    bare = trainable(scored(0, 1.0), np.zeros(5))
+    bare = make_trainable(scored(0, 1.0), np.zeros(5))
     with pytest.raises(FlowrlError, match="Teacher node with exact=True"):
         ReverseKL().columns(bare)
     (problem,) = Trainer(Policy("tiny"), objective=ReverseKL()).check(None)
@@ -151,14 +151,16 @@ def test_rows_carry_the_hidden_states_of_their_samples_in_order() -> None:
     layer = OutputLayer(torch.zeros(7, 2), None)
     given = [taught(0, -1.0, -0.25), taught(1, -0.5)]
     samples = [
-        trainable(scored_by_teacher(s, s.teacher_logprobs, np.full((s.response_tokens, 2), n, np.float32)), np.zeros(5))
+        make_trainable(
+            scored_by_teacher(s, s.teacher_logprobs, np.full((s.response_tokens, 2), n, np.float32)), np.zeros(5)
+        )
         for n, s in enumerate(given)
     ]
     rows = lay_out([s.token_ids for s in samples], [s.policy_mask for s in samples], layout="padded")
-    found = layer.taught(rows, samples).taught
+    found = layer.add_teacher(rows, samples).taught
     assert found is not None
     torch.testing.assert_close(found.hidden_NK, torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
-    assert layer.taught(rows, []) is rows, "padding has no teacher"
+    assert layer.add_teacher(rows, []) is rows, "padding has no teacher"
 
 
 # Vocabularies
@@ -240,12 +242,12 @@ def test_hidden_states_and_output_layer_give_the_teachers_distribution(cache: ob
     scored_samples = run_node(node, {"rollouts": [given]}, timeout_s=100).sent("scored")
     layer = load_output_layer(path, vocab_size=261, dtype="float32", device=torch.device("cpu"))
     rows = lay_out([given.token_ids], [given.policy_mask], layout="padded")
-    found = layer.taught(rows, scored_samples).taught
+    found = layer.add_teacher(rows, scored_samples).taught
     assert found is not None
     ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(path)(ids).logits[0, 2:6].log_softmax(-1)
-    torch.testing.assert_close(found.logprobs(slice(0, 4), 1.0), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.compute_logprobs(slice(0, 4), 1.0), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match="has 261 tokens, the student's has 260"):
         load_output_layer(path, vocab_size=260, dtype="float32", device=torch.device("cpu"))
 

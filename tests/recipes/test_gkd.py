@@ -21,7 +21,7 @@ from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.nodes.sources.given_answers import GivenAnswers
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import prompt, run_graph, run_node, sample
-from flowrl.training.advantages import trainable
+from flowrl.training.advantages import make_trainable
 from flowrl.training.batch_stats import BatchStats, loss_masks
 from flowrl.training.learner import BatchSums
 from flowrl.training.loss.objective import LossInputs, Totals
@@ -95,15 +95,17 @@ def test_a_step_on_given_answers_is_that_of_a_plain_loop(tmp_path: Path, beta: f
     asked = [(one.token_ids, one.policy_mask) for one in given]
     judged = judgements_of(load_policy_model(tmp_path / "teacher").eval(), asked, False, 1.0)
     rated = [
-        trainable(scored_by_teacher(one, *judgement), np.zeros(len(one.token_ids)))
+        make_trainable(scored_by_teacher(one, *judgement), np.zeros(len(one.token_ids)))
         for one, judgement in zip(given, judged, strict=True)
     ]
     model = load_policy_model(tmp_path / "student", layout="rows").eval()
     layer = load_output_layer(
         tmp_path / "teacher", vocab_size=100, dtype="float32", device=torch.device("cpu"), beta=beta
     )
-    rows = layer.taught(lay_out([s.token_ids for s in given], [s.policy_mask for s in given], layout="padded"), rated)
-    hidden = model.hidden(rows)
+    rows = layer.add_teacher(
+        lay_out([s.token_ids for s in given], [s.policy_mask for s in given], layout="padded"), rated
+    )
+    hidden = model.compute_hidden(rows)
     head = model.causal_lm.get_output_embeddings()
     _, relative = head(hidden, rows.targets_N, 1.0, entropy_gradient=True, taught=rows.taught)
     (-relative).mean().backward()
@@ -218,13 +220,15 @@ def test_a_long_prompt_of_an_answer_can_be_cut_or_refused(path: str) -> None:
 def of_data(member: int) -> Trainable:
     one = sample(member, response=4)
     data = sample(member, response=4, versions=np.full(one.token_ids.size, -1, np.int32))
-    return trainable(scored_by_teacher(data, np.zeros(one.token_ids.size, np.float32)), np.zeros(one.token_ids.size))
+    return make_trainable(
+        scored_by_teacher(data, np.zeros(one.token_ids.size, np.float32)), np.zeros(one.token_ids.size)
+    )
 
 
 def test_answers_of_the_data_have_no_age() -> None:
     rolled: Sample = sample(1, response=4)
     versions = np.where(rolled.policy_mask, 5, -1).astype(np.int32)
-    own = trainable(
+    own = make_trainable(
         scored_by_teacher(sample(1, response=4, versions=versions), np.zeros(rolled.token_ids.size, np.float32)),
         np.zeros(rolled.token_ids.size),
     )
@@ -232,9 +236,9 @@ def test_answers_of_the_data_have_no_age() -> None:
     masks = loss_masks(both, 1, 7)
     assert [int(mask.sum()) for mask in masks] == [4, 0], "by age only what a policy has sampled is masked"
     masks = loss_masks(both, 2, 7)
-    metrics = BatchStats.of(both, masks, 7).metrics()
+    metrics = BatchStats.collect(both, masks, 7).metrics()
     assert (metrics["staleness_max"], metrics["staleness_mean"], metrics["tokens_trained"]) == (2, 2.0, 8)
-    assert BatchStats.of(both[:1], masks[:1], 7).metrics()["staleness_max"] is None
+    assert BatchStats.collect(both[:1], masks[:1], 7).metrics()["staleness_max"] is None
     cpu = torch.device("cpu")
     piece = make_micro_batch(both, masks, PolicyObjective(), version=7, layout="padded", device=cpu)
     sums = BatchSums()

@@ -20,7 +20,7 @@ from flowrl.models import Policy
 from flowrl.nodes import AdaptiveKL, JoinedAdvantage, TokenBatch, Trainer
 from flowrl.runtime.telemetry.metrics import roles
 from flowrl.testing import run_node, sample, scored
-from flowrl.training.advantages import Estimate, advantages
+from flowrl.training.advantages import Estimate, compute_advantages
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.token_objectives import ValueObjective
 from tests.nodes.groups import members
@@ -71,7 +71,7 @@ def test_a_batch_is_valued_at_once_and_whitened_as_a_whole() -> None:
     def rows(arrays: Sequence[Any]) -> Any:
         return np.stack([np.pad(a, (0, length - len(a))) for a in arrays])
 
-    expected, returns = advantages(
+    expected, returns = compute_advantages(
         [s.reward for s in batch.samples],
         [s.group_id for s in batch.samples],
         rows([s.policy_mask for s in batch.samples]),

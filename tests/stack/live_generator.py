@@ -96,7 +96,7 @@ class Live:
         self.version += 1
         if self.version:
             self.change_weights()
-        manifest = self.publisher.publish(self.version)
+        manifest = self.publisher.publish_version(self.version)
         self.loop.call_soon_threadsafe(self.rig.feed, "weights", manifest)
         return self.version
 

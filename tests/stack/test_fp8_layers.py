@@ -223,7 +223,7 @@ def test_through_host_memory(kind: Any, config: Any) -> None:
     publisher, kept = Publisher(source, "policy", run_id="fp8", probe_every=0), dict(layers.named_parameters())
     try:
         for source.version in (1, 2):
-            fetched = SegmentReceiver("fp8").fetch(published(publisher, source.version))
+            fetched = SegmentReceiver("fp8").fetch_version(published(publisher, source.version))
             engine.start_weight_update()
             engine.update_weights(dict(fetched.update))
             engine.finish_weight_update()
@@ -258,7 +258,7 @@ def test_over_nccl(kind: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> N
         group = sender.model_update_group = RecordingGroup()
         sender.send_weights()
         receiver.model_update_group = RepeatingGroup(group.sent)
-        rows = [device._row(meta) for meta in stream.metadata()]
+        rows = [device.describe_tensor(meta) for meta in stream.metadata()]
         info = {"names": [row[0] for row in rows], "dtype_names": [row[1] for row in rows]}
         receiver.start_weight_update()
         receiver.receive_weights(receiver.parse_update_info({**info, "shapes": [list(row[2]) for row in rows]}))

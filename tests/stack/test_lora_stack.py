@@ -54,7 +54,7 @@ class Trained(Live):
 
     def train(self) -> int:
         version = super().train()
-        self.engine.export(self.exported(version))
+        self.engine.export_model(self.exported(version))
         return version
 
     def exported(self, version: int) -> Path:
@@ -76,7 +76,7 @@ def gang() -> Any:
 
     from flowrl.training.engine.gang import Gang
 
-    return Gang.meet(0, 1, "", torch.device("cpu"))
+    return Gang.meet_ranks(0, 1, "", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", params=["adapter", "merged"])

@@ -20,7 +20,7 @@ from flowrl.training.scoring_models import (
     ShardFailed,
     judgements_of,
     logprobs_of,
-    scored,
+    score_items,
     scores_of_pass,
     values_of_pass,
 )
@@ -62,10 +62,10 @@ def sharded(policy: ModelLoad) -> Iterator[ShardedModel]:
 def test_a_sharded_reference_equals_the_whole(
     policy: ModelLoad, sharded: ShardedModel, token_budget: int, shared: int
 ) -> None:
-    whole, asked = LocalModel(policy.model()), items(shared=shared)
+    whole, asked = LocalModel(policy.load_model()), items(shared=shared)
     for one in (logprobs_of, judgements_of):
-        expected = scored(whole, one, asked, 0.7, token_budget=token_budget)
-        found = scored(sharded, one, asked, 0.7, token_budget=token_budget)
+        expected = score_items(whole, one, asked, 0.7, token_budget=token_budget)
+        found = score_items(sharded, one, asked, 0.7, token_budget=token_budget)
         for mine, theirs in zip(found, expected, strict=True):
             for a, b in zip(parts(mine), parts(theirs), strict=True):
                 np.testing.assert_allclose(a, b, atol=1e-5)
@@ -76,7 +76,7 @@ def parts(result: Any) -> tuple[Any, ...]:
 
 
 def test_each_rank_has_a_part_of_every_weight(sharded: ShardedModel) -> None:
-    sharded.every(require_shards)
+    sharded.call_everywhere(require_shards)
 
 
 def require_shards(model: Any) -> None:
@@ -96,23 +96,23 @@ def test_a_sharded_critic_takes_published_weights(policy: ModelLoad, monkeypatch
     critic = ShardedModel(load, ON_CPUS)
     publisher = Publisher(Source(trained), "critic", run_id="sharded", probe_every=0)
     try:
-        before = scored(critic, values_of_pass, items(), token_budget=30)
-        manifest = publisher.publish(0)
+        before = score_items(critic, values_of_pass, items(), token_budget=30)
+        manifest = publisher.publish_version(0)
         assert manifest is not None
-        fetched = SegmentReceiver("sharded").fetch(manifest)
-        critic.every(load_published, fetched.update)
+        fetched = SegmentReceiver("sharded").fetch_version(manifest)
+        critic.call_everywhere(load_published, fetched.update)
         fetched.close()
-        critic.leave()
+        critic.move_away()
         critic.come_back()
         for one, scoring, asked in (
             (values_of_pass, trained, items()),
             (scores_of_pass, trained, [t for t, _ in items()]),
         ):
-            expected = scored(scoring, one, asked, token_budget=30)  # type: ignore[arg-type]
-            found = scored(critic, one, asked, token_budget=30)  # type: ignore[arg-type]
+            expected = score_items(scoring, one, asked, token_budget=30)  # type: ignore[arg-type]
+            found = score_items(critic, one, asked, token_budget=30)  # type: ignore[arg-type]
             for mine, theirs in zip(found, expected, strict=True):
                 np.testing.assert_allclose(mine, theirs, atol=1e-5)
-        assert not np.allclose(before[0], scored(critic, values_of_pass, items(), token_budget=30)[0], atol=1e-3)
+        assert not np.allclose(before[0], score_items(critic, values_of_pass, items(), token_budget=30)[0], atol=1e-3)
         assert isinstance(trained, ScalarModel)
     finally:
         publisher.close()
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_wait(sharded: ShardedModel) ->
     """The last test with this model."""
     processes = [rank.process for rank in sharded._ranks]
     with pytest.raises(ShardFailed, match=r"rank 1 of 2 .* died"):
-        sharded.every(die_as_rank_1)
+        sharded.call_everywhere(die_as_rank_1)
     assert [process.poll() is not None for process in processes] == [True, True]
 
 

@@ -80,7 +80,7 @@ def run(objective: Objective, cut: Sequence[Sequence[int]], **seen: Any) -> Outc
     loss, stats = torch.zeros(()), dict[str, float]()
     for part, micro_batch in zip(cut, micro_batches, strict=True):
         empty = torch.zeros(1, requires_grad=True)
-        logprobs_BT = micro_batch.rows.spread(torch.cat([drawn[i] for i in part]) if part else empty)
+        logprobs_BT = micro_batch.rows.spread_values(torch.cat([drawn[i] for i in part]) if part else empty)
         nothing = logprobs_BT.detach() * 0
         shown = LossInputs(
             logprobs_BT,

@@ -74,7 +74,7 @@ def by_torch(ends_L: Tensor) -> BlockMask:
 
 def assert_equals_that_of_torch(ends_L: Tensor) -> None:
     """Every field but the function: also the order of the blocks that are not seen, and the lists for backward."""
-    *found, _ = tree_attention.block_mask(ends_L).as_tuple()
+    *found, _ = tree_attention.make_block_mask(ends_L).as_tuple()
     *expected, _ = by_torch(ends_L).as_tuple()
     for ours, theirs in zip(found, expected, strict=True):
         if isinstance(theirs, Tensor):
@@ -96,7 +96,7 @@ def test_the_mask_of_a_random_forest_equals_that_of_torch(shapes: list[Shape]) -
 
 def test_blocks_of_a_prefix_are_full_and_those_of_a_sibling_empty() -> None:
     """By hand: a prefix of 2 blocks, a branch of 2, one of 1 and a half. Partial are the diagonal and the last row."""
-    mask = tree_attention.block_mask(tree([(256, [(256, ()), (192, ())])]).ends_L)
+    mask = tree_attention.make_block_mask(tree([(256, [(256, ()), (192, ())])]).ends_L)
     assert mask.shape == (1, 1, 704, 704)
     assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 4]]]
     assert mask.kv_indices[0, 0, 4, 0] == 4 and mask.kv_indices[0, 0, 5, :4].tolist() == [0, 1, 4, 5]
@@ -128,7 +128,7 @@ def test_attention_by_the_mask_equals_that_by_a_dense_one(shapes: list[Shape]) -
 def test_attention_by_a_compiled_kernel_equals_that_by_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernel for a CPU reads the blocks, as that for a GPU does."""
     compiled = torch.compile(flex_attention, dynamic=True)
-    monkeypatch.setattr(tree_attention, "_kernel", lambda device: compiled)
+    monkeypatch.setattr(tree_attention, "compile_flex", lambda device: compiled)
     for name in ("several roots", "nested", "a long prefix"):
         found, expected = (attended(FORESTS[name], kernel) for kernel in ("flex", "dense"))
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
@@ -151,8 +151,12 @@ def test_memory_grows_with_the_places_and_the_pairs_of_blocks(tmp_path: Path) ->
     size, pairs = 32768, 256**2
     assert len(ends_L) == size
     begun = perf_counter()
-    tree_attention.block_mask(ends_L)
+    tree_attention.make_block_mask(ends_L)
     assert perf_counter() - begun < 3
-    assert 16 * pairs <= peak_bytes(tree_attention.block_mask, ends_L, tmp_path / "ours.json") < 40 * pairs + 16 * size
+    assert (
+        16 * pairs
+        <= peak_bytes(tree_attention.make_block_mask, ends_L, tmp_path / "ours.json")
+        < 40 * pairs + 16 * size
+    )
     short_L = ends_L[:2048].clamp(max=2048)
     assert peak_bytes(by_torch, short_L, tmp_path / "torch.json") > 2048**2

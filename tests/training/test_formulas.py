@@ -19,10 +19,10 @@ from flowrl.graph.ports import Members
 from flowrl.messages import Scored, Trainable
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import run_node, scored
-from flowrl.training.advantages import WHITENED_ESTIMATORS, Estimate, advantages, stack
+from flowrl.training.advantages import WHITENED_ESTIMATORS, Estimate, compute_advantages, stack_rows
 from flowrl.training.batch_stats import loss_masks
 from flowrl.training.layouts import Placing
-from flowrl.training.loss.loss_formulas import kl, policy_loss
+from flowrl.training.loss.loss_formulas import kl_estimate, policy_loss
 from flowrl.training.loss.objective import LossInputs, Totals
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
@@ -55,7 +55,7 @@ def test_expected_gradients_of_the_kl_losses_on_tokens_of_another_policy() -> No
 
     def expected(estimator: Any) -> Tensor:
         def loss(log_p: Tensor) -> Tensor:
-            return (behavior.exp() * kl(log_p, ref, estimator=estimator, behavior_logprobs_BT=behavior)).sum()
+            return (behavior.exp() * kl_estimate(log_p, ref, estimator=estimator, behavior_logprobs_BT=behavior)).sum()
 
         return of_logits(logits, loss)
 
@@ -174,7 +174,7 @@ def gradient_of(model: PolicyModel, row: int, *, layout: Placing, changed: int |
         token_ids[changed] = (token_ids[changed] + 7) % 40
     rows = lay_out(token_ids, [s.policy_mask for s in samples], layout=layout)
     model.zero_grad()
-    rows.spread(model(rows, 0.8)[0])[row].sum().backward()
+    rows.spread_values(model(rows, 0.8)[0])[row].sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -209,18 +209,18 @@ def test_advantage_node_and_batcher_give_what_advantages_gives(estimator: Any) -
     found = batch.samples
 
     samples = [sample for group in groups for sample in group]
-    mask = stack([s.policy_mask for s in samples]).astype(bool)
-    d = stack([s.behavior_logprobs for s in samples]) - stack([np.asarray(s.ref_logprobs) for s in samples])
+    mask = stack_rows([s.policy_mask for s in samples]).astype(bool)
+    d = stack_rows([s.behavior_logprobs for s in samples]) - stack_rows([np.asarray(s.ref_logprobs) for s in samples])
     turns = np.zeros(mask.shape)
     for row, sample in zip(turns, samples, strict=True):
         for place, reward in sample.turn_rewards:
             row[place] = reward
-    whole, returns = advantages(
+    whole, returns = compute_advantages(
         [s.reward for s in samples],
         [s.group_id for s in samples],
         mask,
         estimator=estimator,
-        values_BT=stack([np.asarray(s.values) for s in samples]),
+        values_BT=stack_rows([np.asarray(s.values) for s in samples]),
         kl_BT=np.exp(-d) - 1 + d,
         kl_coef=0.2,
         gamma=gamma,

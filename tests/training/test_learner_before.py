@@ -35,7 +35,7 @@ class MovingEngine(Engine):
         super().__init__(deepcopy(model))
         self._not_applied = not_applied
 
-    def step(self, *, divide_by: float = 1.0) -> ZeroStep:
+    def step_optimizer(self, *, divide_by: float = 1.0) -> ZeroStep:
         self.num_steps += 1
         if self.num_steps <= self._not_applied:
             return ZeroStep(False, float("nan"))
@@ -50,7 +50,7 @@ class AdapterEngine(Engine):
 
     lora = LoRA(rank=4)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
     @contextmanager
@@ -95,7 +95,7 @@ def test_held_out_preferences_are_compared_with_the_base_of_an_adapter(name: str
     (part,) = furnished(make_batch(0, Case("judged"))).split(1)
     bare = replace(part, samples=tuple(replace(sample, ref_logprobs=None) for sample in part.samples))
     engine = AdapterEngine(loaded(model_dir, objective.head))
-    found = learner_of(objective, engine).judge(bare)
+    found = learner_of(objective, engine).judge_batch(bare)
     assert found["reward_margin"] == pytest.approx(0.0, abs=1e-5)
     if isinstance(objective, DPOObjective):
         assert found["loss"] == pytest.approx(0.6931472, abs=1e-5), "log 2, as before the first step"

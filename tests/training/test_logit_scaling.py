@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.errors import ConfigError
-from flowrl.training.model.logprobs import LogitScaling, chunked_logprobs, found_scaling
+from flowrl.training.model.logprobs import LogitScaling, chunked_logprobs, find_scaling
 from flowrl.training.model.policy_model import PolicyModel
 from flowrl.training.model.row_layout import lay_out
 
@@ -66,7 +66,7 @@ def expected(model: Any, sequences: list[torch.Tensor], temperature: float) -> t
 def test_logprobs_and_gradients_equal_those_of_transformers(family: str) -> None:
     """Two lengths in padded rows, a temperature, and the entropy in the loss; all to 1e-5."""
     model = built(family)
-    assert found_scaling(model) == FAMILIES[family][1]
+    assert find_scaling(model) == FAMILIES[family][1]
     sequences = [torch.randint(3, 61, (length,)) for length in (11, 7)]
     weights = torch.linspace(-1, 2, 16)
     theirs = expected(model, sequences, 0.7)
@@ -121,7 +121,7 @@ def test_a_head_behind_another_layer_is_refused_by_family_and_reason() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=r"bert models \(BertLMHeadModel\) cannot be trained: its output layer does"):
-        found_scaling(model)
+        find_scaling(model)
 
 
 def test_logits_that_are_another_function_are_refused() -> None:

@@ -267,7 +267,7 @@ def test_writing_a_model_takes_the_memory_of_one_file(tmp_path: Path) -> None:
     def write(path: Path) -> None:
         writer = zero.ModelWriter(held, {}, path, shard_bytes=shard_bytes)
         for entry in whole_weights(network):
-            writer.add([entry.name], [entry.make(*(parameter.detach() for parameter in entry.parameters))])
+            writer.add_tensors([entry.name], [entry.make(*(parameter.detach() for parameter in entry.parameters))])
         writer.close()
 
     write(tmp_path / "first")  # what the first one imports

@@ -45,7 +45,7 @@ def written(network: Any, path: Path, **options: Any) -> Path:
         SimpleNamespace(network=network), {"tokenizer.json": b"{}", "config.json": b""}, path, **options
     )
     for entry in whole_weights(network):
-        writer.add([entry.name], [entry.make(*(parameter.detach() for parameter in entry.parameters))])
+        writer.add_tensors([entry.name], [entry.make(*(parameter.detach() for parameter in entry.parameters))])
     writer.close()
     return path
 
@@ -94,6 +94,6 @@ def test_no_more_is_held_than_a_shard(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_made_of_several_tensors_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "_at_once", lambda network: True)
+    monkeypatch.setattr(zero, "needs_whole_state", lambda network: True)
     path = written(llama(), tmp_path / "found", shard_bytes=20_000)
     assert [file.name for file in path.glob("*.safetensors*")] == ["model.safetensors"]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.training.advantages import GROUP_ESTIMATORS, advantages, all_equal, group_rewards, whiten
+from flowrl.training.advantages import GROUP_ESTIMATORS, all_equal, compute_advantages, group_rewards, whiten_advantages
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.5]
 GROUPS = ["a", "a", "a", "b", "b"]
@@ -30,7 +30,7 @@ def last_tokens(values: np.ndarray) -> list[float]:
     ],
 )
 def test_estimators(estimator: str, expected: list[float]) -> None:
-    found, returns = advantages(REWARDS, GROUPS, MASK, estimator=estimator, whiten=False)
+    found, returns = compute_advantages(REWARDS, GROUPS, MASK, estimator=estimator, whiten=False)
     assert last_tokens(found) == pytest.approx(expected, abs=1e-8)
     assert np.array_equal(found, np.where(MASK, np.array(last_tokens(found))[:, None], 0.0))
     assert np.array_equal(found, returns)
@@ -71,61 +71,67 @@ def test_a_group_of_one_is_refused(estimator: str) -> None:
 
 def test_kl_is_taken_off_every_policy_token_and_summed_to_go() -> None:
     kl = np.arange(15, dtype=float).reshape(5, 3) / 10
-    found, _ = advantages(REWARDS, GROUPS, MASK, estimator="dr_grpo", kl_BT=kl, kl_coef=0.5)
+    found, _ = compute_advantages(REWARDS, GROUPS, MASK, estimator="dr_grpo", kl_BT=kl, kl_coef=0.5)
     assert found[0].tolist() == pytest.approx([0.5 - 0.5 * 0.1, 0.5 - 0.5 * 0.1, 0.0])
     assert found[3].tolist() == pytest.approx([-0.25 - 0.5 * (0.9 + 1.1), 0.0, -0.25 - 0.5 * 1.1])
 
 
 def test_kl_before_baseline_enters_the_groups_mean() -> None:
     kl = np.ones((5, 3))
-    found, _ = advantages(REWARDS, GROUPS, MASK, estimator="rloo", kl_BT=kl, kl_coef=0.1, kl_before_baseline=True)
+    found, _ = compute_advantages(
+        REWARDS, GROUPS, MASK, estimator="rloo", kl_BT=kl, kl_coef=0.1, kl_before_baseline=True
+    )
     shaped = [1 - 0.2, 0 - 0.1, 0.5 - 0.3]
     assert found[0, 0] == pytest.approx(shaped[0] - (shaped[1] + shaped[2]) / 2)
 
 
 def test_gamma_discounts_over_policy_tokens_alone() -> None:
-    found, _ = advantages([4.0], ["a"], np.array([[1, 0, 1, 1]], bool), estimator="reinforce", gamma=0.5, whiten=False)
+    found, _ = compute_advantages(
+        [4.0], ["a"], np.array([[1, 0, 1, 1]], bool), estimator="reinforce", gamma=0.5, whiten=False
+    )
     assert found.tolist() == [[1.0, 0.0, 2.0, 4.0]]
     with pytest.raises(ValueError, match="gamma"):
-        advantages(REWARDS, GROUPS, MASK, estimator="rloo", gamma=0.9)
+        compute_advantages(REWARDS, GROUPS, MASK, estimator="rloo", gamma=0.9)
 
 
 def test_gae_by_hand() -> None:
     mask = np.array([[1, 0, 1]], bool)
     values = np.array([[0.5, 99.0, 0.25]])
-    found, returns = advantages([1.0], ["a"], mask, estimator="gae", values_BT=values, gamma=0.9, lam=0.8, whiten=False)
+    found, returns = compute_advantages(
+        [1.0], ["a"], mask, estimator="gae", values_BT=values, gamma=0.9, lam=0.8, whiten=False
+    )
     last = 1.0 - 0.25
     first = 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
     assert found.tolist() == [[pytest.approx(first), 0.0, pytest.approx(last)]]
     assert returns.tolist() == [[pytest.approx(first + 0.5), 0.0, pytest.approx(1.0)]]
     with pytest.raises(ValueError, match="values_BT"):
-        advantages([1.0], ["a"], mask, estimator="gae")
+        compute_advantages([1.0], ["a"], mask, estimator="gae")
 
 
 def test_whitening_is_over_all_masked_tokens_with_the_population_variance() -> None:
     values = np.arange(15, dtype=float).reshape(5, 3)
-    found = whiten(values, MASK)
+    found = whiten_advantages(values, MASK)
     chosen = values[MASK]
     assert found[MASK] == pytest.approx((chosen - chosen.mean()) / chosen.std())
     assert (found[~MASK] == 0).all()
-    assert whiten(values, MASK, mean_only=True)[MASK] == pytest.approx(chosen - chosen.mean())
-    assert whiten(np.full((5, 3), 0.3), MASK)[MASK] == pytest.approx(0.0)
+    assert whiten_advantages(values, MASK, mean_only=True)[MASK] == pytest.approx(chosen - chosen.mean())
+    assert whiten_advantages(np.full((5, 3), 0.3), MASK)[MASK] == pytest.approx(0.0)
 
 
 def test_returns_are_not_whitened_and_group_estimators_neither() -> None:
-    found, returns = advantages(REWARDS, GROUPS, MASK, estimator="reinforce")
+    found, returns = compute_advantages(REWARDS, GROUPS, MASK, estimator="reinforce")
     assert found[MASK].mean() == pytest.approx(0.0) and found[MASK].std() == pytest.approx(1.0)
     assert last_tokens(returns) == REWARDS
-    normed, _ = advantages(REWARDS, GROUPS, MASK, estimator="group_norm")
+    normed, _ = compute_advantages(REWARDS, GROUPS, MASK, estimator="group_norm")
     assert last_tokens(normed) == pytest.approx([1.0, -1.0, 0.0, -(0.5**0.5), 0.5**0.5], abs=1e-8)
 
 
 def test_tensors_in_tensors_out() -> None:
-    found, returns = advantages(
+    found, returns = compute_advantages(
         torch.tensor(REWARDS, dtype=torch.float32), torch.tensor([0, 0, 0, 1, 1]), torch.tensor(MASK), estimator="rloo"
     )
     assert found.dtype == returns.dtype == torch.float32
-    expected, _ = advantages(REWARDS, GROUPS, MASK, estimator="rloo")
+    expected, _ = compute_advantages(REWARDS, GROUPS, MASK, estimator="rloo")
     assert found.numpy() == pytest.approx(expected)
 
 

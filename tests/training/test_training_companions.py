@@ -13,7 +13,7 @@ import torch
 from flowrl.runtime.ledger.accounting import LEDGER
 from flowrl.training.engine.zero import ModelWriter
 from flowrl.training.model import policy_model
-from flowrl.training.model.policy_model import companions
+from flowrl.training.model.policy_model import read_companions
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def write(path: Path, *names: str) -> Path:
 def test_a_run_whose_checkpoint_is_gone_goes_on_writing_whole_models(tmp_path: Path) -> None:
     """`--keep 2` removes the checkpoint that a run was resumed from when it writes its second."""
     source = write(tmp_path / "step_000008", "config.json", "tokenizer.json", "chat_template.jinja")
-    beside = companions(source)
+    beside = read_companions(source)
     shutil.rmtree(source)
     for step in (12, 16, 20):
         writer = ModelWriter(Wrapped(network()), beside, tmp_path / f"step_{step:06d}")
-        writer.add(["a"], [torch.zeros(1)])
+        writer.add_tensors(["a"], [torch.zeros(1)])
         writer.close()
     written = tmp_path / "step_000020"
     assert (written / "tokenizer.json").read_text() == "the old tokenizer.json"
@@ -56,4 +56,4 @@ def test_weights_and_the_runs_own_files_are_no_companions(tmp_path: Path, monkey
     write(tmp_path / "adapter", "adapter_config.json")
     (tmp_path / "huge.weird").write_bytes(b"w" * 100)
     monkeypatch.setattr(policy_model, "LARGEST_COMPANION_BYTES", 99)
-    assert companions(tmp_path) == {"tokenizer.model": b"the old tokenizer.model"}
+    assert read_companions(tmp_path) == {"tokenizer.model": b"the old tokenizer.model"}

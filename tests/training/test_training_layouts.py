@@ -18,7 +18,7 @@ from flowrl.messages import Batch
 from flowrl.models import Policy
 from flowrl.models.sizes.model_layout import trainer_layout
 from flowrl.nodes import TokenBatch, Trainer
-from flowrl.training.layouts import decide, tree_obstacle
+from flowrl.training.layouts import decide_layout, find_tree_obstacle
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import RowLayout, lay_out, require_trees
 from flowrl.training.model.tree_attention import TreeAttention, register_trees
@@ -57,14 +57,14 @@ UNABLE: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize("config", ABLE, ids=str)
 def test_full_attention_takes_trees(config: dict[str, Any]) -> None:
-    assert tree_obstacle(config) == ""
-    assert decide("auto", config).layout == "auto" and decide("tree", config).layout == "tree"
+    assert find_tree_obstacle(config) == ""
+    assert decide_layout("auto", config).layout == "auto" and decide_layout("tree", config).layout == "tree"
 
 
 @pytest.mark.parametrize(("config", "reason"), UNABLE, ids=str)
 def test_other_attention_keeps_rows(config: dict[str, Any], reason: str) -> None:
-    assert reason in tree_obstacle(config)
-    assert decide("auto", config).layout == decide("tree", config).layout == "rows"
+    assert reason in find_tree_obstacle(config)
+    assert decide_layout("auto", config).layout == decide_layout("tree", config).layout == "rows"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_frozen_weights_keep_only_what_the_hidden_states_need() -> None:
 def test_a_pass_without_gradients_keeps_no_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, targets = inputs()
     wanted = chunked_logprobs(hidden, weight, None, targets)[0].detach()
-    monkeypatch.delattr(cached._CachedRows, "_write")
+    monkeypatch.delattr(cached._CachedRows, "_write_slopes")
     with torch.no_grad():
         torch.testing.assert_close(chunked_logprobs(hidden, weight, None, targets)[0], wanted, rtol=0, atol=0)
 
@@ -166,7 +166,7 @@ def logprobs_of(model: PolicyModel, *, layout: Placing, change: int | None = Non
     if change is not None:
         token_ids[change] = (token_ids[change] + 1) % 40
     rows = lay_out(token_ids, [s.policy_mask for s in samples], layout=layout)
-    logprobs_BT = rows.spread(model(rows)[0])
+    logprobs_BT = rows.spread_values(model(rows)[0])
     return [
         row[: len(policy_places(s.policy_mask))].detach().numpy() for row, s in zip(logprobs_BT, samples, strict=True)
     ]

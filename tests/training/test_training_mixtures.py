@@ -18,7 +18,7 @@ from flowrl.models import Policy
 from flowrl.models.sizes.model_layout import balance_problems
 from flowrl.nodes import Trainer
 from flowrl.training.engine.zero import expert_layers, gather_at_once
-from flowrl.training.model.policy_model import PolicyModel, found_balance, load_policy_model
+from flowrl.training.model.policy_model import PolicyModel, find_balance, load_policy_model
 from flowrl.training.model.row_layout import lay_out
 from flowrl.training.model.trainable import check_trainable
 from tests.training.training_cases import Case, make_balanced, make_batch, make_mixture, make_model
@@ -52,7 +52,7 @@ def test_only_a_pass_with_gradients_gives_the_loss_and_padding_has_no_part_in_it
     rows = lay_out(ids, masks)
     assert rows.real_RL.sum() == sum(len(one) - 1 for one in ids) < rows.real_RL.numel()
     assert len(balanced(rows)) == 2
-    balanced.balance = found_balance(balanced.network)
+    balanced.balance = find_balance(balanced.network)
     with torch.no_grad():
         assert len(balanced(rows)) == 2
     padded, packed = (balanced(one)[2] for one in (rows, lay_out(ids, masks, layout="packed")))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.training.loss.loss_formulas import aggregate, correction_weights, kl, policy_loss, value_loss
+from flowrl.training.loss.loss_formulas import aggregate_terms, correction_weights, kl_estimate, policy_loss, value_loss
 
 MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
 B, T = MASK.shape
@@ -170,13 +170,13 @@ def test_nothing_at_a_masked_place_reaches_loss_or_gradient(kind: Any) -> None:
 
 def test_aggregations() -> None:
     values = rows(7)
-    assert float(aggregate(values, MASK)) == pytest.approx(by_token(lambda b, t: at(values, b, t)))
+    assert float(aggregate_terms(values, MASK)) == pytest.approx(by_token(lambda b, t: at(values, b, t)))
     means = [float(values[b][MASK[b]].mean()) for b in range(3)]
-    assert float(aggregate(values, MASK, "sequence")) == pytest.approx(sum(means) / 3)
+    assert float(aggregate_terms(values, MASK, "sequence")) == pytest.approx(sum(means) / 3)
     total = sum(at(values, b, t) for b, t in tokens())
-    assert float(aggregate(values, MASK, "constant", length=7)) == pytest.approx(total / (3 * 7))
+    assert float(aggregate_terms(values, MASK, "constant", length=7)) == pytest.approx(total / (3 * 7))
     with pytest.raises(ValueError, match="length"):
-        aggregate(values, MASK, "constant")
+        aggregate_terms(values, MASK, "constant")
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -193,7 +193,7 @@ def test_parts_with_global_denominators_add_up_to_the_whole(aggregation: Any) ->
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_unbiased"])
 def test_kl_estimators(estimator: Any) -> None:
-    found = kl(LOGPROBS, OLD, estimator=estimator, behavior_logprobs_BT=BEHAVIOR)
+    found = kl_estimate(LOGPROBS, OLD, estimator=estimator, behavior_logprobs_BT=BEHAVIOR)
     for b, t in tokens():
         d = at(LOGPROBS, b, t) - at(OLD, b, t)
         k3 = math.exp(-d) - 1 + d
@@ -205,7 +205,7 @@ def test_kl_estimators(estimator: Any) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_is_clamped_and_its_gradient_stays_finite(estimator: Any) -> None:
     logprobs = torch.tensor([-900.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    found = kl(logprobs, torch.tensor([-1.0, -900.0, -1.0], dtype=torch.float64), estimator=estimator)
+    found = kl_estimate(logprobs, torch.tensor([-1.0, -900.0, -1.0], dtype=torch.float64), estimator=estimator)
     assert found.abs().max() <= 10
     found.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
@@ -215,7 +215,7 @@ def expected_gradient(estimator: Any, logits: Tensor, ref: Tensor) -> Tensor:
     """E over x ~ π of the estimator's gradient, exactly, on a small categorical."""
     leaf = logits.clone().requires_grad_()
     log_p = torch.log_softmax(leaf, -1)
-    estimate = kl(log_p, ref, estimator=estimator, behavior_logprobs_BT=log_p.detach())
+    estimate = kl_estimate(log_p, ref, estimator=estimator, behavior_logprobs_BT=log_p.detach())
     (log_p.detach().exp() * estimate).sum().backward()
     assert leaf.grad is not None
     return leaf.grad

@@ -17,7 +17,7 @@ from flowrl.training.settings import ZeroSettings
 def load(path: Path, *, ranks: int, nvme_path: str) -> None:
     settings = ZeroSettings(offload="all", nvme_path=nvme_path) if nvme_path else ZeroSettings()
     engine: Any = SimpleNamespace(settings=settings, gang=SimpleNamespace(size=ranks, tensor_size=1))
-    ZeroEngine.load(engine, path)
+    ZeroEngine.load_state(engine, path)
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,11 @@ class Engine(OneProcess):
         self.lasts: list[bool] = []
         self.num_steps = 0
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def add_gradient(self, loss: Tensor, *, last: bool) -> None:
         self.lasts.append(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, divide_by: float = 1.0) -> ZeroStep:
+    def step_optimizer(self, *, divide_by: float = 1.0) -> ZeroStep:
         self.num_steps += 1
         for parameter in self.model.parameters():
             if parameter.grad is not None:

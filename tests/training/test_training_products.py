@@ -59,9 +59,9 @@ def test_a_layer_and_its_gradients_are_torchs(
 def test_matrices_of_any_strides(everything: None) -> None:
     draw = torch.Generator().manual_seed(0)
     first, second = torch.randn(9, 40, generator=draw), torch.randn(5, 9, generator=draw)
-    torch.testing.assert_close(products.matmul(first.T, second.T), first.T @ second.T)
+    torch.testing.assert_close(products.multiply_matrices(first.T, second.T), first.T @ second.T)
     some, others = first[:, 3:30:3], second.T[:, ::2]
-    torch.testing.assert_close(products.matmul(some, others), some @ others)
+    torch.testing.assert_close(products.multiply_matrices(some, others), some @ others)
 
 
 def test_a_model_and_its_logprobs_are_torchs(everything: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

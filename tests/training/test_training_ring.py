@@ -96,7 +96,7 @@ def test_ranks_compute_the_same_number_of_scores() -> None:
         sight, numbers = Sight(6 * size, CPU), []
         for rank in range(size):
             about = Ring(SequenceGroup(None, rank, size, "ring"), sight, 1.0)
-            blocks = [about.block(step, q, v) for step in range(size)]
+            blocks = [about.make_block(step, q, v) for step in range(size)]
             assert all(isinstance(block.kernel, CpuFlashBlock) for block in blocks), "no mask is needed"
             numbers.append([len(range(6)[block.queries]) * len(range(6)[block.keys]) for block in blocks])
         assert numbers == [[36, *[18] * (size - 1)]] * size
@@ -108,7 +108,7 @@ def test_a_window_computes_the_scores_near_it() -> None:
     q = torch.zeros(1, 1, 16, 8)
     widths = []
     for step in range(4):
-        block = about.block(step, q, q)
+        block = about.make_block(step, q, q)
         assert isinstance(block.kernel, PlainBlock)
         queries = range(len(range(16)[block.queries]))
         widths.append([len(range(16)[block.keys][block.kernel.seen(slice(n, n + 1))[0]]) for n in queries])

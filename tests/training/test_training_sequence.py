@@ -105,11 +105,11 @@ def test_places_that_pad_a_tree_see_themselves_alone() -> None:
     rows = laid_out("tree")
     assert rows.tree is not None
     size = len(rows.tree.forest)
-    padded = rows.tree.padded(2)
+    padded = rows.tree.with_padding(2)
     mask = padded.mask_11LL[0, 0]
     assert torch.equal(mask[:size, :size], rows.tree.mask_11LL[0, 0])
     assert torch.equal(mask[size:], torch.eye(size + 2, dtype=torch.bool)[size:]) and not mask[:size, size:].any()
-    assert rows.tree.padded(0) is rows.tree and rows.tree.padded(2) is padded
+    assert rows.tree.with_padding(0) is rows.tree and rows.tree.with_padding(2) is padded
 
 
 def test_a_packed_row_is_masked_by_its_sequences() -> None:
@@ -126,9 +126,9 @@ def test_a_packed_row_is_masked_by_its_sequences() -> None:
 
 
 def test_what_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gang, "gather", lambda gang, item: [item, item, item + 1, item + 1])
-    assert Gang(1, 4, CPU, SequenceGroup(None, 1, 2)).parts(5) == [5, 6]
-    assert Gang(1, 4, CPU).parts(5) == [5, 5, 6, 6]
+    monkeypatch.setattr(Gang, "gather_objects", lambda gang, item: [item, item, item + 1, item + 1])
+    assert Gang(1, 4, CPU, SequenceGroup(None, 1, 2)).gather_parts(5) == [5, 6]
+    assert Gang(1, 4, CPU).gather_parts(5) == [5, 5, 6, 6]
 
 
 # Attention, by ranks that are threads
@@ -281,7 +281,7 @@ def test_a_layer_keeps_exactly_what_the_formula_says(
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                model.hidden(slice_rows(rows, group).rows if size > 1 else rows)
+                model.compute_hidden(slice_rows(rows, group).rows if size > 1 else rows)
             return sum(t.untyped_storage().size() for address, t in found.items() if address not in weights)
 
         return threads(work)

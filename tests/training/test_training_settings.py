@@ -31,13 +31,13 @@ from tests.training.training_cases import CASES, make_batch
     ],
 )
 def test_learning_rate_of_six_steps(schedule: Schedule, expected: list[float]) -> None:
-    assert [schedule.factor(step, 6) for step in range(1, 7)] == pytest.approx(expected)
+    assert [schedule.rate_factor(step, 6) for step in range(1, 7)] == pytest.approx(expected)
 
 
 def test_a_decay_needs_the_number_of_steps() -> None:
-    assert Schedule(warmup_steps=3).factor(9, None) == 1.0
+    assert Schedule(warmup_steps=3).rate_factor(9, None) == 1.0
     with pytest.raises(ConfigError, match="--steps"):
-        Schedule("cosine").factor(1, None)
+        Schedule("cosine").rate_factor(1, None)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_the_trainer_names_its_wrong_settings() -> None:
 def test_tallies_of_parts_add_up_to_the_whole() -> None:
     samples = make_batch(3, CASES[0]).samples
     masks = [s.policy_mask & (np.arange(len(s.policy_mask)) % 2 == 0) for s in samples]
-    whole = BatchStats.of(samples, masks, 3)
-    parts = [BatchStats.of(samples[i::2], masks[i::2], 3) for i in range(2)]
+    whole = BatchStats.collect(samples, masks, 3)
+    parts = [BatchStats.collect(samples[i::2], masks[i::2], 3) for i in range(2)]
     assert BatchStats.total(parts).metrics() == pytest.approx(whole.metrics())
     assert BatchStats.total(parts).lengths == whole.lengths and whole.lengths.total() > 1
     trained = np.concatenate([s.versions[m] for s, m in zip(samples, masks, strict=True)])
@@ -127,7 +127,7 @@ def test_a_part_of_the_reward_is_a_mean_over_the_samples_that_have_it() -> None:
         replace(one, reward_parts={"exact": float(n)} | ({"step_1": 0.8} if n == 2 else {}))
         for n, one in enumerate(samples)
     ]
-    parts = [BatchStats.of([one], [one.policy_mask], 3) for one in with_parts]
+    parts = [BatchStats.collect([one], [one.policy_mask], 3) for one in with_parts]
     metrics = BatchStats.total(parts).metrics()
     assert (metrics["reward/exact"], metrics["reward/step_1"]) == (pytest.approx(1.0), pytest.approx(0.8))
 

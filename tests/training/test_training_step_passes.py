@@ -156,11 +156,11 @@ class Uneven(Engine):
         super().__init__(model)
         self.with_graph: list[bool] = []
 
-    def outputs(self, rows: Any, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def compute_outputs(self, rows: Any, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         self.with_graph.append(torch.is_grad_enabled())
-        return super().outputs(rows, temperature, entropy_gradient)
+        return super().compute_outputs(rows, temperature, entropy_gradient)
 
-    def parts(self, value: object) -> list[object]:
+    def gather_parts(self, value: object) -> list[object]:
         return [value, self.others] if isinstance(value, tuple) and len(value) == 2 else [value]
 
 

@@ -20,7 +20,7 @@ from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.requirements import SHARDS, part_path, resume_problems
 from flowrl.training.layouts import tensor_problems
 from flowrl.training.memory import ModelShape, TrainerModel
-from flowrl.training.model.tensors import ABOUT, Entry, divided_dimension, partition_config, planned, whole_shape
+from flowrl.training.model.tensors import ABOUT, Entry, divided_dimension, partition_config, plan_layers, whole_shape
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.training.test_memory_formulas import configuration
 
@@ -72,9 +72,9 @@ def test_a_batch_needs_a_sequence_for_each_copy_of_the_model() -> None:
 
 
 def test_what_ranks_of_a_model_have_in_common_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gang, "gather", lambda gang, item: [item, item, item + 1, item + 1])
+    monkeypatch.setattr(Gang, "gather_objects", lambda gang, item: [item, item, item + 1, item + 1])
     gang = Gang(1, 4, CPU, tensor_size=2)
-    assert gang.parts(5) == [5, 6] and gang.num_copies == 2
+    assert gang.gather_parts(5) == [5, 6] and gang.num_copies == 2
     assert Gang(1, 4, CPU).num_copies == 4
 
 
@@ -115,7 +115,7 @@ def test_ranks_divide_positions_or_matrices() -> None:
 
 def test_transformers_plan_says_what_is_divided() -> None:
     network = model("Qwen3", num_hidden_layers=11, num_attention_heads=4, num_key_value_heads=2)
-    styles = planned(network)
+    styles = plan_layers(network)
     layers = [name for name in styles if ".layers.10." in name]
     assert {name.rpartition(".")[2]: styles[name] for name in layers} == {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),

@@ -39,7 +39,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def scores_of(model: ScalarModel, *, layout: Placing) -> list[float]:
     rows = lay_out_ends(SEQUENCES, layout=layout)
     with torch.no_grad():
-        return [float(x) for x in rows.spread(model(rows)).squeeze(-1)]
+        return [float(x) for x in rows.spread_values(model(rows)).squeeze(-1)]
 
 
 def their_scores(path: Path, side: str | None) -> list[float]:

@@ -93,7 +93,7 @@ def held_a_token(sequences: Tokens) -> float:
     """Bytes that a cascade holds for a token, of a model of nine heads with three heads of keys."""
     forest = make_forest(sequences)
     made = Cascade(forest, CPU)
-    made.chunks(9, 3)
+    made.make_chunks(9, 3)
     return held_bytes(made) / len(forest)
 
 

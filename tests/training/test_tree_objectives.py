@@ -60,26 +60,26 @@ class OneProcess:
     def num_computed(self, rows: Any) -> int:
         return int(rows.num_computed)
 
-    def parts(self, value: Any) -> list[Any]:
+    def gather_parts(self, value: Any) -> list[Any]:
         return [value]
 
     def set_lr(self, lr: float) -> None: ...
 
     def forward(self, rows: Any, *, temperature: float) -> tuple[Tensor, Tensor]:
-        return self.outputs(rows, temperature, False)
+        return self.compute_outputs(rows, temperature, False)
 
-    def outputs(self, rows: Any, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def compute_outputs(self, rows: Any, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self.model(rows, temperature, entropy_gradient)
         return found
 
-    def values(self, rows: Any) -> Tensor:
+    def compute_values(self, rows: Any) -> Tensor:
         found: Tensor = self.model(rows)
         return found
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def add_gradient(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self, *, divide_by: float = 1.0) -> ZeroStep:
+    def step_optimizer(self, *, divide_by: float = 1.0) -> ZeroStep:
         return ZeroStep(True, 1.0)
 
 

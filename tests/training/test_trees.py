@@ -16,7 +16,7 @@ from flowrl.forest import Forest, make_forest
 from flowrl.training.layouts import DENSE_PLACES, Kernel, choose_kernel
 from flowrl.training.model import tree_attention
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model
-from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places, saves
+from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places, tree_saves_places
 from flowrl.training.model.tree_attention import BlockBatch, Cascade, TreeAttention
 from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.settings import Dtype, LoRA
@@ -133,7 +133,7 @@ def test_every_query_meets_each_key_that_it_sees_once(sequences: Tokens, keys: i
         patch.setattr(tree_attention, "REPEATED_IN_ALL", in_all)
         patch.setattr(tree_attention, "LONG", long)
         blocks = Cascade(forest, CPU)
-    for batch in map(BlockBatch.of, (*blocks.own, *blocks.behind)):
+    for batch in map(BlockBatch.pad_blocks, (*blocks.own, *blocks.behind)):
         for queries, places, seen in zip(batch.q_BQ, batch.k_BK, batch.seen_BQ, strict=True):
             for query, number in zip(queries, seen, strict=True):
                 np.add.at(met[query], places[:number], 1)
@@ -167,9 +167,9 @@ def outcome(model: PolicyModel, rows: RowLayout) -> tuple[list[Tensor], dict[str
     model.zero_grad()
     if rows.tree is not None and rows.tree.kernel == "flex":  # torch has no backward for it on a CPU
         with torch.no_grad():
-            return [rows.spread(values_N) for values_N in model(rows, 0.8, True)], {}
+            return [rows.spread_values(values_N) for values_N in model(rows, 0.8, True)], {}
     logprobs_N, entropies_N = model(rows, 0.8, True)
-    found = [rows.spread(logprobs_N), rows.spread(entropies_N)]
+    found = [rows.spread_values(logprobs_N), rows.spread_values(entropies_N)]
     weights_BT = torch.arange(found[0].numel()).cos().view_as(found[0])
     (found[0] * weights_BT + 0.3 * found[1]).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -270,7 +270,7 @@ def test_altering_a_branch_changes_no_sibling(model_dir: Path, kernel: Kernel) -
     found = []
     for given_tokens in (tokens, altered):
         rows = by(kernel, lay_out(given_tokens, masks, layout="tree"))
-        logprobs_BT = rows.spread(model(rows)[0])
+        logprobs_BT = rows.spread_values(model(rows)[0])
         others = torch.tensor([0, 2, 3, 4, 5])
         model.zero_grad()
         logprobs_BT[others].sum().backward()
@@ -285,7 +285,7 @@ def test_altering_a_branch_changes_no_sibling(model_dir: Path, kernel: Kernel) -
 def test_auto_takes_a_tree_only_where_it_saves(model_dir: Path) -> None:
     alike = [np.arange(20, dtype=np.int32) + 5 * (n == 3) for n in range(4)]
     apart = [np.arange(20, dtype=np.int32) + n for n in range(4)]
-    assert saves(alike) and not saves(apart)
+    assert tree_saves_places(alike) and not tree_saves_places(apart)
     masks = [np.ones(20, np.bool_)] * 4
     assert lay_out(alike, masks, layout="auto").tree is not None
     assert lay_out(apart, masks, layout="auto").tree is None

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.training.layouts import Placing
 from flowrl.training.model import sequence_attention
 from flowrl.training.model.policy_model import PolicyModel
-from flowrl.training.model.row_layout import RowLayout, compute, lay_out
+from flowrl.training.model.row_layout import RowLayout, compute_in_slices, lay_out
 from flowrl.training.model.sequence_attention import SequenceGroup
 from flowrl.training.settings import SequenceKind
 
@@ -38,7 +38,7 @@ class Threads:
         self.kind: SequenceKind = kind
         self._given: list[Tensor] = [torch.zeros(0)] * size
         self._barrier = threading.Barrier(size, timeout=60)
-        monkeypatch.setattr(sequence_attention, "_exchanged", self._exchanged)
+        monkeypatch.setattr(sequence_attention, "exchange_parts", self._exchanged)
         monkeypatch.setattr(sequence_attention, "start_hop", self._hop)
         monkeypatch.setattr(torch.distributed, "all_reduce", self._add_up)
 
@@ -73,6 +73,6 @@ class Threads:
 
         def work(group: SequenceGroup) -> Tensor:
             with torch.no_grad():
-                return compute(model, rows, group)[0]
+                return compute_in_slices(model, rows, group)[0]
 
         return self(work)

@@ -17,7 +17,16 @@ from flowrl.weights import probe
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
 from flowrl.weights.send import AS_IT_IS, Narrowing, kept_in_float32
-from flowrl.weights.shm import DATA_OFFSET, SHM, Checksum, ChecksumMismatch, Segment, SegmentLost, views, word_sum
+from flowrl.weights.shm import (
+    DATA_OFFSET,
+    SHM,
+    Checksum,
+    ChecksumMismatch,
+    Segment,
+    SegmentLost,
+    view_tensors,
+    word_sum,
+)
 
 
 class Engine:
@@ -60,17 +69,17 @@ def publisher(engine: Engine) -> Iterator[Publisher]:
 
 
 def published(publisher: Publisher, version: int, kind: str = "full") -> Weights:
-    manifest = publisher.publish(version, kind)
+    manifest = publisher.publish_version(version, kind)
     assert manifest is not None
     return manifest
 
 
 def loaded(manifest: Weights) -> dict[str, torch.Tensor]:
     """As vLLM's worker does it: from the update that a receiver makes of the manifest."""
-    fetched = SegmentReceiver("unit").fetch(manifest)
+    fetched = SegmentReceiver("unit").fetch_version(manifest)
     segment = Segment(fetched.update["segment"])
     rows = fetched.update["tensors"]
-    tensors = {name: tensor.clone() for name, tensor in views(segment.map(), rows, start=DATA_OFFSET)}
+    tensors = {name: tensor.clone() for name, tensor in view_tensors(segment.map_file(), rows, start=DATA_OFFSET)}
     segment.close()
     fetched.close()
     return tensors
@@ -96,12 +105,18 @@ def test_another_dtype_on_the_wire(engine: Engine) -> None:
 
 def test_what_is_sent_is_never_wider_and_what_a_model_keeps_in_float32_stays_so() -> None:
     narrow, wide = Narrowing("bfloat16", ("router.bias", "norm")), Narrowing("float32")
-    assert narrow.of("layers.0.q_proj.weight", torch.float32) is torch.bfloat16
-    assert narrow.of("layers.0.router.bias", torch.float32) is torch.float32
-    assert narrow.of("layers.0.norm.weight", torch.float32) is torch.float32
-    assert narrow.of("layers.0.layernorm.weight", torch.float32) is torch.bfloat16, "a part is a whole word"
-    assert wide.of("x", torch.bfloat16) is torch.bfloat16 and narrow.of("x", torch.int32) is torch.int32
-    assert narrow.of("x", torch.float16) is torch.float16 and AS_IT_IS.of("x", torch.float32) is torch.float32
+    assert narrow.narrow_dtype("layers.0.q_proj.weight", torch.float32) is torch.bfloat16
+    assert narrow.narrow_dtype("layers.0.router.bias", torch.float32) is torch.float32
+    assert narrow.narrow_dtype("layers.0.norm.weight", torch.float32) is torch.float32
+    assert narrow.narrow_dtype("layers.0.layernorm.weight", torch.float32) is torch.bfloat16, "a part is a whole word"
+    assert (
+        wide.narrow_dtype("x", torch.bfloat16) is torch.bfloat16
+        and narrow.narrow_dtype("x", torch.int32) is torch.int32
+    )
+    assert (
+        narrow.narrow_dtype("x", torch.float16) is torch.float16
+        and AS_IT_IS.narrow_dtype("x", torch.float32) is torch.float32
+    )
     network = SimpleNamespace(_keep_in_fp32_modules=["a"], _keep_in_fp32_modules_strict={"b", "a"})
     assert kept_in_float32(network) == ("a", "b") and kept_in_float32(SimpleNamespace()) == ()
 
@@ -110,7 +125,7 @@ def test_other_ranks_gather_and_write_nothing() -> None:
     engine = Engine(rank=1)
     before = set(SHM.glob("flowrl-*"))
     publisher = Publisher(engine, "policy", run_id="rank 1", probe_every=1)
-    assert publisher.publish(0) is None and publisher.publish(1, "unchanged") is None
+    assert publisher.publish_version(0) is None and publisher.publish_version(1, "unchanged") is None
     assert engine.gathered == 1 and not [path for path in set(SHM.glob("flowrl-*")) - before if "policy" in path.name]
 
 
@@ -137,7 +152,7 @@ def test_a_byte_changed_in_the_segment_is_refused(publisher: Publisher) -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         mapping[DATA_OFFSET + 3] ^= 1
     with pytest.raises(ChecksumMismatch, match="Nothing was loaded"):
-        SegmentReceiver("unit").fetch(manifest)
+        SegmentReceiver("unit").fetch_version(manifest)
 
 
 def test_an_overwritten_manifest_is_lost(publisher: Publisher) -> None:
@@ -145,7 +160,7 @@ def test_an_overwritten_manifest_is_lost(publisher: Publisher) -> None:
     published(publisher, 1)
     published(publisher, 2)
     with pytest.raises(SegmentLost, match="take the newest manifest"):
-        SegmentReceiver("unit").fetch(first)
+        SegmentReceiver("unit").fetch_version(first)
 
 
 def test_word_sum_counts_every_byte() -> None:
@@ -160,7 +175,7 @@ def test_the_checksum_knows_which_tensor_is_which() -> None:
     def of(*tensors: tuple[str, bytes]) -> int:
         checksum = Checksum()
         for name, data in tensors:
-            checksum.add(name, "uint8", (len(data),), np.frombuffer(data, np.uint8))
+            checksum.add_tensor(name, "uint8", (len(data),), np.frombuffer(data, np.uint8))
         return checksum.value
 
     assert of(("a", b"one"), ("b", b"two")) != of(("a", b"two"), ("b", b"one"))

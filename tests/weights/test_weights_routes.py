@@ -33,7 +33,7 @@ from flowrl.recipes.ppo import graph as ppo_graph
 from flowrl.tensor_table import TensorTable
 from flowrl.weights.publish import Publisher, make_sender
 from flowrl.weights.receive import NcclReceiver, SegmentReceiver, make_receiver
-from flowrl.weights.send import AS_IT_IS, Narrowing, SegmentSender, copied
+from flowrl.weights.send import AS_IT_IS, Narrowing, SegmentSender, copy_tensors
 from tests.graph.graph_nodes import grpo
 from tests.weights.test_weights_publish import Engine
 
@@ -123,7 +123,7 @@ class RecordingSender:
         self.transmitted: list[int] = []
         self._version = -1
 
-    def stage(self, source: Engine, policy: str, version: int) -> Weights:
+    def stage_version(self, source: Engine, policy: str, version: int) -> Weights:
         self._version = version
         return Weights(
             policy=policy,
@@ -136,7 +136,7 @@ class RecordingSender:
             tensors=TensorTable(),
         )
 
-    def transmit(self) -> None:
+    def transmit_tensors(self) -> None:
         self.transmitted.append(self._version)
 
     def close(self) -> None: ...
@@ -148,9 +148,9 @@ def test_nobody_waits_for_readers_of_an_unchanged_version(monkeypatch: pytest.Mo
     monkeypatch.setattr("flowrl.weights.publish.make_sender", lambda *args, **options: recording)
     publisher = Publisher(Engine(), "policy", run_id="unit", routes=routed(NCCL), probe_every=0)
     for version, kind in ((0, "full"), (1, "unchanged"), (2, "unchanged"), (3, "full"), (4, "unchanged")):
-        manifest = publisher.publish(version, kind)
+        manifest = publisher.publish_version(version, kind)
         assert manifest is not None and manifest.version == version
-        publisher.transmit()
+        publisher.transmit_tensors()
     assert recording.transmitted == [0, 3]
 
 
@@ -168,7 +168,7 @@ def test_tensors_are_copied_between_synchronizations() -> None:
                     tensor.zero_()  # as memory that is used again
 
     engine, found = Gathered(), dict[str, torch.Tensor]()
-    for name, tensor in copied(engine, 1, lambda: events.append("synchronize"), AS_IT_IS):
+    for name, tensor in copy_tensors(engine, 1, lambda: events.append("synchronize"), AS_IT_IS):
         found[name] = tensor
         events.append(name)
     assert found.keys() == engine.tensors().keys()
@@ -242,8 +242,8 @@ def test_a_sender_gives_vllm_synchronized_copies(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device.WeightTransferTrainerFactory, "trainer_init", Recording)
     sender = device.NcclSender([WeightRoute("generator/0", NCCL, 2)], narrowing=Narrowing("bfloat16"))
     source: Any = Engine()
-    manifest = sender.stage(source, "policy", 3)
-    sender.transmit()
+    manifest = sender.stage_version(source, "policy", 3)
+    sender.transmit_tensors()
     assert manifest is not None and manifest.transport.startswith("nccl:") and len(manifest.tensors) == 3
     assert {row[1] for row in manifest.tensors} == {"bfloat16"} == sent and manifest.num_bytes == 2 * (15 + 7 + 16)
     assert events == [

@@ -19,9 +19,9 @@ from flowrl.weights.shm import SHM, Segment, SegmentLost, SegmentPool, open_vers
 
 
 def publish(pool: SegmentPool, version: int) -> str:
-    segment = pool.writable()
-    segment.write(0, memoryview(bytes([version % 256]) * 64))
-    pool.publish(segment, version, 64)
+    segment = pool.take_writable()
+    segment.write_data(0, memoryview(bytes([version % 256]) * 64))
+    pool.publish_segment(segment, version, 64)
     return segment.name
 
 
@@ -62,7 +62,7 @@ def test_a_late_reader_is_told_that_its_version_was_written_over(pool: SegmentPo
 def test_a_segment_being_written_is_no_version(pool: SegmentPool) -> None:
     name = publish(pool, 0)
     publish(pool, 1)
-    assert pool.writable().name == name
+    assert pool.take_writable().name == name
     with pytest.raises(SegmentLost, match="holds version -1"):
         open_version(name, 0)
 
@@ -107,8 +107,8 @@ import sys
 from flowrl.weights.shm import SegmentPool
 
 pool = SegmentPool(sys.argv[1], "policy")
-segment = pool.writable()
-pool.publish(segment, 0, 0)
+segment = pool.take_writable()
+pool.publish_segment(segment, 0, 0)
 print(segment.name, flush=True)
 sys.stdin.read()
 """

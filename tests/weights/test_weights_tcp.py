@@ -17,7 +17,7 @@ from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver
-from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, views
+from flowrl.weights.shm import DATA_OFFSET, SHM, Segment, SegmentLost, view_tensors
 from flowrl.weights.tcp import CHUNK_BYTES, Origin
 
 
@@ -49,15 +49,15 @@ def publish(publisher: Publisher, version: int) -> Weights:
     engine = publisher._source
     assert isinstance(engine, Engine)
     engine.value = float(version)
-    manifest = publisher.publish(version)
+    manifest = publisher.publish_version(version)
     assert manifest is not None
     return manifest
 
 
 def value(receiver: SegmentReceiver, manifest: Weights) -> float:
-    fetched = receiver.fetch(manifest)
+    fetched = receiver.fetch_version(manifest)
     segment = Segment(fetched.update["segment"])
-    ((_, tensor),) = views(segment.map(), fetched.update["tensors"], start=DATA_OFFSET)
+    ((_, tensor),) = view_tensors(segment.map_file(), fetched.update["tensors"], start=DATA_OFFSET)
     assert tensor.min() == tensor.max()
     segment.close()
     fetched.close()
@@ -76,15 +76,15 @@ def test_a_version_arrives_whole_on_another_machine(publisher: Publisher) -> Non
 
 def test_on_the_trainers_machine_the_segment_itself_is_read(publisher: Publisher) -> None:
     manifest = publish(publisher, 1)
-    fetched = SegmentReceiver("tcp").fetch(manifest)
-    assert fetched.update["segment"] == Origin.parse(manifest.transport.removeprefix("tcp:")).segment
+    fetched = SegmentReceiver("tcp").fetch_version(manifest)
+    assert fetched.update["segment"] == Origin.parse_place(manifest.transport.removeprefix("tcp:")).segment
     fetched.close()
 
 
 def test_one_reader_a_machine_copies_and_the_others_read_its_copy(publisher: Publisher) -> None:
     first, second = elsewhere(), elsewhere()
     manifest = publish(publisher, 1)
-    one, two = first.fetch(manifest), second.fetch(manifest)
+    one, two = first.fetch_version(manifest), second.fetch_version(manifest)
     assert one.update["segment"] == two.update["segment"]
     one.close()
     two.close()
@@ -99,7 +99,7 @@ def test_a_version_written_over_is_lost_to_a_remote_reader_too(publisher: Publis
     publish(publisher, 2)
     publish(publisher, 3)
     with pytest.raises(SegmentLost, match="was overwritten"):
-        reader.fetch(first)
+        reader.fetch_version(first)
     assert value(reader, publish(publisher, 4)) == 4.0
     reader.close()
 
@@ -107,25 +107,25 @@ def test_a_version_written_over_is_lost_to_a_remote_reader_too(publisher: Publis
 def test_nobody_without_the_key_is_answered(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrl.weights.tcp.SILENCE_S", 0.3)
     manifest = publish(publisher, 1)
-    origin = Origin.parse(manifest.transport.removeprefix("tcp:"))
+    origin = Origin.parse_place(manifest.transport.removeprefix("tcp:"))
     wrong = replace(manifest, transport=f"tcp:{replace(origin, public_key='00' * 32)}")
     reader = elsewhere()
     with pytest.raises(FlowrlError, match=r"did not answer for 0.3 s"):
-        reader.fetch(wrong)
+        reader.fetch_version(wrong)
     reader.close()
 
 
 def test_nothing_is_left_behind(publisher: Publisher) -> None:
     reader = elsewhere()
     value(reader, publish(publisher, 1))
-    prefix = Origin.parse(publish(publisher, 2).transport.removeprefix("tcp:")).segment.rsplit("-", 1)[0]
+    prefix = Origin.parse_place(publish(publisher, 2).transport.removeprefix("tcp:")).segment.rsplit("-", 1)[0]
     publisher.close()
     reader.close()
     assert not list(SHM.glob(f"{prefix}*"))
 
 
 def copy_and_die(manifest: Weights, copied: Any) -> None:
-    copied.send(elsewhere().fetch(manifest).update["segment"])
+    copied.send(elsewhere().fetch_version(manifest).update["segment"])
     os.kill(os.getpid(), signal.SIGKILL)
 
 

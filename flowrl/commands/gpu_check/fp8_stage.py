@@ -33,7 +33,7 @@ def fp8(bench: Bench) -> None:
     new = make_small_model(bench.directory / "new", seed=2, dtype="bfloat16")
     publisher = Publisher(ModelSource(new, "cpu"), "policy", run_id=f"gpu-check-{os.getpid()}", probe_every=1)
     try:
-        manifest = publisher.publish(0)
+        manifest = publisher.publish_version(0)
         assert manifest is not None
         asyncio.run(_compared(bench, old, new, manifest))
     finally:

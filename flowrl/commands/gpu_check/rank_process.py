@@ -18,11 +18,11 @@ def main() -> None:
     if device == "cpu":
         torch.set_num_threads(1)
     module, _, name = target.partition(":")
-    gang = Gang.meet(
+    gang = Gang.meet_ranks(
         int(rank), int(size), f"127.0.0.1:{port}", torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     )
     getattr(import_module(module), name)(gang, Path(directory), arguments)
-    gang.leave()
+    gang.leave_gang()
     sys.stdout.flush()
     os._exit(0)  # a normal exit is sometimes aborted by threads of the process group
 

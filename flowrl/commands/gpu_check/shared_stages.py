@@ -25,7 +25,7 @@ from flowrl.commands.gpu_check.training_stages import (
     plain_gradients,
     relative_difference,
 )
-from flowrl.training.model.sequence_attention import sequence_group
+from flowrl.training.model.sequence_attention import make_sequence_group
 from flowrl.training.settings import SequenceKind
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _case(name: str) -> GradientCase:
 
 def position_rank(gang: Gang, directory: Path, names: Sequence[str]) -> None:
     """Rank 0 writes what was found with each case and, on a GPU, also how much memory a long sequence takes."""
-    both, ring = (replace(gang, sequence=sequence_group(gang.rank, gang.size, gang.size, kind)) for kind in KINDS)
+    both, ring = (replace(gang, sequence=make_sequence_group(gang.rank, gang.size, gang.size, kind)) for kind in KINDS)
     found = _judged(both, directory, [name for name in names if name not in RING])
     for what, of_ring in _judged(ring, directory, [name for name in names if name in RING]).items():
         found[what] |= of_ring
@@ -121,7 +121,7 @@ def _judged(gang: Gang, directory: Path, names: Sequence[str]) -> dict[str, dict
         engine = make_engine(directory / "model", gang, clip_grad_norm=0.0, **_case(name).zero)
         found["gradients"][name] = relative_difference(full_gradient(engine), wanted)
         engine.set_lr(0.0)
-        found["norms"][name] = engine.step().grad_norm, norm
+        found["norms"][name] = engine.step_optimizer().grad_norm, norm
         del engine
         free_memory()
     return found
@@ -151,27 +151,27 @@ def sharded_scoring(bench: Bench) -> None:
 
 
 def _scored_over_ranks(bench: Bench, path: Path, dtype: Any, limit: float) -> None:
-    from flowrl.training.scoring_models import LocalModel, ModelLoad, ShardedModel, logprobs_of, scored
+    from flowrl.training.scoring_models import LocalModel, ModelLoad, ShardedModel, logprobs_of, score_items
 
     load = ModelLoad(str(path), dtype=dtype)
     prompts = random_tokens([20, 7], seed=1)
     responses = random_tokens([30, 12, 25, 9, 18], seed=2)
     tokens = [np.concatenate([prompts[at % 2], one]) for at, one in enumerate(responses)]
     items = [(one, np.arange(len(one)) > 0) for one in tokens]
-    whole = LocalModel(replace(load, dtype="float32").model())
+    whole = LocalModel(replace(load, dtype="float32").load_model())
     sharded = ShardedModel(load, bench.sights(2))
     try:
-        for state, moves in {"there": (), "back": (sharded.leave, sharded.come_back)}.items():
+        for state, moves in {"there": (), "back": (sharded.move_away, sharded.come_back)}.items():
             told = [_moved(bench, move) for move in moves]
             for budget in (60, 1000):  # several passes of two ranks; one pass, and a rank without any
-                expected = scored(whole, logprobs_of, items, 1.0, token_budget=budget)
-                found = scored(sharded, logprobs_of, items, 1.0, token_budget=budget)
+                expected = score_items(whole, logprobs_of, items, 1.0, token_budget=budget)
+                found = score_items(sharded, logprobs_of, items, 1.0, token_budget=budget)
                 gap = float(np.mean([np.abs(a - b).mean() for a, b in zip(found, expected, strict=True)]))
                 bench.figure(f"{dtype}, {state}, passes of {budget} tokens", f"{gap:.1e}")
                 bench.require(gap <= limit, f"logprobs over two ranks in {dtype} differ by {gap:.2e}, not {limit:g}")
             if told and bench.on_gpu:
                 bench.figure(f"{dtype}, leaving and coming back free", " and ".join(told))
-        sharded.every(require_halves)
+        sharded.call_everywhere(require_halves)
     finally:
         sharded.close()
 

@@ -56,7 +56,7 @@ def _step(bench: Bench, device: torch.device) -> None:
     from flowrl.training.engine.zero import ZeroEngine
 
     path = make_small_model(bench.directory / "model", large=bench.on_gpu, dtype="bfloat16")
-    gang = Gang.meet(0, 1, "", device)
+    gang = Gang.meet_ranks(0, 1, "", device)
     zero = ZeroSettings(stage=2, dtype="bfloat16", layout="rows", gradient_checkpointing=bench.on_gpu)
     engine = ZeroEngine(path, zero, gang)
     engine.set_lr(1e-5)
@@ -65,8 +65,8 @@ def _step(bench: Bench, device: torch.device) -> None:
 
     def step() -> None:
         logprobs_N, _ = engine.forward(rows, temperature=1.0)
-        engine.backward(-logprobs_N.mean(), last=True)
-        engine.step()
+        engine.add_gradient(-logprobs_N.mean(), last=True)
+        engine.step_optimizer()
 
     seconds = best_s(step, device)
     count = sum(p.numel() for p in engine.model.parameters())

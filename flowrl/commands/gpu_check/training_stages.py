@@ -17,7 +17,7 @@ from flowrl.commands.gpu_check.bench import Bench
 from flowrl.commands.gpu_check.small_model import all_masks, make_small_model, random_tokens
 from flowrl.messages import Int32
 from flowrl.training.model.row_layout import lay_out
-from flowrl.training.model.tensors import whole
+from flowrl.training.model.tensors import gather_whole
 from flowrl.training.settings import LoRA, ZeroSettings
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def full_gradient(engine: ZeroEngine, sequences: list[Int32] = SEQUENCES) -> dic
     mine = sequences[gang.rank // shared :: gang.size // shared]
     rows = lay_out(mine, all_masks(mine), layout=engine.layout, device=engine.device)
     logprobs_N, _ = engine.forward(rows, temperature=1.0)
-    engine.backward(-logprobs_N.sum() / NUM_TOKENS, last=True)
+    engine.add_gradient(-logprobs_N.sum() / NUM_TOKENS, last=True)
     named = engine.model.network.named_parameters()
-    return {name: whole(safe_get_full_grad(p), p).float().cpu().clone() for name, p in named}
+    return {name: gather_whole(safe_get_full_grad(p), p).float().cpu().clone() for name, p in named}
 
 
 def make_engine(path: Path, gang: Gang, *, stage: int, **settings: Any) -> ZeroEngine:
@@ -127,7 +127,7 @@ def residence(bench: Bench) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
     model = make_small_model(bench.directory / "model", large=bench.on_gpu, dtype="bfloat16")
-    gang = Gang.meet(0, 1, "", device)
+    gang = Gang.meet_ranks(0, 1, "", device)
     if bench.on_gpu:
         _locked_twice(bench)
     for stage in (2, 3):
@@ -160,7 +160,7 @@ def _residence_at(bench: Bench, path: Path, gang: Gang, stage: int) -> None:
     free, leaving, returning, moved = [], [], [], 0
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        moved = moving.leave()
+        moved = moving.move_away()
         left = time.perf_counter()
         free.append(free_bytes(gang.device))
         back = time.perf_counter()
@@ -188,8 +188,8 @@ def _step(engine: ZeroEngine, number: int) -> float:
     rows = lay_out(SEQUENCES[number:], all_masks(SEQUENCES[number:]), device=engine.device)
     engine.set_lr(1e-3)
     logprobs_N, _ = engine.forward(rows, temperature=1.0)
-    engine.backward(-logprobs_N.sum() / NUM_TOKENS, last=True)
-    return engine.step().grad_norm
+    engine.add_gradient(-logprobs_N.sum() / NUM_TOKENS, last=True)
+    return engine.step_optimizer().grad_norm
 
 
 def _weights(engine: ZeroEngine) -> list[Tensor]:
@@ -242,7 +242,7 @@ def qlora(bench: Bench) -> None:
         wanted = model(rows, 1.0)[0].clone()
     del rows, total
     moving = Residence((model, optimizer), device)
-    moved = moving.leave()
+    moved = moving.move_away()
     moving.come_back()
     with torch.no_grad():
         again = model(lay_out(SEQUENCES, all_masks(SEQUENCES), device=device), 1.0)[0]

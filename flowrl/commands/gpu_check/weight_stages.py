@@ -75,7 +75,7 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
     taker = make_receiver((), READER, "gpu-check")
     sampler = await started(bench, old, taker)
     try:
-        await _take(bench, sampler, taker, publisher.publish(0), "first update")
+        await _take(bench, sampler, taker, publisher.publish_version(0), "first update")
         if bench.on_gpu:
             await _sleep(bench, sampler)
             with torch.no_grad():
@@ -83,7 +83,7 @@ async def _through_shared_memory(bench: Bench, old: Path, source: ModelSource, p
                     parameter.add_(0.02 * torch.randn_like(parameter))
             await sampler.wake()
             bench.figure("free with weights alone", _free())
-            await _take(bench, sampler, taker, publisher.publish(1), "update after sleep")
+            await _take(bench, sampler, taker, publisher.publish_version(1), "update after sleep")
             bench.figure("free with the KV cache", _free())
     finally:
         await asyncio.to_thread(sampler.close)
@@ -115,7 +115,7 @@ async def _take(
     """Do one update, and check the probe."""
     assert manifest is not None
     if joins:
-        info = taker.join(manifest)
+        info = taker.join_engine(manifest)
         assert info is not None
         await sampler.join_transfer(info)
     await update(bench, sampler, taker, manifest, name)
@@ -127,7 +127,7 @@ async def _take(
 
 async def update(bench: Bench, sampler: VllmSampler, taker: Receiver, manifest: Weights, name: str) -> None:
     """Do one update in the same way as a generator."""
-    fetched = await asyncio.to_thread(taker.fetch, manifest)
+    fetched = await asyncio.to_thread(taker.fetch_version, manifest)
     try:
         began = time.perf_counter()
         await sampler.pause()
@@ -232,9 +232,9 @@ async def _over_nccl(bench: Bench) -> None:
     sampler = await started(bench, old, taker)
     try:
         for version in range(2):
-            manifest = await asyncio.to_thread(publisher.publish, version)
+            manifest = await asyncio.to_thread(publisher.publish_version, version)
             taking = _take(bench, sampler, taker, manifest, f"broadcast {version}", joins=version == 0)
-            await asyncio.gather(taking, asyncio.to_thread(publisher.transmit))
+            await asyncio.gather(taking, asyncio.to_thread(publisher.transmit_tensors))
         bench.figure("sequences of the probe", str(len(probe_sequences(source.vocab_size))))
     finally:
         await asyncio.to_thread(sampler.close)

@@ -11,7 +11,7 @@ from typing import Any
 from flowrl.models.find_model import known_directory
 from flowrl.models.policy import Policy
 from flowrl.models.sizes.known_shapes import known_shape
-from flowrl.training.layouts import RULE, Decision, decide, decide_trainer, sequence_problems, tensor_problems
+from flowrl.training.layouts import RULE, Decision, decide_layout, decide_trainer, sequence_problems, tensor_problems
 from flowrl.training.settings import Head, Layout, LoRA, SequenceKind, ZeroSettings
 
 
@@ -67,7 +67,7 @@ def balance_problems(policy: Policy, coef: float, head: Head, size: int) -> Iter
 def scoring_layout(policy: Policy, asked: Layout) -> Decision:
     """The layout of the passes of a node that scores with `policy`."""
     config = known_config(policy)
-    return Decision("rows", UNREAD) if config is None else decide(asked, config)
+    return Decision("rows", UNREAD) if config is None else decide_layout(asked, config)
 
 
 UNREAD = "the model's config.json cannot be read here"

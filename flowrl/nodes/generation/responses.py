@@ -211,9 +211,9 @@ class WeightUpdates:
             fetched = None
             if manifest.base_version != self._content:
                 try:
-                    if (info := self._receiver.join(manifest)) is not None:
+                    if (info := self._receiver.join_engine(manifest)) is not None:
                         await self._sampler.join_transfer(info)
-                    fetched = await self._context.blocking(self._receiver.fetch, manifest)
+                    fetched = await self._context.blocking(self._receiver.fetch_version, manifest)
                 except SegmentLost:
                     return False
                 stack.callback(fetched.close)

@@ -12,7 +12,7 @@ from flowrl.graph.ports import Call, In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
 from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome
 from flowrl.nodes.groups.group_filter import DynamicSampling, GroupFilter
-from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, unvalued
+from flowrl.training.advantages import GROUP_ESTIMATORS, Estimate, Estimator, leave_unvalued
 
 
 class GroupAdvantage(Node):
@@ -77,7 +77,7 @@ class GroupAdvantage(Node):
         waits = self.estimate.estimator == "gae" and any(sample.values is None for sample in members.items)
         return Group(
             group_id=members.group_id,
-            samples=unvalued(members.items) if waits else self.estimate.trainable(members.items),
+            samples=leave_unvalued(members.items) if waits else self.estimate.make_trainables(members.items),
             group_size=members.size,
             metrics=self._filter.take_sums(),
         )

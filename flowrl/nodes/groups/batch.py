@@ -34,7 +34,7 @@ from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values
 from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks.rows import OF_TASK
-from flowrl.training.advantages import Estimate, Scale, all_equal, require_one_seat, whiten, whole_reward
+from flowrl.training.advantages import Estimate, Scale, all_equal, require_one_seat, whiten_advantages, whole_reward
 from flowrl.training.batch_stats import loss_masks, trained_mask
 from flowrl.training.settings import Layout
 
@@ -283,7 +283,7 @@ def without_overlong(sample: Trainable) -> Trainable:
 
 def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: bool) -> tuple[Trainable, ...]:
     """`samples` with advantages normalised over all tokens of `masks` together, 0 elsewhere."""
-    values = whiten(
+    values = whiten_advantages(
         np.concatenate([sample.advantages for sample in samples]).astype(np.float64),
         np.concatenate(masks),
         mean_only=mean_only,
@@ -451,12 +451,12 @@ class RunningEstimate:
             self._moments.add_values([whole_reward(sample) for group in groups for sample in group.samples])
             scale = self._moments.scale
             self._metrics |= {"reward_running_mean": scale.mean, "reward_running_std": scale.std}
-        made = [self._estimate.trainable(group.samples, kl_coef=self._kl_coef, scale=scale) for group in groups]
+        made = [self._estimate.make_trainables(group.samples, kl_coef=self._kl_coef, scale=scale) for group in groups]
         if self._adaptive_kl is not None:
             sums = [
                 float(kl_T[: sample.num_tokens][sample.whole_mask].sum())
                 for group in groups
-                for sample, kl_T in zip(group.samples, self._estimate.kl(group.samples), strict=True)
+                for sample, kl_T in zip(group.samples, self._estimate.compute_kl(group.samples), strict=True)
             ]
             kl = float(np.mean(sums))
             self._metrics |= {"kl_coef": self._kl_coef, "reward_kl": kl}

@@ -24,7 +24,7 @@ from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks import Task
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward
-from flowrl.training.advantages import all_equal, require_one_seat, trainable, whole_reward
+from flowrl.training.advantages import all_equal, make_trainable, require_one_seat, whole_reward
 
 PairReference = Literal["round", "initial"]
 
@@ -112,7 +112,7 @@ class BestOfN(Selection):
 
     def group(self, members: Members[Scored], best: Scored) -> Group:
         """A group of one sample in which training raises the probability of every policy token."""
-        sample = trainable(best, best.whole_mask.astype(np.float64))
+        sample = make_trainable(best, best.whole_mask.astype(np.float64))
         return Group(members.group_id, (sample,), members.size, self._judged.take_sums())
 
 
@@ -228,7 +228,8 @@ class PairMaker(Selection):
         """The pair as neighbours that stay together."""
         pair: list[Trainable] = []
         for sample, label in ((chosen, 1), (rejected, -1)):
-            labelled = replace(trainable(sample, np.zeros(len(sample.token_ids))), label=label, pair=members.group_id)
+            made = make_trainable(sample, np.zeros(len(sample.token_ids)))
+            labelled = replace(made, label=label, pair=members.group_id)
             own = self.reference == "round"  # then the reference is the policy that sampled the pair
             pair.append(replace(labelled, ref_logprobs=sample.behavior_logprobs) if own else labelled)
         return Group(members.group_id, tuple(pair), members.size, self._judged.take_sums())

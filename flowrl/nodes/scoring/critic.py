@@ -25,10 +25,10 @@ from flowrl.messages import Float32, ValueQuestion, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.sizes.model_layout import note, scoring_layout
 from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
-from flowrl.training.layouts import refused
+from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.model.trainable import check_scalar
 from flowrl.training.settings import Dtype, Layout
-from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser, mismatch
+from flowrl.weights.probe import TOLERANCE, ProbeMismatch, coarser_dtype, mean_mismatch
 from flowrl.weights.receive import Receiver, load_published, make_receiver
 from flowrl.weights.shm import SegmentLost
 
@@ -76,7 +76,7 @@ class Critic(ScoringNode):
     def check(self, facts: Any) -> list[str]:
         if self.token_budget < 1:
             return [f"token_budget is {self.token_budget}; it needs at least the longest sample"]
-        return [*gpu_problems(self.gpus), *refused(self.layout, scoring_layout(self.policy, self.layout))]
+        return [*gpu_problems(self.gpus), *explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))]
 
     def notes(self) -> list[str]:
         return [note(scoring_layout(self.policy, self.layout))]
@@ -144,9 +144,9 @@ class Critic(ScoringNode):
 
     def _load_version(self, manifest: Weights) -> None:
         assert self.scoring is not None, "`setup` opens it"
-        fetched = self._receiver.fetch(manifest)
+        fetched = self._receiver.fetch_version(manifest)
         try:
-            self.scoring.every(load_published, fetched.update)
+            self.scoring.call_everywhere(load_published, fetched.update)
         finally:
             fetched.close()
         if manifest.probe_logprobs:
@@ -157,9 +157,9 @@ class Critic(ScoringNode):
         sequences = [np.array(tokens, np.int32) for tokens in manifest.probe_token_ids]
         masks = [np.ones(len(tokens), np.bool_) for tokens in sequences]
         found = self._values_of([*zip(sequences, masks, strict=True)])
-        difference = mismatch(manifest, [values[1:].tolist() for values in found])
+        difference = mean_mismatch(manifest, [values[1:].tolist() for values in found])
         self.context.gauge("value_mismatch", difference)
-        dtype = coarser(manifest, self.dtype)
+        dtype = coarser_dtype(manifest, self.dtype)
         if not difference <= TOLERANCE[dtype]:
             raise ProbeMismatch(
                 f"{self._replica_name} loaded version {manifest.version} of {manifest.policy!r}, but its values of the "

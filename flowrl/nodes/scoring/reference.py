@@ -43,7 +43,7 @@ from flowrl.nodes.sources.preferences import Preferences, Renderer
 from flowrl.nodes.sources.row_checks import within_limit
 from flowrl.tasks import Row
 from flowrl.tasks.row_reading.rows_on_disk import asked_ids, lowest_asked
-from flowrl.training.layouts import refused
+from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
 from flowrl.weights.receive import make_receiver
@@ -146,7 +146,7 @@ class Reference(ScoringNode):
                 f"refresh_every is {self.refresh_every}, and gpus {self.gpus:g}; the weights of a reference that is "
                 "sharded stay as they are, so give it one GPU, or no refresh_every"
             )
-        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+        return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
         return [note(scoring_layout(self.policy, self.layout))]
@@ -218,9 +218,9 @@ class Reference(ScoringNode):
 
     def _refresh_reference(self, kept: KeptReferences, manifest: Weights) -> None:
         """Make the reference of a published version. The version is not overwritten before this node holds it."""
-        fetched = self._receiver.fetch(manifest)
+        fetched = self._receiver.fetch_version(manifest)
         try:
-            kept.add_reference(manifest.version, self._published.read(fetched.update))
+            kept.add_reference(manifest.version, self._published.read_update(fetched.update))
         finally:
             fetched.close()
 
@@ -399,7 +399,7 @@ class PreferenceReference(Node):
         if self.num_held_out < 0:
             problems.append(f"num_held_out is {self.num_held_out}; it has to be 0 (none) or more")
         problems += gpu_problems(self.gpus)
-        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+        return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
         return [note(scoring_layout(self.policy, self.layout))]

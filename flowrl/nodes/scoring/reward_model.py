@@ -38,7 +38,7 @@ from flowrl.tasks import KnownRows, Row, Task, parts_of
 from flowrl.tasks.reward_calls.http import AWAY_S
 from flowrl.tasks.reward_calls.judge import BadReward, Verdicts
 from flowrl.tasks.rewards import MODEL, beside_model, named_parts
-from flowrl.training.layouts import refused
+from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.settings import Dtype, Layout
 
 if TYPE_CHECKING:
@@ -116,7 +116,9 @@ class RewardModel(ScoringNode):
         for name in ("batch", "token_budget"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
-        return problems + (refused(self.layout, scoring_layout(self.reward_policy, self.layout)) if self.model else [])
+        if self.model:
+            problems += explain_refused_tree(self.layout, scoring_layout(self.reward_policy, self.layout))
+        return problems
 
     def notes(self) -> list[str]:
         return [note(scoring_layout(self.reward_policy, self.layout))]

@@ -49,10 +49,10 @@ class ScoringNode(Node):
 
     def score_items(self, one: Callable[..., list[R]], items: Sequence[Any], *args: Any) -> list[R]:
         """The result of the pass `one` (`flowrl.training.scoring_models`) for each item; blocking."""
-        from flowrl.training.scoring_models import scored
+        from flowrl.training.scoring_models import score_items
 
         assert self.scoring is not None, "`setup` opens it"
-        return scored(self.scoring, one, items, *args, token_budget=self.token_budget)
+        return score_items(self.scoring, one, items, *args, token_budget=self.token_budget)
 
     def footprint(self, share: Share) -> Footprint | None:
         return scoring_footprint(self.scored_by, share, self.dtype, self.token_budget)
@@ -73,7 +73,7 @@ class ScoringNode(Node):
 
     async def on_release(self) -> None:
         if self.context.gpus and self.scoring is not None:
-            await self.blocking(self.scoring.leave)
+            await self.blocking(self.scoring.move_away)
 
     async def close(self) -> None:
         if self.scoring is not None:
@@ -85,7 +85,7 @@ def open_scoring_model(load: ModelLoad, gpus: Sequence[int], device: str, *, thr
     from flowrl.training.scoring_models import LocalModel
 
     if len(gpus) < 2:
-        return LocalModel(load.model().to(device))
+        return LocalModel(load.load_model().to(device))
     from flowrl.training.scoring_models import ShardedModel
 
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")

@@ -15,8 +15,8 @@ from flowrl.models import Policy, check_model, known_directory, require_same_voc
 from flowrl.models.sizes.model_layout import note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, require_one_sequence
-from flowrl.training.advantages import Array, distillation_advantages, trainable
-from flowrl.training.layouts import refused
+from flowrl.training.advantages import Array, distillation_advantages, make_trainable
+from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.model.trainable import check_policy
 from flowrl.training.settings import Dtype, Layout
 
@@ -75,7 +75,7 @@ class Teacher(ScoringNode):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
         problems += gpu_problems(self.gpus)
-        return problems + refused(self.layout, scoring_layout(self.policy, self.layout))
+        return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
         return [note(scoring_layout(self.policy, self.layout))]
@@ -139,7 +139,7 @@ class TeacherAdvantage(Node):
 
     async def run(self) -> None:
         async for members in self.scored.groups(self.size):
-            samples = tuple(trainable(sample, self.token_advantages(sample)) for sample in members.items)
+            samples = tuple(make_trainable(sample, self.token_advantages(sample)) for sample in members.items)
             await self.groups.send(Group(members.group_id, samples, members.size), made_from=members.items)
 
     def token_advantages(self, sample: Scored) -> Array:

@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from flowrl.training.model.sequence_attention import SequenceGroup, sequence_group
+from flowrl.training.model.sequence_attention import SequenceGroup, make_sequence_group
 from flowrl.training.settings import SequenceKind
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Gang:
     """Number of consecutive ranks that share their micro-batches, each with a part of the model's matrices."""
 
     @classmethod
-    def meet(
+    def meet_ranks(
         cls,
         rank: int,
         size: int,
@@ -63,11 +63,13 @@ class Gang:
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
-            torch.distributed.init_process_group(backend, store=_store(rank, size, address), rank=rank, world_size=size)
+            torch.distributed.init_process_group(
+                backend, store=make_store(rank, size, address), rank=rank, world_size=size
+            )
         _ready_deepspeed()
-        return cls(rank, size, device, sequence_group(rank, size, sequence, kind), tensor)
+        return cls(rank, size, device, make_sequence_group(rank, size, sequence, kind), tensor)
 
-    def gather(self, item: T) -> list[T]:
+    def gather_objects(self, item: T) -> list[T]:
         """Return the plain objects of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [item]
@@ -75,9 +77,9 @@ class Gang:
         torch.distributed.all_gather_object(items, item)
         return items
 
-    def parts(self, item: T) -> list[T]:
+    def gather_parts(self, item: T) -> list[T]:
         """Return the plain object of each part of a batch, on every rank; ranks that share a part give one object."""
-        return self.gather(item)[:: self.ranks_per_part]
+        return self.gather_objects(item)[:: self.ranks_per_part]
 
     @property
     def ranks_per_part(self) -> int:
@@ -99,13 +101,13 @@ class Gang:
         """Number of copies of the model, sharded by ZeRO or not, among which gradients are averaged."""
         return self.size // self.tensor_size
 
-    def leave(self) -> None:
+    def leave_gang(self) -> None:
         """Leave the gang together: rank 0 keeps the store, to which the other ranks report that they leave."""
-        self.gather(None)
+        self.gather_objects(None)
         torch.distributed.destroy_process_group()
 
 
-def _store(rank: int, size: int, address: str) -> TCPStore:
+def make_store(rank: int, size: int, address: str) -> TCPStore:
     """The store of the gang. Rank 0 listens only at this address; torch by default listens at all addresses."""
     host, _, port = address.rpartition(":")
     listening = None if rank else socket.create_server((host, int(port)), backlog=size).detach()

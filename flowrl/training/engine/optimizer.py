@@ -41,13 +41,13 @@ def make_optimizer(model: nn.Module, settings: ZeroSettings) -> torch.optim.Opti
     if settings.optimizer == "sgd":
         return torch.optim.SGD(trained.values(), lr=0.0)
     if settings.optimizer == "muon":
-        return _muon(trained, settings)
+        return make_muon(trained, settings)
     if not settings.weight_decay:
-        return _adamw([{"params": list(trained.values()), "weight_decay": 0.0}], settings)
-    return _adamw(_by_decay(trained, settings), settings)
+        return make_adamw([{"params": list(trained.values()), "weight_decay": 0.0}], settings)
+    return make_adamw(group_by_decay(trained, settings), settings)
 
 
-def rates(
+def rates_by_group(
     groups: Sequence[dict[str, Any]], lr: float, settings: ZeroSettings
 ) -> Iterator[tuple[dict[str, Any], float]]:
     """Every parameter group with its learning rate."""
@@ -55,32 +55,32 @@ def rates(
         yield group, lr * settings.muon_lr_factor if group.get("use_muon") else lr
 
 
-def _adamw(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
+def make_adamw(groups: list[dict[str, Any]], settings: ZeroSettings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-def _by_decay(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> list[dict[str, Any]]:
+def group_by_decay(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> list[dict[str, Any]]:
     """A group of matrices with weight decay and a group of all others without; empty groups are left out."""
-    matrices = [p for p in parameters.values() if len(_shape(p)) > 1]
-    others = [p for p in parameters.values() if len(_shape(p)) <= 1]
+    matrices = [p for p in parameters.values() if len(whole_parameter_shape(p)) > 1]
+    others = [p for p in parameters.values() if len(whole_parameter_shape(p)) <= 1]
     groups = ({"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 
 
-def _muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> torch.optim.Optimizer:
+def make_muon(parameters: Mapping[str, nn.Parameter], settings: ZeroSettings) -> torch.optim.Optimizer:
     """DeepSpeed's Muon: it gathers and orthogonalizes whole gradients, even if ZeRO shards them flat."""
     torch._dynamo.config.disable = not torch.cuda.is_available()  # compiling for the CPU needs a compiler, and a minute
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     for name, parameter in parameters.items():
-        parameter.use_muon = len(_shape(parameter)) == 2 and not any(end in name for end in ENDS)  # type: ignore[attr-defined]
+        parameter.use_muon = len(whole_parameter_shape(parameter)) == 2 and not any(end in name for end in ENDS)  # type: ignore[attr-defined]
     matrices = [p for p in parameters.values() if p.use_muon]  # type: ignore[attr-defined]
     others = {name: p for name, p in parameters.items() if not p.use_muon}  # type: ignore[attr-defined]
     if not matrices:
         raise ConfigError("muon trains matrices of layers, and this model has none that are trained; choose adamw")
     adam = {"lr": 0.0, "betas": settings.betas, "eps": settings.eps, "use_muon": False}
     muon = {"lr": 0.0, "momentum": settings.momentum, "weight_decay": settings.weight_decay, "use_muon": True}
-    groups = [{"params": matrices, **muon}, *({**group, **adam} for group in _by_decay(others, settings))]
+    groups = [{"params": matrices, **muon}, *({**group, **adam} for group in group_by_decay(others, settings))]
     optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups)
     return optimizer
 
@@ -95,7 +95,7 @@ def _import_unused_muon() -> None:
         torch.compile = compile_
 
 
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def whole_parameter_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The parameter's whole shape; under ZeRO-3 its own `shape` is that of an empty tensor."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -115,13 +115,15 @@ def sum_at_once(optimizer: Any) -> None:
     if isinstance(optimizer.optimizer, MuonWithAuxAdam) or optimizer.overlap_comm or not optimizer.partition_gradients:
         return
     sums = _GradientSums(optimizer)
-    optimizer.process_gradients = sums.add
+    optimizer.process_gradients = sums.add_gradient
     optimizer._use_compact_grad_partition_buffer = lambda group: True
-    optimizer._build_compact_grad_partition_buffer = sums.begin
+    optimizer._build_compact_grad_partition_buffer = sums.begin_sums
     optimizer.reduce_ipg_grads = lambda comm_dtype=None: None  # nothing is ever in a bucket
-    optimizer.independent_gradient_partition_epilogue = sums.ending(optimizer.independent_gradient_partition_epilogue)
+    optimizer.independent_gradient_partition_epilogue = sums.wrap_epilogue(
+        optimizer.independent_gradient_partition_epilogue
+    )
     if optimizer.compute_grad_norm:
-        optimizer.scaled_global_norm = sums.norm
+        optimizer.scaled_global_norm = sums.compute_norm
         optimizer.check_overflow = lambda partition_gradients=True: None
 
 
@@ -141,7 +143,7 @@ class _GradientSums:
         self._kept: dict[int, Tensor] = {}
         """Group -> memory of its sums, kept on a CPU: new pages would take as long as writing the sums into them."""
 
-    def begin(self, group: int) -> Any:
+    def begin_sums(self, group: int) -> Any:
         """New sums for a group, which DeepSpeed keeps until its step."""
         from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
@@ -164,47 +166,47 @@ class _GradientSums:
         self._parts |= self._missing[group]
         return GradPartitionBufferGroup(parts, flat)
 
-    def add(self, parameter: Tensor, group: int) -> None:
+    def add_gradient(self, parameter: Tensor, group: int) -> None:
         """Take the gradient that a backward pass has just made."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
         self._optimizer._get_compact_grad_partition_buffer(group)
         missing = self._missing[group].pop(id(parameter), None)
-        _take(gradient, self._parts[id(parameter)], first=missing is not None)
+        _take_gradient(gradient, self._parts[id(parameter)], first=missing is not None)
 
-    def ending(self, epilogue: Callable[[], None]) -> Callable[[], None]:
+    def wrap_epilogue(self, epilogue: Callable[[], None]) -> Callable[[], None]:
         """DeepSpeed's end of a backward pass; after a step's last pass, it also sets sums without any gradient to 0."""
 
         def end() -> None:
             epilogue()  # starts the sums of groups in which no parameter had a gradient
             if self._optimizer.is_gradient_accumulation_boundary():
-                self._complete()
+                self._fill_missing()
 
         return end
 
-    def _complete(self) -> None:
+    def _fill_missing(self) -> None:
         for missing in self._missing.values():
             for part in missing.values():
                 part.zero_()
             missing.clear()
         self._parts.clear()
 
-    def norm(self, norm_type: int = 2) -> Tensor:
+    def compute_norm(self, norm_type: int = 2) -> Tensor:
         """The L2 norm of all sums; infinite if one of them is not finite."""
         groups = self._optimizer.averaged_gradients.values()
-        total = torch.stack([_square(group.flat_partition) for group in groups]).sum()
+        total = torch.stack([sum_squares(group.flat_partition) for group in groups]).sum()
         return total.where(total.isfinite(), torch.inf).sqrt().float()
 
 
-def _take(gradient: Tensor, part: Tensor, *, first: bool) -> None:
+def _take_gradient(gradient: Tensor, part: Tensor, *, first: bool) -> None:
     if first:
         part.copy_(gradient)
     else:
         part.add_(gradient)
 
 
-def _square(flat: Tensor) -> Tensor:
+def sum_squares(flat: Tensor) -> Tensor:
     """The sum of squares, in fp64."""
     if flat.device.type != "cpu":
         norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
@@ -217,7 +219,7 @@ def _square(flat: Tensor) -> Tensor:
 
 
 @contextmanager
-def divided(engine: Any, number: float) -> Iterator[None]:
+def divide_gradient(engine: Any, number: float) -> Iterator[None]:
     """Within this context, a DeepSpeed engine's next step divides its accumulated gradient by `number`."""
     optimizer = engine.optimizer
     if number == 1.0:

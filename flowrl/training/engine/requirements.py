@@ -99,7 +99,7 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int, parts: int =
     return []
 
 
-def in_shards(zero: ZeroSettings, num_ranks: int) -> bool:
+def saves_in_shards(zero: ZeroSettings, num_ranks: int) -> bool:
     """Whether ranks with these settings save in a form that any number of ranks can load (`shards`)."""
     return zero.effective_stage(num_ranks) > 0 and zero.optimizer != "muon" and not zero.nvme_path
 
@@ -110,7 +110,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def _unsharded_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> Iterator[str]:
-    if not in_shards(zero, num_ranks):
+    if not saves_in_shards(zero, num_ranks):
         now = "optimizer muon" if zero.optimizer == "muon" else "ZeRO stage 0"
         yield (
             f"checkpoint {path} was written with adamw or sgd at ZeRO stage 1, 2 or 3, but this run has {now}, which "
@@ -198,24 +198,25 @@ OURS = {
 
 def setting_problems(settings: Mapping[str, Any]) -> list[str]:
     """What is wrong with the names of `--zero.deepspeed`, as complete sentences."""
-    return [*_problems(settings)]
+    return [*list_name_problems(settings)]
 
 
-def _problems(settings: Mapping[str, Any]) -> Iterator[str]:
+def list_name_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     known, of_zero = known_settings()
     for name, value in settings.items():
         if name in OURS:
             yield f"--zero.deepspeed sets {name!r}, which a run decides itself; leave it out, and see {OURS[name]}"
         elif known and name not in known:
-            yield f"--zero.deepspeed names {name!r}, which is no setting of DeepSpeed; {_hint(name, known)}"
+            yield f"--zero.deepspeed names {name!r}, which is no setting of DeepSpeed; {hint_at_name(name, known)}"
         elif name == ZERO and not isinstance(value, Mapping):
             yield f"--zero.deepspeed sets {ZERO} to {value!r}; name one of its settings, as {ZERO}.overlap_comm=true"
         elif name == ZERO and of_zero:
             for inner in sorted(value.keys() - of_zero):
-                yield f"--zero.deepspeed names '{ZERO}.{inner}', which is no setting of ZeRO; {_hint(inner, of_zero)}"
+                hint = hint_at_name(inner, of_zero)
+                yield f"--zero.deepspeed names '{ZERO}.{inner}', which is no setting of ZeRO; {hint}"
 
 
-def _hint(name: str, known: frozenset[str]) -> str:
+def hint_at_name(name: str, known: frozenset[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}?" if near else "its documentation lists them"
 
@@ -250,7 +251,7 @@ def build_async_io() -> None:
     """Compile async_io, or load the existing build. Takes minutes once; other processes of the machine wait."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    directory = _directory()
+    directory = find_build_directory()
     with (directory.parent / "flowrl-async_io.lock").open("w", encoding="utf-8") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
         (directory / "lock").unlink(missing_ok=True)
@@ -259,10 +260,10 @@ def build_async_io() -> None:
 
 def is_built() -> bool:
     """Whether async_io is already compiled on this machine."""
-    return any(_directory().glob("*.so"))
+    return any(find_build_directory().glob("*.so"))
 
 
-def _directory() -> Path:
+def find_build_directory() -> Path:
     """The directory into which torch compiles it."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import _get_build_directory

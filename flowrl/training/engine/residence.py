@@ -35,7 +35,7 @@ PASSED_BY = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, st
 def device_storages(root: object, device: torch.device) -> list[UntypedStorage]:
     """The storages on `device` that can be reached from `root`, each once; those of 0 bytes are left out."""
     found: dict[int, UntypedStorage] = {}
-    for tensor in _tensors(root):
+    for tensor in list_tensors(root):
         if tensor.device.type == device.type and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.resizable():
@@ -43,7 +43,7 @@ def device_storages(root: object, device: torch.device) -> list[UntypedStorage]:
     return list(found.values())
 
 
-def _tensors(root: object) -> Iterator[Tensor]:
+def list_tensors(root: object) -> Iterator[Tensor]:
     seen: set[int] = set()
     waiting: list[object] = [root]
     kept = []  # objects made during the search must not be freed, or another one could get the same id
@@ -57,10 +57,10 @@ def _tensors(root: object) -> Iterator[Tensor]:
             yield thing
             if thing.is_leaf and thing.grad is not None:
                 waiting.append(thing.grad)
-        waiting.extend(_parts(thing))
+        waiting.extend(list_attributes(thing))
 
 
-def _parts(thing: object) -> Iterator[object]:
+def list_attributes(thing: object) -> Iterator[object]:
     if isinstance(thing, Mapping):
         yield from thing.keys()
         yield from thing.values()
@@ -90,7 +90,7 @@ class Residence:
         """Whether `leave` was called, and `come_back` has not been called since."""
         return bool(self._away)
 
-    def leave(self) -> int:
+    def move_away(self) -> int:
         """Move everything to host memory; returns the bytes moved. Does nothing if it is already there."""
         if self._away:
             return 0
@@ -98,9 +98,9 @@ class Residence:
         storages = device_storages(self._root, self._device)
         places = _places(storages)
         total = places[-1] if places else 0
-        host = self._host.of(total)
+        host = self._host.reserve_for(total)
         for storage, start in zip(storages, places, strict=False):
-            host[start : start + storage.nbytes()].copy_(_bytes(storage), non_blocking=True)
+            host[start : start + storage.nbytes()].copy_(view_bytes(storage), non_blocking=True)
         self._synchronize()
         self._sizes = [storage.nbytes() for storage in storages]
         for storage in storages:
@@ -112,11 +112,11 @@ class Residence:
     def come_back(self) -> int:
         """Move everything back to the device; returns the bytes moved. Does nothing if it is already there."""
         storages, self._away = self._away, []
-        places = _offsets(self._sizes) if storages else []
-        host = self._host.of(places[-1] if places else 0)
+        places = list_offsets(self._sizes) if storages else []
+        host = self._host.reserve_for(places[-1] if places else 0)
         for storage, size, start in zip(storages, self._sizes if storages else (), places, strict=False):
             storage.resize_(size)
-            _bytes(storage).copy_(host[start : start + size], non_blocking=True)
+            view_bytes(storage).copy_(host[start : start + size], non_blocking=True)
         self._synchronize()
         return sum(self._sizes) if storages else 0
 
@@ -144,12 +144,12 @@ class HostMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._unlock: finalize[..., object] | None = None
 
-    def of(self, num_bytes: int) -> Tensor:
+    def reserve_for(self, num_bytes: int) -> Tensor:
         """[at least `num_bytes`], uint8. The memory keeps its content if it was already large enough."""
         if self._memory.numel() < num_bytes:
             self.close()
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-            self._register()
+            self._lock_pages()
         return self._memory
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class HostMemory:
         self._unlock = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def _register(self) -> None:
+    def _lock_pages(self) -> None:
         if self._pinned and page_lock(self._memory):
             # Unlock even without a call of `close`: once the memory is freed, its addresses may be reused.
             self._unlock = finalize(self, page_unlock, self._memory)
@@ -197,10 +197,10 @@ def _forget_error() -> None:
 
 
 def _places(storages: list[UntypedStorage]) -> list[int]:
-    return _offsets([storage.nbytes() for storage in storages])
+    return list_offsets([storage.nbytes() for storage in storages])
 
 
-def _offsets(sizes: list[int]) -> list[int]:
+def list_offsets(sizes: list[int]) -> list[int]:
     """The offset of each piece in one block of memory, followed by the length of the block."""
     starts = [0]
     for size in sizes:
@@ -208,6 +208,6 @@ def _offsets(sizes: list[int]) -> list[int]:
     return starts
 
 
-def _bytes(storage: UntypedStorage) -> Tensor:
+def view_bytes(storage: UntypedStorage) -> Tensor:
     """All of a storage as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -49,32 +49,32 @@ class Ema:
         """The flat tensors of the average, one for each flat tensor of the master weights."""
         return self._average
 
-    def update(self) -> None:
+    def add_weights(self) -> None:
         """Add the weights that an optimizer step just made to the average."""
         for average, master in zip(self._average, master_weights(self._engine), strict=True):
             average.lerp_(master, 1.0 - self._decay)
 
     @contextmanager
-    def exchanged(self) -> Iterator[None]:
+    def exchange_weights(self) -> Iterator[None]:
         """Within this context average and master weights are exchanged."""
-        self._exchange()
+        self._swap_contents()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap_contents()
 
-    def _exchange(self) -> None:
+    def _swap_contents(self) -> None:
         """Swap the contents, in place: DeepSpeed keeps its own references to the master tensors."""
         for average, master in zip(self._average, master_weights(self._engine), strict=True):
             kept = master.clone()
             master.copy_(average)
             average.copy_(kept)
 
-    def save(self, path: Path, rank: int) -> None:
+    def save_average(self, path: Path, rank: int) -> None:
         """Write this rank's part into the directory `path` of a checkpoint."""
         torch.save(self._average, path / f"ema_rank_{rank}.pt")
 
-    def load(self, path: Path, rank: int) -> None:
+    def load_average(self, path: Path, rank: int) -> None:
         """Load what `save` wrote; if there is no file (ema_decay is new), start from the weights just loaded."""
         file = path / f"ema_rank_{rank}.pt"
         found = torch.load(file) if file.exists() else master_weights(self._engine)
@@ -137,7 +137,7 @@ def save_shards(engine: Any, path: Path, rank: int, averages: Sequence[Tensor], 
         state = engine.optimizer.optimizer.state.get(flat, {}) if optimizer else {}
         kept = {MASTER: flat.detach(), **({AVERAGE: averages[number]} if averages else {})}
         kept |= {name: value for name, value in state.items() if _is_like(value, flat)}
-        groups.append({name: _alone(value) for name, value in kept.items()})
+        groups.append({name: own_storage(value) for name, value in kept.items()})
         others = {name: value for name, value in state.items() if not _is_like(value, flat)}
         scalars.append({name: value.cpu() if isinstance(value, Tensor) else value for name, value in others.items()})
     content = {"parts": [astuple(one) for one in list_shard_parts(engine)], "groups": groups, "scalars": scalars}
@@ -151,7 +151,7 @@ def load_shards(engine: Any, path: Path, averages: Sequence[Tensor], *, optimize
     the checkpoint lacks elements of a parameter.
     """
     saved = _Saved(path)
-    begun = _ready(engine)
+    begun = prepare_for_masters(engine)
     flats = flat_masters(engine)
     for part in list_shard_parts(engine):
         flat = flats[part.group]
@@ -160,9 +160,9 @@ def load_shards(engine: Any, path: Path, averages: Sequence[Tensor], *, optimize
             targets[AVERAGE] = averages[part.group]
         if optimizer:
             state = engine.optimizer.optimizer.state[flat]
-            saved.complete(state, part.name, flat)
+            saved.complete_state(state, part.name, flat)
             targets |= {name: value for name, value in state.items() if _is_like(value, flat)}
-        saved.fill(part, targets)
+        saved.fill_part(part, targets)
     if optimizer and saved.has_optimizer and hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # below stage 3: parameters find their moments
     begun()
@@ -176,7 +176,7 @@ def flat_masters(engine: Any) -> list[Any]:
 def list_shard_parts(engine: Any) -> list[ShardPart]:
     """Which elements of which parameters this rank's flat tensors have, and where; padding is left out."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    found = _stage_3 if _shards_parameters(engine.optimizer) else _below_stage_3
+    found = list_parts_at_stage_3 if _shards_parameters(engine.optimizer) else list_parts_below_stage_3
     return list(found(engine.optimizer, names))
 
 
@@ -185,7 +185,7 @@ def _shards_parameters(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
+def list_parts_at_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
     for group in optimizer.fp16_groups:
         for parameter in group:
             number, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -195,7 +195,7 @@ def _stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
                 yield ShardPart(names[id(parameter)], number, offset, start, length)
 
 
-def _below_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
+def list_parts_below_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPart]:
     for group in optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups:
         for parameter in group:
             mapping = parameter._hp_mapping
@@ -204,7 +204,7 @@ def _below_stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[ShardPa
                 yield ShardPart(names[id(parameter)], mapping.param_group_index, flat.start, whole.start, flat.numel)
 
 
-def _ready(engine: Any) -> Any:
+def prepare_for_masters(engine: Any) -> Any:
     """Prepare the engine for new masters. The returned function makes the weights from them; it is collective."""
     optimizer = engine.optimizer
     if not _shards_parameters(optimizer):
@@ -237,7 +237,7 @@ class _Saved:
         """Whether the optimizer's state was saved."""
         return any(group.keys() - {MASTER, AVERAGE} for content in self._contents for group in content["groups"])
 
-    def fill(self, mine: ShardPart, targets: Mapping[str, Tensor]) -> None:
+    def fill_part(self, mine: ShardPart, targets: Mapping[str, Tensor]) -> None:
         """Copy the saved values of the part `mine` into the flat tensors `targets`, by name."""
         filled = 0
         for number, theirs in self._by_name.get(mine.name, ()):
@@ -258,7 +258,7 @@ class _Saved:
                 "another model, or not complete: resume from another checkpoint"
             )
 
-    def complete(self, state: dict[str, Any], name: str, flat: Tensor) -> None:
+    def complete_state(self, state: dict[str, Any], name: str, flat: Tensor) -> None:
         """Add to the `state` of an optimizer that has not stepped what the saved state has for the parameter's group.
 
         Below stage 3 there is no state before the first step. Tensors like `flat` are added as zeros, which `fill`
@@ -274,7 +274,7 @@ class _Saved:
             state[key] = value.clone().to(flat.device) if isinstance(value, Tensor) else value
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def own_storage(tensor: Tensor) -> Tensor:
     """The tensor in host memory, with a storage of its own: a file would contain all of a larger, shared storage."""
     here = tensor.cpu()
     return here.clone() if here.untyped_storage().nbytes() > here.nbytes else here

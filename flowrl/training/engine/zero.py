@@ -39,8 +39,15 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
 from flowrl.training.engine.gang import Gang
-from flowrl.training.engine.optimizer import divided, make_optimizer, rates, sum_at_once
-from flowrl.training.engine.requirements import TAG, build_async_io, in_shards, is_sharded, part_path, resume_problems
+from flowrl.training.engine.optimizer import divide_gradient, make_optimizer, rates_by_group, sum_at_once
+from flowrl.training.engine.requirements import (
+    TAG,
+    build_async_io,
+    is_sharded,
+    part_path,
+    resume_problems,
+    saves_in_shards,
+)
 from flowrl.training.engine.training_state import (
     Ema,
     load_offloaded,
@@ -49,29 +56,43 @@ from flowrl.training.engine.training_state import (
     save_shards,
     whole_master_weight,
 )
-from flowrl.training.layouts import Decision, Placing, decide_trainer, refused, sequence_problems, tensor_problems
+from flowrl.training.layouts import (
+    Decision,
+    Placing,
+    decide_trainer,
+    explain_refused_tree,
+    sequence_problems,
+    tensor_problems,
+)
 from flowrl.training.model.adapter import adapter_off, write_adapter
 from flowrl.training.model.policy_model import (
     PolicyModel,
     Wrapped,
-    bare,
     choose_attention,
-    companions,
-    found_balance,
+    find_balance,
     load_policy_model,
+    make_bare_model,
+    read_companions,
     read_config,
     splits_packed_rows,
 )
 from flowrl.training.model.products import multiply_fast
-from flowrl.training.model.row_layout import RowLayout, compute, lay_out, num_sliced, require_slices, require_trees
+from flowrl.training.model.row_layout import (
+    RowLayout,
+    compute_in_slices,
+    lay_out,
+    num_sliced,
+    require_slices,
+    require_trees,
+)
 from flowrl.training.model.sequence_attention import make_exchanging
 from flowrl.training.model.tensors import (
     Entry,
     adapted_layers,
     adapter_weights,
-    bucketed,
+    gather_whole,
     partition_config,
-    whole,
+    split_in_buckets,
     whole_norm,
     whole_weights,
 )
@@ -172,11 +193,11 @@ class ZeroEngine:
         self.settings = settings
         self.lora = lora or LoRA()
         self.source = Path(path)
-        self._beside = companions(path) if gang.rank == 0 else {}
+        self._beside = read_companions(path) if gang.rank == 0 else {}
         architecture = read_config(path, trust_remote_code=trust_remote_code).to_dict()
         trees = decide_trainer(settings, architecture, gang.sequence_kind)
         for problem in (
-            *refused(settings.layout, trees),
+            *explain_refused_tree(settings.layout, trees),
             *sequence_problems(gang.sequence_size, settings, architecture, kind=gang.sequence_kind),
             *tensor_problems(gang.tensor_size, settings, self.lora, architecture, sequence=gang.sequence_size),
         ):
@@ -204,7 +225,7 @@ class ZeroEngine:
         else:
             self.model = load_policy_model(path, **options)
         if balanced and isinstance(self.model, PolicyModel):
-            self.model.balance = found_balance(self.model.network)
+            self.model.balance = find_balance(self.model.network)
         del sharded
         if gang.sequence is not None:
             make_exchanging(self.model.network.config._attn_implementation)
@@ -229,17 +250,17 @@ class ZeroEngine:
             "device": gang.device,
         }
         if gang.sequence is not None:
-            require_slices(self._own_scores, self._scores, layout=self.layout, **model_facts)
+            require_slices(self._own_scores, self._compute_scores, layout=self.layout, **model_facts)
         if trees.trees:
-            require_trees(self._scores, **model_facts)
+            require_trees(self._compute_scores, **model_facts)
 
-    def _scores(self, rows: RowLayout) -> Tensor:
+    def _compute_scores(self, rows: RowLayout) -> Tensor:
         """Values of a scalar head, or logprobs of a language model at temperature 1."""
-        return compute(self._engine, rows, self.gang.sequence)[0]
+        return compute_in_slices(self._engine, rows, self.gang.sequence)[0]
 
     def _own_scores(self, rows: RowLayout) -> Tensor:
         """The same as `_scores`, but each rank computes all positions itself."""
-        return compute(self._engine, rows, None)[0]
+        return compute_in_slices(self._engine, rows, None)[0]
 
     @property
     def rank(self) -> int:
@@ -257,23 +278,23 @@ class ZeroEngine:
 
     def forward(self, rows: RowLayout, *, temperature: float, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs_N, entropies_N) of the policy tokens, with an autograd graph except under `torch.no_grad`."""
-        logprobs_N, entropies_N, *_ = self.outputs(rows, temperature, entropy_gradient)
+        logprobs_N, entropies_N, *_ = self.compute_outputs(rows, temperature, entropy_gradient)
         return logprobs_N, entropies_N
 
-    def outputs(self, rows: RowLayout, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
+    def compute_outputs(self, rows: RowLayout, temperature: float, entropy_gradient: bool) -> tuple[Tensor, ...]:
         """As `forward`; a `balanced` engine with gradients also returns the load-balancing loss of the pass."""
-        return compute(self._engine, rows, self.gang.sequence, temperature, entropy_gradient)
+        return compute_in_slices(self._engine, rows, self.gang.sequence, temperature, entropy_gradient)
 
-    def values(self, rows: RowLayout) -> Tensor:
+    def compute_values(self, rows: RowLayout) -> Tensor:
         """The scalar head's values at the rows' places, [N], with an autograd graph except under `torch.no_grad`."""
-        (values_N,) = compute(self._engine, rows, self.gang.sequence)
+        (values_N,) = compute_in_slices(self._engine, rows, self.gang.sequence)
         return values_N
 
     def num_computed(self, rows: RowLayout) -> int:
         """Tokens that a pass over `rows` computes, on all ranks that share it, padding included."""
         return rows.num_computed if self.gang.sequence is None else num_sliced(rows, self.gang.sequence)
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def add_gradient(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a loss with global denominators; `last`: it is the last of its optimizer step."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.gang.num_copies, scale_wrt_gas=False)
@@ -284,20 +305,20 @@ class ZeroEngine:
         with adapter_off(self.model):
             yield
 
-    def step(self, *, divide_by: float = 1.0) -> ZeroStep:
+    def step_optimizer(self, *, divide_by: float = 1.0) -> ZeroStep:
         """Divide the gradient, clip it and update the weights, after a backward with `last`.
 
         `divide_by` is the same on all ranks: 1, or the batch's count of tokens, sequences or pairs if the losses were
         sums. The norm is that of the divided gradient, before clipping. If it is not finite, weights and EMA stay
         unchanged.
         """
-        with divided(self._engine, divide_by):
-            step = self._step()
+        with divide_gradient(self._engine, divide_by):
+            step = self._apply_step()
         if self._ema is not None and step.applied:
-            self._ema.update()
+            self._ema.add_weights()
         return step
 
-    def _step(self) -> ZeroStep:
+    def _apply_step(self) -> ZeroStep:
         if self._stage == 0:
             norm = self._plain_norm()
             if not np.isfinite(norm):
@@ -315,7 +336,7 @@ class ZeroEngine:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def set_lr(self, lr: float) -> None:
-        for group, rate in rates(self._engine.optimizer.param_groups, lr, self.settings):
+        for group, rate in rates_by_group(self._engine.optimizer.param_groups, lr, self.settings):
             group["lr"] = rate
 
     # Weight output
@@ -325,21 +346,23 @@ class ZeroEngine:
 
         An adapter is merged into the weights it adapts.
         """
-        return self._gathered(whole_weights(self.model.network), max_bytes)
+        return self._gather_entries(whole_weights(self.model.network), max_bytes)
 
     def adapter_buckets(self, max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
         """Yield the adapter's tensors under the names that PEFT uses in files."""
-        return self._gathered(adapter_weights(self.model.network), max_bytes)
+        return self._gather_entries(adapter_weights(self.model.network), max_bytes)
 
-    def _gathered(self, entries: Sequence[Entry], max_bytes: int) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
-        for bucket in bucketed(entries, max_bytes):
-            with self._whole([parameter for entry in bucket for parameter in entry.parameters]):
+    def _gather_entries(
+        self, entries: Sequence[Entry], max_bytes: int
+    ) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+        for bucket in split_in_buckets(entries, max_bytes):
+            with self._gather_parameters([parameter for entry in bucket for parameter in entry.parameters]):
                 yield (
                     [entry.name for entry in bucket],
-                    [entry.make(*(whole(p.detach(), p) for p in entry.parameters)) for entry in bucket],
+                    [entry.make(*(gather_whole(p.detach(), p) for p in entry.parameters)) for entry in bucket],
                 )
 
-    def _whole(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[object]:
+    def _gather_parameters(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[object]:
         if self._stage != 3 or not parameters:
             return nullcontext()
         import deepspeed
@@ -347,14 +370,14 @@ class ZeroEngine:
         gathered: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters)
         return gathered
 
-    def _averaged(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
+    def _gather_averages(self, entries: Sequence[Entry]) -> Iterator[tuple[Sequence[str], Sequence[Tensor]]]:
         """Like `_gathered`, tensor by tensor, with the moving average instead of the weights, in the weights' dtype."""
         assert self._ema is not None
-        with self._ema.exchanged():
+        with self._ema.exchange_weights():
             for entry in entries:
                 trained = [p for p in entry.parameters if p.requires_grad]
-                average = {id(p): whole(whole_master_weight(p), p).to(p.dtype) for p in trained}
-                with self._whole([p for p in entry.parameters if not p.requires_grad]):
+                average = {id(p): gather_whole(whole_master_weight(p), p).to(p.dtype) for p in trained}
+                with self._gather_parameters([p for p in entry.parameters if not p.requires_grad]):
                     values = [average.get(id(p), p.detach()) for p in entry.parameters]
                     yield [entry.name], [entry.make(*values)]
 
@@ -368,7 +391,7 @@ class ZeroEngine:
             token_ids, [np.ones(len(t), np.bool_) for t in token_ids], layout=self.layout, device=self.device
         )
         with torch.no_grad():
-            scores_N = self._scores(rows)
+            scores_N = self._compute_scores(rows)
         lengths = [len(tokens) - 1 for tokens in token_ids]
         return [part.tolist() for part in torch.split(scores_N.float().cpu(), lengths)]
 
@@ -376,29 +399,29 @@ class ZeroEngine:
         """Set mean and std of a reward model's scores, for the config.json of the next export."""
         self.model.network.config.reward_mean, self.model.network.config.reward_std = mean, std
 
-    def export(self, path: str | Path) -> None:
+    def export_model(self, path: str | Path) -> None:
         """Write a Hugging Face model directory, tokenizer included; complete when any rank returns.
 
         With LoRA the adapter is merged in and also saved separately in `adapter`; the moving average is in `ema`.
         """
-        self._export(self.buckets(1 << 30), Path(path))
+        self._write_model(self.buckets(1 << 30), Path(path))
         if self.lora.rank:
-            state = self._collected(self.adapter_buckets(1 << 30))
+            state = self._collect_tensors(self.adapter_buckets(1 << 30))
             if self.rank == 0:
                 write_adapter(self.model.network, self.lora, state, self.source, Path(path) / "adapter")
         if self._ema is not None:
-            self._export(self._averaged(whole_weights(self.model.network)), Path(path) / "ema")
+            self._write_model(self._gather_averages(whole_weights(self.model.network)), Path(path) / "ema")
 
-    def _export(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
+    def _write_model(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]], path: Path) -> None:
         writer = ModelWriter(self.model, self._beside, path) if self.rank == 0 else None
         for names, tensors in buckets:
             if writer is not None:
-                writer.add(names, tensors)
+                writer.add_tensors(names, tensors)
         if writer is not None:
             writer.close()
-        self.gang.gather(None)
+        self.gang.gather_objects(None)
 
-    def _collected(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
+    def _collect_tensors(self, buckets: Iterator[tuple[Sequence[str], Sequence[Tensor]]]) -> dict[str, Tensor]:
         """All tensors in host memory, on rank 0 only."""
         state: dict[str, Tensor] = {}
         for names, tensors in buckets:
@@ -408,7 +431,7 @@ class ZeroEngine:
 
     # Checkpoints
 
-    def save(self, path: str | Path) -> None:
+    def save_state(self, path: str | Path) -> None:
         """Write master weights and optimizer state, a few files per rank. A frozen base is not included."""
         if self.settings.nvme_path:
             save_offloaded(self._engine.optimizer, Path(path) / TAG, self.rank)
@@ -416,23 +439,23 @@ class ZeroEngine:
             averages = self._ema.averages if self._ema is not None else ()
             kept = self.settings.keep_optimizer
             save_shards(self._engine, self._part_path(path), self.rank, averages, optimizer=kept)
-            self.gang.gather(None)
+            self.gang.gather_objects(None)
             return
         else:
             self._engine.save_checkpoint(
                 str(path), tag=TAG, save_latest=False, exclude_frozen_parameters=bool(self.lora.rank)
             )
         if self._ema is not None:
-            self._ema.save(Path(path), self.rank)
+            self._ema.save_average(Path(path), self.rank)
 
     @property
     def _in_shards(self) -> bool:
-        return in_shards(self.settings, self.gang.size)
+        return saves_in_shards(self.settings, self.gang.size)
 
     def _part_path(self, path: str | Path) -> Path:
         return part_path(Path(path) / TAG, self.gang.rank % self.gang.tensor_size, self.gang.tensor_size)
 
-    def load(self, path: str | Path) -> None:
+    def load_state(self, path: str | Path) -> None:
         """Load what `save` wrote, with any number of ranks where that is possible (`resume_problems`)."""
         for problem in resume_problems(Path(path) / TAG, self.settings, self.gang.size, self.gang.tensor_size):
             raise ConfigError(problem)
@@ -447,7 +470,7 @@ class ZeroEngine:
                 str(path), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.lora.rank
             )
         if self._ema is not None:
-            self._ema.load(Path(path), self.rank)
+            self._ema.load_average(Path(path), self.rank)
 
 
 def expert_layers(network: nn.Module) -> list[nn.Module]:
@@ -486,18 +509,18 @@ class ModelWriter:
         self, model: Wrapped, beside: Mapping[str, bytes], path: str | Path, *, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self._model, self._beside, self._target = model, beside, Path(path)
-        self._written = bare(model.network) if adapted_layers(model.network) else model.network
-        self._most = None if _at_once(self._written) else shard_bytes
+        self._written = make_bare_model(model.network) if adapted_layers(model.network) else model.network
+        self._most = None if needs_whole_state(self._written) else shard_bytes
         self._state: dict[str, Tensor] = {}
         self._bytes = 0
         self._shards: list[dict[str, int]] = []
         """One mapping for each shard: name of a tensor -> bytes."""
 
-    def add(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def add_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Copy these tensors, which may change afterwards."""
         for name, tensor in zip(names, tensors, strict=True):
             if self._most is not None and self._state and self._bytes + tensor.nbytes > self._most:
-                self._flush()
+                self._write_shard()
             self._state[name] = tensor.to("cpu", copy=True)
             self._bytes += tensor.nbytes
 
@@ -506,7 +529,7 @@ class ModelWriter:
         if isinstance(self._model, ScalarModel) and self._model.tokenizer is not None:
             self._target.mkdir(parents=True, exist_ok=True)
             self._model.tokenizer.save_pretrained(self._target)
-        self._flush()
+        self._write_shard()
         num = len(self._shards)
         files = [WEIGHTS] if num == 1 else [f"model-{n:05d}-of-{num:05d}.safetensors" for n in range(1, num + 1)]
         for number, file in enumerate(files):
@@ -522,21 +545,21 @@ class ModelWriter:
             if not (self._target / name).exists():
                 (self._target / name).write_bytes(content)
 
-    def _flush(self) -> None:
+    def _write_shard(self) -> None:
         folder = self._target / SHARD
         shutil.rmtree(folder, ignore_errors=True)
         state, self._state, self._bytes = self._state, {}, 0
         self._written.save_pretrained(folder, state_dict=state, max_shard_size=1 << 60)
         del state
         shard = folder / WEIGHTS
-        self._shards.append(_sizes(shard))
+        self._shards.append(read_tensor_sizes(shard))
         shard.replace(self._target / f"{SHARD}-{len(self._shards) - 1}")
         if len(self._shards) == 1:
             shutil.copytree(folder, self._target, dirs_exist_ok=True)  # the config, and the model's own code
         shutil.rmtree(folder)
 
 
-def _sizes(file: Path) -> dict[str, int]:
+def read_tensor_sizes(file: Path) -> dict[str, int]:
     """Name -> bytes of a safetensors file."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -544,7 +567,7 @@ def _sizes(file: Path) -> dict[str, int]:
     return {name: end - start for name, (start, end) in places.items()}
 
 
-def _at_once(network: Any) -> bool:
+def needs_whole_state(network: Any) -> bool:
     """Whether a tensor in the files is made from several tensors of the model, which are then needed together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter

@@ -32,14 +32,14 @@ def trial_problem(function: LossFunction, columns: Sequence[str], objective: Obj
     """What is wrong with `function`, as the rest of a sentence that begins with its name; None if nothing is."""
     results = []
     for rows in (WHOLE, *PARTS):
-        found = _attempt(function, _made_up(columns, rows), objective)
+        found = try_function(function, make_up_inputs(columns, rows), objective)
         if isinstance(found, str):
             return found
         results.append(found)
-    return _difference(*results)
+    return find_difference(*results)
 
 
-def _made_up(columns: Sequence[str], rows: slice) -> LossInputs:
+def make_up_inputs(columns: Sequence[str], rows: slice) -> LossInputs:
     """Some rows of the made-up batch as a micro-batch, cut to the longest of them."""
     mask_BT, labels_B = MASK_BT[rows], LABELS_B[rows]
     width = max(1, int(mask_BT.any(dim=0).sum()))
@@ -63,12 +63,12 @@ def _made_up(columns: Sequence[str], rows: slice) -> LossInputs:
     )
 
 
-def _attempt(function: LossFunction, inputs: LossInputs, objective: Objective) -> dict[str, float] | str:
+def try_function(function: LossFunction, inputs: LossInputs, objective: Objective) -> dict[str, float] | str:
     """The numbers that `function` gives for one micro-batch, or what is wrong with them."""
     try:
         result = function(inputs)
     except Exception as error:  # a user's function can raise anything
-        return _raised(error)
+        return describe_error(error)
     loss, stats = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or not isinstance(stats, Mapping):
         return f"returned a {type(result).__name__}; it has to return its loss as a tensor, or (loss, stats)"
@@ -76,7 +76,7 @@ def _attempt(function: LossFunction, inputs: LossInputs, objective: Objective) -
     return problem or {name: float(value.detach()) for name, value in {"loss": loss, **stats}.items()}
 
 
-def _raised(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     here = Path(__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != here]
     where = f" in {Path(frames[0].filename).name}:{frames[0].lineno}" if frames else ""
@@ -114,7 +114,7 @@ def _stats_problem(stats: Mapping[str, Tensor], objective: Objective) -> str | N
     return None
 
 
-def _difference(whole: Mapping[str, float], *parts: Mapping[str, float]) -> str | None:
+def find_difference(whole: Mapping[str, float], *parts: Mapping[str, float]) -> str | None:
     """The first result that depends on how the batch is divided."""
     for name, value in whole.items():
         total = sum(part.get(name, 0.0) for part in parts)

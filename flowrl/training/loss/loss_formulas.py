@@ -65,9 +65,9 @@ def policy_loss(
     mask = mask_BT.to(logprobs_BT.dtype)
     # Values at masked positions, even infinity, must reach neither loss nor gradient.
     logprobs_BT, advantages_BT = (torch.where(mask > 0, values_BT, 0.0) for values_BT in (logprobs_BT, advantages_BT))
-    ratio_BT = _ratios(logprobs_BT, old_logprobs_BT, mask, kind)
-    low, high = _bounds(kind, clip_low, clip_high)
-    loss_BT, clipped_BT = _surrogate(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
+    ratio_BT = compute_ratios(logprobs_BT, old_logprobs_BT, mask, kind)
+    low, high = clip_bounds(kind, clip_low, clip_high)
+    loss_BT, clipped_BT = surrogate_loss(kind, logprobs_BT, ratio_BT, advantages_BT, low, high, dual_clip)
     stats_BT = {"clip_fraction": clipped_BT, "ratio_mean": ratio_BT.detach()}
     if correction is not None:
         if behavior_logprobs_BT is None:
@@ -77,7 +77,7 @@ def policy_loss(
         )
         loss_BT = loss_BT * weights_BT
         stats_BT["correction_mean"] = weights_BT
-    loss = aggregate(
+    loss = aggregate_terms(
         loss_BT,
         mask,
         aggregation,
@@ -86,10 +86,10 @@ def policy_loss(
         length=length,
         sample_tokens_B=sample_tokens_B,
     )
-    return loss, {name: aggregate(s.to(mask.dtype), mask, num_tokens=num_tokens) for name, s in stats_BT.items()}
+    return loss, {name: aggregate_terms(s.to(mask.dtype), mask, num_tokens=num_tokens) for name, s in stats_BT.items()}
 
 
-def _ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Kind) -> Tensor:
+def compute_ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Kind) -> Tensor:
     difference_BT = torch.where(mask > 0, logprobs_BT - old_logprobs_BT, 0.0)
     if kind != "gspo":
         return difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -98,7 +98,7 @@ def _ratios(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask: Tensor, kind: Ki
     return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()
 
 
-def _bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
+def clip_bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, float]:
     """The smallest and largest ratio that is not clipped."""
     if kind != "cispo":
         return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)
@@ -107,7 +107,7 @@ def _bounds(kind: Kind, low: float | None, high: float | None) -> tuple[float, f
     return 0.0 if low is None else low, high
 
 
-def _surrogate(
+def surrogate_loss(
     kind: Kind,
     logprobs_BT: Tensor,
     ratio_BT: Tensor,
@@ -165,7 +165,7 @@ def correction_weights(
     raise ValueError(f"unknown correction {correction!r}; choose one of {', '.join(get_args(Correction))}")
 
 
-def aggregate(
+def aggregate_terms(
     values_BT: Tensor,
     mask_BT: Tensor,
     aggregation: Aggregation = "token",
@@ -203,7 +203,7 @@ def _count(number: Tensor | float) -> Tensor | float:
     return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 
-def kl(
+def kl_estimate(
     logprobs_BT: Tensor,
     ref_logprobs_BT: Tensor,
     *,
@@ -253,8 +253,8 @@ def value_loss(
         limited_BT = (near_BT - returns_BT).square()
         worst_BT, clipped_BT = torch.maximum(error_BT, limited_BT), (limited_BT > error_BT).to(error_BT.dtype)
     stats_BT = {"clip_fraction": clipped_BT, "value_mean": values_BT.detach(), "value_error": error_BT.detach()}
-    loss = aggregate(0.5 * worst_BT, mask_BT, num_tokens=num_tokens)
-    return loss, {name: aggregate(s, mask_BT, num_tokens=num_tokens) for name, s in stats_BT.items()}
+    loss = aggregate_terms(0.5 * worst_BT, mask_BT, num_tokens=num_tokens)
+    return loss, {name: aggregate_terms(s, mask_BT, num_tokens=num_tokens) for name, s in stats_BT.items()}
 
 
 PreferenceKind = Literal["dpo", "ipo", "cdpo"]

@@ -46,7 +46,7 @@ class Totals:
         return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
-    def sums(cls, over: MeanOver) -> Totals:
+    def undivided_over(cls, over: MeanOver) -> Totals:
         """Denominators with which a loss and its stats are undivided sums, still to be divided by the number of `over`.
 
         Parts of them that have another denominator are 0.
@@ -54,7 +54,7 @@ class Totals:
         ones = {name: 1.0 if name == f"num_{over}" else math.inf for name in (field.name for field in fields(cls))}
         return cls(**ones)  # type: ignore[arg-type]
 
-    def number(self, over: MeanOver) -> int:
+    def number_of(self, over: MeanOver) -> int:
         """The denominator of a mean over tokens, sequences or pairs."""
         return int(getattr(self, f"num_{over}"))
 

@@ -128,19 +128,23 @@ class PolicyObjective(Objective):
         )
         stats["policy_loss"] = loss.detach()
         num_tokens = inputs.totals.num_tokens
-        stats["entropy"] = loss_formulas.aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
+        stats["entropy"] = loss_formulas.aggregate_terms(
+            inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=num_tokens
+        )
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * loss_formulas.aggregate(inputs.entropies_BT, inputs.mask_BT, **shares)
+            loss = loss - self.entropy_coef * loss_formulas.aggregate_terms(
+                inputs.entropies_BT, inputs.mask_BT, **shares
+            )
         if "ref_logprobs" in inputs.columns:
-            kl_BT = loss_formulas.kl(
+            kl_BT = loss_formulas.kl_estimate(
                 inputs.logprobs_BT,
                 inputs.columns["ref_logprobs"],
                 estimator=self.kl_estimator,  # type: ignore[arg-type]
                 behavior_logprobs_BT=behavior_BT,
             )
-            stats["kl"] = loss_formulas.aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
+            stats["kl"] = loss_formulas.aggregate_terms(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)
             if self.kl_coef:
-                loss = loss + self.kl_coef * loss_formulas.aggregate(kl_BT, inputs.mask_BT, **shares)
+                loss = loss + self.kl_coef * loss_formulas.aggregate_terms(kl_BT, inputs.mask_BT, **shares)
         return loss, stats
 
 

@@ -82,7 +82,7 @@ class DPOObjective(Objective):
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         from flowrl.training.loss.loss_formulas import dpo_losses
 
-        change_B, logprob_B, length_B = _sequences(inputs)
+        change_B, logprob_B, length_B = sum_by_sequence(inputs)
         chosen, rejected = inputs.pairs_P2.unbind(dim=1)
         compared_B = change_B / length_B if self.kind == "ipo" else change_B
         h_P = compared_B[chosen] - compared_B[rejected]
@@ -100,7 +100,7 @@ class DPOObjective(Objective):
             "rejected_logprob_change": change_B[rejected],
             "chosen_nll": nll_P.detach(),
         }
-        return loss, _entropy(inputs) | {name: values_P.sum() / num_pairs for name, values_P in means.items()}
+        return loss, mean_entropy(inputs) | {name: values_P.sum() / num_pairs for name, values_P in means.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class KTOObjective(Objective):
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         from flowrl.training.loss.loss_formulas import kto_losses
 
-        change_B, _, _ = _sequences(inputs)
+        change_B, _, _ = sum_by_sequence(inputs)
         trained_B = inputs.mask_BT.any(dim=1)
         desirable_B = inputs.labels_B > 0
         z0 = change_B.new_tensor(max(0.0, inputs.mismatched_kl))
@@ -159,13 +159,15 @@ class KTOObjective(Objective):
             undesirable_weight=self.undesirable_weight,
         )
         num = inputs.totals.num_sequences
-        return (losses_B * trained_B).sum() / num, self._stats(inputs, change_B.detach(), desirable_B, trained_B, z0)
+        return (losses_B * trained_B).sum() / num, self._make_stats(
+            inputs, change_B.detach(), desirable_B, trained_B, z0
+        )
 
-    def _stats(
+    def _make_stats(
         self, inputs: LossInputs, change_B: Tensor, desirable_B: Tensor, trained_B: Tensor, z0: Tensor
     ) -> dict[str, Tensor]:
         totals = inputs.totals
-        stats = _entropy(inputs) | {
+        stats = mean_entropy(inputs) | {
             "z0": z0 * trained_B.sum() / totals.num_sequences,
             "desirable_share": (desirable_B & trained_B).sum() / totals.num_sequences,
             "label_accuracy": (((change_B > z0) == desirable_B) & trained_B).sum() / totals.num_sequences,
@@ -201,17 +203,19 @@ def _reference_column(sample: Trainable) -> Column:
     return {"ref_logprobs": sample.ref_logprobs}
 
 
-def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+def sum_by_sequence(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(log π/ref, log π, number of tokens) of each completion, end token included; [B] each."""
     kept_BT = inputs.logprobs_BT.where(inputs.mask_BT, 0.0)
     ref_BT = inputs.columns["ref_logprobs"].where(inputs.mask_BT, 0.0)
     return (kept_BT - ref_BT).sum(dim=1), kept_BT.sum(dim=1), inputs.mask_BT.sum(dim=1).clamp(min=1)
 
 
-def _entropy(inputs: LossInputs) -> dict[str, Tensor]:
-    from flowrl.training.loss.loss_formulas import aggregate
+def mean_entropy(inputs: LossInputs) -> dict[str, Tensor]:
+    from flowrl.training.loss.loss_formulas import aggregate_terms
 
-    return {"entropy": aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)}
+    return {
+        "entropy": aggregate_terms(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)
+    }
 
 
 @dataclass(frozen=True)

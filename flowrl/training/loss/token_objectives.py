@@ -42,16 +42,16 @@ class SFTObjective(Objective):
         return "tokens" if self.aggregation == "token" else "sequences"
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.loss.loss_formulas import aggregate
+        from flowrl.training.loss.loss_formulas import aggregate_terms
 
-        loss = aggregate(
+        loss = aggregate_terms(
             -inputs.logprobs_BT,
             inputs.mask_BT,
             self.aggregation,  # type: ignore[arg-type]
             num_tokens=inputs.totals.num_tokens,
             num_sequences=inputs.totals.num_sequences,
         )
-        entropy = aggregate(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)
+        entropy = aggregate_terms(inputs.entropies_BT.detach(), inputs.mask_BT, num_tokens=inputs.totals.num_tokens)
         return loss, {"entropy": entropy}
 
 
@@ -95,10 +95,10 @@ class ReverseKL(Objective):
         return {}
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.training.loss.loss_formulas import aggregate
+        from flowrl.training.loss.loss_formulas import aggregate_terms
 
         kl_BT, num_tokens = -inputs.entropies_BT, inputs.totals.num_tokens
-        loss = aggregate(
+        loss = aggregate_terms(
             kl_BT,
             inputs.mask_BT,
             self.aggregation,  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class ReverseKL(Objective):
             num_sequences=inputs.totals.num_sequences,
             sample_tokens_B=inputs.sample_tokens_B,
         )
-        stats = {self.figure: aggregate(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
+        stats = {self.figure: aggregate_terms(kl_BT.detach(), inputs.mask_BT, num_tokens=num_tokens)}
         return (-loss if self.negate else loss), stats
 
 

@@ -92,7 +92,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def quantization(lora: LoRA, dtype: Dtype) -> Any | None:
+def quantization_config(lora: LoRA, dtype: Dtype) -> Any | None:
     """transformers' configuration of a quantized base, None without one."""
     if lora.quantize == "none":
         return None

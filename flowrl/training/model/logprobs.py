@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
 from flowrl.training.memory import LOGITS_BYTES, logits_bytes
-from flowrl.training.model.products import linear, matmul
+from flowrl.training.model.products import multiply_linear, multiply_matrices
 
 SMALL, LARGE = 2.0**-16, 2.0**40
 """A logit that shows only the factor, and one that shows only the cap."""
@@ -64,13 +64,13 @@ class LogitScaling:
     factor: float = 1.0
     cap: float | None = None
 
-    def apply_(self, logits: Tensor) -> Tensor:
+    def scale_logits_(self, logits: Tensor) -> Tensor:
         """The model's logits, from those of its output layer; changes `logits`."""
         if self.factor != 1.0:
             logits.mul_(self.factor)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
-    def backward_(self, grad: Tensor, scaled: Tensor) -> Tensor:
+    def scale_gradient_(self, grad: Tensor, scaled: Tensor) -> Tensor:
         """The gradient of the output layer's logits, from the gradient `grad` of the scaled logits; changes `grad`."""
         if self.cap is not None:
             grad.mul_(1.0 - (scaled / self.cap).square_())
@@ -80,29 +80,29 @@ class LogitScaling:
 UNSCALED = LogitScaling()
 
 
-def found_scaling(causal_lm: Any) -> LogitScaling:
+def find_scaling(causal_lm: Any) -> LogitScaling:
     """The scaling of a transformers model. Raises ConfigError with the reason if the model cannot be trained."""
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise untrainable(causal_lm, f"its output layer is a {type(head).__name__}, and a linear one is needed")
+        raise refuse_scaling(causal_lm, f"its output layer is a {type(head).__name__}, and a linear one is needed")
     vocabulary = int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
     given = 20 * torch.randn(1, PLACES, vocabulary, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     given[..., 0], given[..., 1] = SMALL, LARGE
     asked = _Stand(causal_lm, head)
-    returned = asked.logits(given)
+    returned = asked.compute_logits(given)
     factor = asked.hidden_factor()
     scaling = LogitScaling()
     if returned.shape == given.shape:
-        scaling = _fitted(float(returned[0, 0, 0]) / SMALL, float(returned[0, 0, 1]))
-    expected = scaling.apply_(given.clone())
+        scaling = fit_factor(float(returned[0, 0, 0]) / SMALL, float(returned[0, 0, 1]))
+    expected = scaling.scale_logits_(given.clone())
     if returned.shape != given.shape or not torch.allclose(returned.double(), expected, rtol=1e-4, atol=1e-5):
-        raise untrainable(causal_lm, "it changes its logits by more than a factor and a soft cap")
+        raise refuse_scaling(causal_lm, "it changes its logits by more than a factor and a soft cap")
     if factor != 1.0 and head.bias is not None:
-        raise untrainable(causal_lm, "it scales hidden states before an output layer with a bias")
+        raise refuse_scaling(causal_lm, "it scales hidden states before an output layer with a bias")
     return LogitScaling(scaling.factor * factor, scaling.cap)
 
 
-def untrainable(causal_lm: Any, reason: str) -> ConfigError:
+def refuse_scaling(causal_lm: Any, reason: str) -> ConfigError:
     """The message for a model whose logprobs flowrl cannot compute."""
     return ConfigError(
         f"{causal_lm.config.model_type} models ({type(causal_lm).__name__}) cannot be trained: {reason}; choose a "
@@ -110,12 +110,12 @@ def untrainable(causal_lm: Any, reason: str) -> ConfigError:
     )
 
 
-def _fitted(factor: float, limit: float) -> LogitScaling:
+def fit_factor(factor: float, limit: float) -> LogitScaling:
     linear = math.isclose(limit, factor * LARGE, rel_tol=1e-4)
-    return LogitScaling(_round(factor), None if linear else _round(limit))
+    return LogitScaling(round_factor(factor), None if linear else round_factor(limit))
 
 
-def _round(number: float) -> float:
+def round_factor(number: float) -> float:
     """`number` without the rounding error of float32, if it is that close to a number of four digits."""
     short = float(f"{number:.4g}")
     return short if math.isclose(number, short, rel_tol=2e-7) else number
@@ -131,7 +131,7 @@ class _Stand:
         self._hidden = torch.randn(1, PLACES, width, generator=torch.Generator().manual_seed(1))
         self._received: list[Tensor] = []
 
-    def logits(self, given: Tensor) -> Tensor:
+    def compute_logits(self, given: Tensor) -> Tensor:
         """What the model returns if its output layer gives `given`."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -142,14 +142,14 @@ class _Stand:
             self._received.append(hidden)
             return given.clone()
 
-        bodies = {id(one): one for one in (self._model.base_model, *_decoders(self._model))}
+        bodies = {id(one): one for one in (self._model.base_model, *list_decoders(self._model))}
         ids = torch.zeros(1, PLACES, dtype=torch.long)
         try:
-            with _replaced([(one, body) for one in bodies.values()] + [(self._head, output)]), torch.no_grad():
+            with replace_forwards([(one, body) for one in bodies.values()] + [(self._head, output)]), torch.no_grad():
                 returned = self._model(input_ids=ids, use_cache=False).logits
         except Exception as error:  # the boundary to the code of a model, which may raise anything
             first_line = (str(error).strip().splitlines() or [""])[0]
-            raise untrainable(
+            raise refuse_scaling(
                 self._model,
                 f"its output layer does not read the last hidden states ({type(error).__name__}: {first_line})",
             ) from None
@@ -159,12 +159,12 @@ class _Stand:
     def hidden_factor(self) -> float:
         """The factor by which the model multiplied the hidden states before the output layer."""
         if len(self._received) != 1 or self._received[0].shape != self._hidden.shape:
-            raise untrainable(self._model, "its output layer does not read the last hidden states once")
+            raise refuse_scaling(self._model, "its output layer does not read the last hidden states once")
         received = self._received[0].float()
         factor = float(received[0, 0, 0] / self._hidden[0, 0, 0])
         if not torch.allclose(received, factor * self._hidden, rtol=1e-4, atol=1e-5):
-            raise untrainable(self._model, "its output layer reads something else than the last hidden states")
-        return _round(factor)
+            raise refuse_scaling(self._model, "its output layer reads something else than the last hidden states")
+        return round_factor(factor)
 
 
 class _Lenient:
@@ -180,14 +180,14 @@ class _Lenient:
         return getattr(self._output, name, None)
 
 
-def _decoders(causal_lm: Any) -> list[Any]:
+def list_decoders(causal_lm: Any) -> list[Any]:
     """The body's own decoder, which some models call in place of the body."""
     found = [getattr(causal_lm.base_model, name, None) for name in ("decoder", "transformer")]
     return [one for one in found if isinstance(one, nn.Module)]
 
 
 @contextmanager
-def _replaced(forwards: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+def replace_forwards(forwards: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """Within this context the modules have other forwards."""
     for module, forward in forwards:
         module.__dict__["forward"] = forward
@@ -198,33 +198,33 @@ def _replaced(forwards: list[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
-def divergence(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
+def jsd_divergence(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
     """D_β at every place, [C]."""
     if beta == 0.0:
-        return _kl(log_q_CV, log_p_CV)
+        return kl_divergence(log_q_CV, log_p_CV)
     if beta == 1.0:
-        return _kl(log_p_CV, log_q_CV)
-    log_m_CV = _mixture(log_p_CV, log_q_CV, beta)
-    return beta * _kl(log_q_CV, log_m_CV) + (1 - beta) * _kl(log_p_CV, log_m_CV)
+        return kl_divergence(log_p_CV, log_q_CV)
+    log_m_CV = mix_distributions(log_p_CV, log_q_CV, beta)
+    return beta * kl_divergence(log_q_CV, log_m_CV) + (1 - beta) * kl_divergence(log_p_CV, log_m_CV)
 
 
-def slope(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
+def jsd_slope(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
     """∂D_β/∂logits of the student, [C, V]."""
     p_CV = log_p_CV.exp()
     if beta == 0.0:
         return p_CV - log_q_CV.exp()
-    g_CV = log_p_CV - (log_q_CV if beta == 1.0 else _mixture(log_p_CV, log_q_CV, beta))
+    g_CV = log_p_CV - (log_q_CV if beta == 1.0 else mix_distributions(log_p_CV, log_q_CV, beta))
     if beta != 1.0:
         g_CV *= 1 - beta
     mean_C: Tensor = torch.linalg.vecdot(p_CV, g_CV)
     return p_CV * (g_CV - mean_C[:, None])
 
 
-def _mixture(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
+def mix_distributions(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_p_CV + math.log(1 - beta), log_q_CV + math.log(beta))
 
 
-def _kl(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:
+def kl_divergence(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:
     """KL(a‖b) at every place."""
     kl_C: Tensor = torch.linalg.vecdot(log_a_CV.exp(), log_a_CV - log_b_CV)
     return kl_C
@@ -273,10 +273,10 @@ class _CachedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num, vocabulary = len(targets_N), weight_VH.shape[0]
         kept_KV = weight_VH.new_empty(min(num, most_kept) if any(ctx.needs_input_grad[:3]) else 0, vocabulary)
-        rows = _CachedRows(targets_N, vocabulary, _wide(weight_VH.dtype), temperature)
+        rows = _CachedRows(targets_N, vocabulary, widen_dtype(weight_VH.dtype), temperature)
         for start in range(0, num, places_a_product):
-            logits_CV = linear(hidden_NH[start : start + places_a_product], weight_VH, bias_V)
-            rows.read(logits_CV, start, kept_KV)
+            logits_CV = multiply_linear(hidden_NH[start : start + places_a_product], weight_VH, bias_V)
+            rows.read_rows(logits_CV, start, kept_KV)
         ctx.temperature, ctx.places_a_product = temperature, places_a_product
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, rows.log_sums_N, kept_KV)
         ctx.set_materialize_grads(False)
@@ -293,28 +293,30 @@ class _CachedLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         weight_sum, bias_sum = _Sum(), _Sum()
         rows = _CachedRows(targets_N, weight_VH.shape[0], log_sums_N.dtype, ctx.temperature)
-        for start, stop in _ranges(len(kept_KV), len(targets_N), ctx.places_a_product):
+        for start, stop in split_range(len(kept_KV), len(targets_N), ctx.places_a_product):
             if stop <= len(kept_KV):
                 slopes_CV = kept_KV[start:stop]
             else:
-                slopes_CV = linear(hidden_NH[start:stop], weight_VH, bias_V)
+                slopes_CV = multiply_linear(hidden_NH[start:stop], weight_VH, bias_V)
                 rows.slopes_(slopes_CV, start, log_sums_N)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[start:stop] = matmul(slopes_CV, weight_VH) * grad_N1[start:stop]
+                grad_hidden_NH[start:stop] = multiply_matrices(slopes_CV, weight_VH) * grad_N1[start:stop]
             if ctx.needs_input_grad[1]:
-                weight_sum.add(slopes_CV.T, scaled_NH[start:stop], wide=log_sums_N.dtype)
+                weight_sum.add_product(slopes_CV.T, scaled_NH[start:stop], wide=log_sums_N.dtype)
             if bias_V is not None and ctx.needs_input_grad[2]:
-                bias_sum.add(slopes_CV.T, grad_N1[start:stop].to(slopes_CV.dtype), wide=log_sums_N.dtype)
-        grad_weight_VH = weight_sum.of(weight_VH) if ctx.needs_input_grad[1] else None
-        grad_bias_V = bias_sum.of(bias_V[:, None])[:, 0] if bias_V is not None and ctx.needs_input_grad[2] else None
+                bias_sum.add_product(slopes_CV.T, grad_N1[start:stop].to(slopes_CV.dtype), wide=log_sums_N.dtype)
+        grad_weight_VH = weight_sum.read_sum(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_bias_V = (
+            bias_sum.read_sum(bias_V[:, None])[:, 0] if bias_V is not None and ctx.needs_input_grad[2] else None
+        )
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, *(None,) * 4
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def widen_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _ranges(num_kept: int, num: int, step: int) -> list[tuple[int, int]]:
+def split_range(num_kept: int, num: int, step: int) -> list[tuple[int, int]]:
     """The places of each pair of products of a backward: all kept places at once, the others `step` at a time."""
     kept = [(0, num_kept)] if num_kept else []
     return kept + [(start, min(num, start + step)) for start in range(num_kept, num, step)]
@@ -332,10 +334,10 @@ class _CachedRows:
         # Three tensors, not views of one: the caller may change them.
         self.logprobs_N, self.entropies_N, self.log_sums_N = (torch.empty(len(targets_N), dtype=wide) for _ in range(3))
 
-    def read(self, logits_CV: Tensor, start: int, kept_KV: Tensor) -> None:
+    def read_rows(self, logits_CV: Tensor, start: int, kept_KV: Tensor) -> None:
         """Find logprobs and entropies of the places from `start` on, and write the slopes of those that are kept."""
         for first in range(0, len(logits_CV), len(self._logits_RV)):
-            x_RV, weights_RV, places = self._loaded(logits_CV, first, start)
+            x_RV, weights_RV, places = self._load_rows(logits_CV, first, start)
             top_R1 = x_RV.amax(dim=-1, keepdim=True)
             x_RV.sub_(top_R1)
             torch.exp(x_RV, out=weights_RV)
@@ -346,16 +348,18 @@ class _CachedRows:
             torch.sub(log_R, mean_R, out=self.entropies_N[places])
             torch.add(top_R1[:, 0], log_R, out=self.log_sums_N[places])
             if len(kept_R := kept_KV[places]):
-                self._write(weights_RV.div_(sum_R1)[: len(kept_R)], self._targets_N1[places][: len(kept_R)], kept_R)
+                self._write_slopes(
+                    weights_RV.div_(sum_R1)[: len(kept_R)], self._targets_N1[places][: len(kept_R)], kept_R
+                )
 
     def slopes_(self, logits_CV: Tensor, start: int, log_sums_N: Tensor) -> None:
         """Replace logits of the places from `start` on by their slopes."""
         for first in range(0, len(logits_CV), len(self._logits_RV)):
-            x_RV, weights_RV, places = self._loaded(logits_CV, first, start)
+            x_RV, weights_RV, places = self._load_rows(logits_CV, first, start)
             torch.exp(x_RV.sub_(log_sums_N[places, None]), out=weights_RV)
-            self._write(weights_RV, self._targets_N1[places], logits_CV[first : first + len(x_RV)])
+            self._write_slopes(weights_RV, self._targets_N1[places], logits_CV[first : first + len(x_RV)])
 
-    def _loaded(self, logits_CV: Tensor, first: int, start: int) -> tuple[Tensor, Tensor, slice]:
+    def _load_rows(self, logits_CV: Tensor, first: int, start: int) -> tuple[Tensor, Tensor, slice]:
         """Logits over temperature in one buffer, the other buffer, and the places among all."""
         rows_RV = logits_CV[first : first + len(self._logits_RV)]
         x_RV, weights_RV = self._logits_RV[: len(rows_RV)], self._weights_RV[: len(rows_RV)]
@@ -365,7 +369,7 @@ class _CachedRows:
             torch.div(rows_RV, self._temperature, out=x_RV)
         return x_RV, weights_RV, slice(start + first, start + first + len(rows_RV))
 
-    def _write(self, p_RV: Tensor, targets_R1: Tensor, out_RV: Tensor) -> None:
+    def _write_slopes(self, p_RV: Tensor, targets_R1: Tensor, out_RV: Tensor) -> None:
         """onehot − p."""
         p_RV.neg_().scatter_add_(-1, targets_R1, torch.ones_like(targets_R1, dtype=p_RV.dtype))
         out_RV.copy_(p_RV)
@@ -377,11 +381,11 @@ class _Sum:
     def __init__(self) -> None:
         self._total: Tensor | None = None
 
-    def add(self, first: Tensor, second: Tensor, *, wide: torch.dtype) -> None:
-        product = matmul(first, second)
+    def add_product(self, first: Tensor, second: Tensor, *, wide: torch.dtype) -> None:
+        product = multiply_matrices(first, second)
         self._total = product if self._total is None else self._total.to(wide).add_(product)
 
-    def of(self, like: Tensor) -> Tensor:
+    def read_sum(self, like: Tensor) -> Tensor:
         """The sum, with the shape and dtype of `like`.
 
         It is 0 without any product: ZeRO reduces a gradient of the output layer from every rank, even from one without
@@ -412,15 +416,15 @@ class Taught:
     beta: float = 1.0
     """Parameter of the divergence by which student and teacher are compared (see `divergence`)."""
 
-    def at(self, places_M: Tensor) -> Taught:
+    def at_places(self, places_M: Tensor) -> Taught:
         """The distributions at some of the places."""
         return replace(self, hidden_NK=self.hidden_NK[places_M])
 
-    def logprobs(self, places: slice, temperature: float) -> Tensor:
+    def compute_logprobs(self, places: slice, temperature: float) -> Tensor:
         """Logprobs [C, V] at some places, without an autograd graph."""
-        return _logits(self.hidden_NK[places], self.weight_VK, self.bias_V, temperature, self.scaling).log_softmax(
-            dim=-1
-        )
+        return compute_chunk_logits(
+            self.hidden_NK[places], self.weight_VK, self.bias_V, temperature, self.scaling
+        ).log_softmax(dim=-1)
 
 
 def chunked_logprobs(
@@ -458,13 +462,13 @@ def chunked_logprobs(
     )
 
 
-def _logits(
+def compute_chunk_logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float, scaling: LogitScaling
 ) -> Tensor:
-    logits_CV = linear(hidden_CH, weight_VH, bias_V)
+    logits_CV = multiply_linear(hidden_CH, weight_VH, bias_V)
     if logits_CV.dtype in (torch.bfloat16, torch.float16):
         logits_CV = logits_CV.float()
-    logits_CV = scaling.apply_(logits_CV)
+    logits_CV = scaling.scale_logits_(logits_CV)
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
@@ -486,15 +490,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept_CV: Tensor | None = None
         for start in range(0, max(1, len(targets_N)), chunk):
             places = slice(start, start + chunk)
-            logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, temperature, scaling)
+            logits_CV = compute_chunk_logits(hidden_NH[places], weight_VH, bias_V, temperature, scaling)
             log_sum_C = torch.logsumexp(logits_CV, dim=-1)
             logprobs.append(logits_CV.gather(-1, targets_N[places, None]).squeeze(-1) - log_sum_C)
             if taught is None:
                 probabilities_CV = (logits_CV - log_sum_C[:, None]).exp_()
                 entropies.append(log_sum_C - torch.linalg.vecdot(probabilities_CV, logits_CV))
             else:
-                log_q_CV = taught.logprobs(places, temperature)
-                entropies.append(-divergence(logits_CV - log_sum_C[:, None], log_q_CV, taught.beta))
+                log_q_CV = taught.compute_logprobs(places, temperature)
+                entropies.append(-jsd_divergence(logits_CV - log_sum_C[:, None], log_q_CV, taught.beta))
             sums.append(log_sum_C)
             kept_CV = logits_CV
         log_sums_N, entropies_N = torch.cat(sums), torch.cat(entropies)
@@ -517,7 +521,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             places = slice(start, start + ctx.chunk)
             logits_CV = ctx.kept_CV
             if logits_CV is None:
-                logits_CV = _logits(hidden_NH[places], weight_VH, bias_V, ctx.temperature, ctx.scaling)
+                logits_CV = compute_chunk_logits(hidden_NH[places], weight_VH, bias_V, ctx.temperature, ctx.scaling)
             log_p_CV = logits_CV - log_sums_N[places, None]
             grad_CV = _logit_gradient(
                 log_p_CV,
@@ -525,10 +529,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad_logprobs_N is None else grad_logprobs_N[places],
                 None if grad_entropies_N is None else grad_entropies_N[places],
                 entropies_N[places],
-                None if ctx.taught is None else ctx.taught.logprobs(places, ctx.temperature),
+                None if ctx.taught is None else ctx.taught.compute_logprobs(places, ctx.temperature),
                 1.0 if ctx.taught is None else ctx.taught.beta,
             )
-            grad_CV = ctx.scaling.backward_(grad_CV.div_(ctx.temperature), ctx.temperature * logits_CV)
+            grad_CV = ctx.scaling.scale_gradient_(grad_CV.div_(ctx.temperature), ctx.temperature * logits_CV)
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[places])
@@ -564,7 +568,7 @@ def _logit_gradient(
     elif log_q_CV is None:
         grad_CV = p_CV * (slope_C1 - grad_entropy_C[:, None] * (log_p_CV + entropy_C[:, None]))
     else:
-        grad_CV = p_CV * slope_C1 - grad_entropy_C[:, None] * slope(log_p_CV, log_q_CV, beta)
+        grad_CV = p_CV * slope_C1 - grad_entropy_C[:, None] * jsd_slope(log_p_CV, log_q_CV, beta)
     return grad_CV.scatter_add_(-1, targets_C[:, None], grad_logprob_C[:, None])
 
 

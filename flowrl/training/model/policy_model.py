@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from flowrl.errors import ConfigError
 from flowrl.machine.cache import RECIPE
 from flowrl.messages import Trainable
-from flowrl.training.layouts import Decision, decide
-from flowrl.training.model.adapter import add_adapter, quantization
-from flowrl.training.model.logprobs import UNSCALED, LogitScaling, LogprobHead, Taught, found_scaling
+from flowrl.training.layouts import Decision, decide_layout
+from flowrl.training.model.adapter import add_adapter, quantization_config
+from flowrl.training.model.logprobs import UNSCALED, LogitScaling, LogprobHead, Taught, find_scaling
 from flowrl.training.model.row_layout import RowLayout, require_trees
 from flowrl.training.model.tree_attention import register_trees
 from flowrl.training.settings import Attention, Dtype, Layout, LoRA, attention_problems
@@ -53,7 +53,7 @@ class Balance:
         return self.of_family(router_logits, self.num_experts, self.num_chosen, real_RL)
 
 
-def found_balance(causal_lm: Any) -> Balance:
+def find_balance(causal_lm: Any) -> Balance:
     """The loss of this model. Raises ConfigError if its family has none."""
     family = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
     experts, chosen = (getattr(causal_lm, name, None) for name in ("num_experts", "num_experts_per_tok"))
@@ -79,7 +79,7 @@ class PolicyModel(nn.Module):
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
-        scaling = found_scaling(causal_lm)
+        scaling = find_scaling(causal_lm)
         causal_lm.set_output_embeddings(LogprobHead(causal_lm.get_output_embeddings(), scaling))
         self.causal_lm = causal_lm
         self.layout: Layout = "rows"
@@ -101,7 +101,7 @@ class PolicyModel(nn.Module):
         with_hidden: bool = False,
     ) -> tuple[Tensor, ...]:
         """Logprobs and entropies; `with_hidden` also the last hidden states at these places, [N, H]."""
-        hidden_NH, balance = self._hidden(rows, balance=self.balance if torch.is_grad_enabled() else None)
+        hidden_NH, balance = self._run_body(rows, balance=self.balance if torch.is_grad_enabled() else None)
         result: tuple[Tensor, Tensor] = self.causal_lm.get_output_embeddings()(
             hidden_NH, rows.targets_N, temperature, entropy_gradient, rows.taught
         )
@@ -109,11 +109,11 @@ class PolicyModel(nn.Module):
             return (*result, balance)
         return (*result, hidden_NH) if with_hidden else result
 
-    def hidden(self, rows: RowLayout) -> Tensor:
+    def compute_hidden(self, rows: RowLayout) -> Tensor:
         """[N, H]: the last hidden states at the positions of the policy tokens."""
-        return self._hidden(rows, balance=None)[0]
+        return self._run_body(rows, balance=None)[0]
 
-    def _hidden(self, rows: RowLayout, *, balance: Balance | None) -> tuple[Tensor, Tensor | None]:
+    def _run_body(self, rows: RowLayout, *, balance: Balance | None) -> tuple[Tensor, Tensor | None]:
         """The hidden states, and the load-balancing loss; all else that the model returns is freed."""
         asked = {} if balance is None else {"output_router_logits": True}
         outputs = self.causal_lm.base_model(**rows.model_input, **asked)
@@ -138,7 +138,7 @@ def choose_attention(attention: Attention | None, device: torch.device, dtype: D
     return "flash_attention_2" if flash else "sdpa"
 
 
-def implementation(attention: Attention, decision: Decision, config: Any) -> str:
+def choose_implementation(attention: Attention, decision: Decision, config: Any) -> str:
     """The attention implementation to load a model with. It takes rows, and also trees if `decision` has trees."""
     if attention == "varlen":
         require_plain_scores(config)
@@ -179,14 +179,14 @@ def load_policy_model(
     disable_progress_bar()
     lora = lora or LoRA()
     config = read_config(path, trust_remote_code=trust_remote_code)
-    decision = decide(layout, config.to_dict(), attention=attention)
+    decision = decide_layout(layout, config.to_dict(), attention=attention)
     causal_lm = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         trust_remote_code=trust_remote_code,
         dtype=DTYPES[dtype],
-        attn_implementation=implementation(attention, decision, config),
-        quantization_config=quantization(lora, dtype),
+        attn_implementation=choose_implementation(attention, decision, config),
+        quantization_config=quantization_config(lora, dtype),
     )
     # A pad token that is also the end token occurs in conversations; with padding_idx torch would not train it there.
     causal_lm.get_input_embeddings().padding_idx = None
@@ -197,12 +197,12 @@ def load_policy_model(
         causal_lm.train()
     model = PolicyModel(causal_lm)
     if decision.trees and tries:
-        require_trees(lambda rows: model(rows)[0], name=str(path), dtype=dtype, **sizes(causal_lm))
+        require_trees(lambda rows: model(rows)[0], name=str(path), dtype=dtype, **trial_facts(causal_lm))
     model.layout = decision.layout
     return model
 
 
-def sizes(network: Any) -> dict[str, Any]:
+def trial_facts(network: Any) -> dict[str, Any]:
     """What a trial needs to know about a transformers model."""
     weight = network.get_input_embeddings().weight
     return {"vocab_size": network.config.vocab_size, "device": weight.device}
@@ -230,7 +230,7 @@ def _clear_dropout(config: Any) -> None:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Within this context transformers does not report missing or additional layers, which are intended here."""
     from transformers.utils import logging
 
@@ -250,7 +250,7 @@ class Wrapped(Protocol):
     def network(self) -> Any: ...
 
 
-def companions(path: str | Path) -> dict[str, bytes]:
+def read_companions(path: str | Path) -> dict[str, bytes]:
     """The tokenizer and related files of a model directory, by file name.
 
     They are read when the model is loaded: later checkpoints of the run need them, and by then the checkpoint from
@@ -266,7 +266,7 @@ def companions(path: str | Path) -> dict[str, bytes]:
     }
 
 
-def bare(network: Any) -> Any:
+def make_bare_model(network: Any) -> Any:
     """The same model without tensors, adapters and quantization, to write weights with the adapter merged in."""
     config = copy.deepcopy(network.config)
     if hasattr(config, "quantization_config"):
@@ -366,7 +366,7 @@ class OutputLayer:
     beta: float = 1.0
     """Parameter of the divergence; see `Taught`."""
 
-    def taught(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
+    def add_teacher(self, rows: RowLayout, samples: Sequence[Trainable]) -> RowLayout:
         """`rows` with the teacher's distribution; unchanged if there are no samples, only padding."""
         hidden = [sample.teacher_hidden for sample in samples if sample.teacher_hidden is not None]
         if not hidden:
@@ -399,11 +399,11 @@ def load_output_layer(
         )
     names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    found = [_read(Path(path), names[id(parameter)]).to(device, DTYPES[dtype]) for parameter in parameters]
-    return OutputLayer(found[0], found[1] if len(found) > 1 else None, found_scaling(causal_lm), beta)
+    found = [read_tensor(Path(path), names[id(parameter)]).to(device, DTYPES[dtype]) for parameter in parameters]
+    return OutputLayer(found[0], found[1] if len(found) > 1 else None, find_scaling(causal_lm), beta)
 
 
-def _read(model_dir: Path, name: str) -> Tensor:
+def read_tensor(model_dir: Path, name: str) -> Tensor:
     from safetensors import safe_open
 
     for file in sorted(model_dir.glob("*.safetensors")):

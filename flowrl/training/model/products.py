@@ -31,26 +31,26 @@ def prefers_onednn() -> bool:
     return "avx512f" in cpu_flags() and cpu_maker() not in ("", "GenuineIntel")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear`, [..., K] and [O, K] to [..., O], differentiable."""
     if not _is_for_onednn(x, weight):
         return nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):
         found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return found
-    return _onednn(x, weight, bias)
+    return multiply_by_onednn(x, weight, bias)
 
 
-def matmul(first: Tensor, second: Tensor) -> Tensor:
+def multiply_matrices(first: Tensor, second: Tensor) -> Tensor:
     """`first @ second` of matrices, without an autograd graph."""
-    return _onednn(first, second.T, None) if _is_for_onednn(first, second.T) else first @ second
+    return multiply_by_onednn(first, second.T, None) if _is_for_onednn(first, second.T) else first @ second
 
 
 class FastLinear(nn.Linear):
     """A linear layer that multiplies by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return multiply_linear(input, self.weight, self.bias)
 
 
 def multiply_fast(network: nn.Module) -> None:
@@ -73,7 +73,7 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return found
 
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return multiply_by_onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         return (
-            matmul(flat, weight).view(x.shape) if wants_x else None,
-            matmul(flat.T, x.reshape(-1, x.shape[-1])) if wants_weight else None,
+            multiply_matrices(flat, weight).view(x.shape) if wants_x else None,
+            multiply_matrices(flat.T, x.reshape(-1, x.shape[-1])) if wants_weight else None,
             flat.sum(dim=0) if wants_bias else None,
         )

@@ -42,7 +42,7 @@ from flowrl.forest import Places, make_forest, num_unique
 from flowrl.messages import Bool, Int32
 from flowrl.training.layouts import Placing, possible_kernels
 from flowrl.training.model.logprobs import Taught
-from flowrl.training.model.sequence_attention import Exchange, SequenceGroup, Sight, whole
+from flowrl.training.model.sequence_attention import Exchange, SequenceGroup, Sight, gather_slices
 from flowrl.training.model.tree_attention import TreeAttention, UnknownToTreesError, any_mask
 from flowrl.training.settings import Dtype
 
@@ -59,11 +59,11 @@ class PackedBounds:
     longest: int
 
     @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], device: torch.device) -> PackedBounds:
+    def from_lengths(cls, lengths: npt.NDArray[np.int64], device: torch.device) -> PackedBounds:
         ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return cls(torch.from_numpy(ends).to(device), int(lengths.max()))
 
-    def padded(self, added: int) -> PackedBounds:
+    def with_padding(self, added: int) -> PackedBounds:
         """With one more sequence of `added` places at the end."""
         if not added:
             return self
@@ -94,43 +94,43 @@ class Placement:
     """Bounds of the sequences in a packed row; None for other layouts."""
 
 
-def place(sequences: Sequence[Int32], layout: Placing, device: torch.device | None = None) -> Placement:
+def place_sequences(sequences: Sequence[Int32], layout: Placing, device: torch.device | None = None) -> Placement:
     """The input of a pass over `sequences`."""
     where = device or torch.device("cpu")
-    if layout == "tree" or (layout == "auto" and saves(sequences)):
-        return _tree(sequences, where)
+    if layout == "tree" or (layout == "auto" and tree_saves_places(sequences)):
+        return place_in_tree(sequences, where)
     lengths = np.array([len(tokens) for tokens in sequences])
     widest = int(lengths.max())
     packed = layout == "packed"
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) if packed else np.arange(len(sequences)) * widest
     return Placement(
-        _ids(np.concatenate(sequences)[None] if packed else _padded(sequences, widest), where),
-        _ids(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,
+        to_int64(np.concatenate(sequences)[None] if packed else pad_rows(sequences, widest), where),
+        to_int64(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,
         [start + np.arange(length) for start, length in zip(starts, lengths, strict=True)],
-        bounds=PackedBounds.of(lengths, where) if packed else None,
+        bounds=PackedBounds.from_lengths(lengths, where) if packed else None,
     )
 
 
-def saves(sequences: Sequence[Int32]) -> bool:
+def tree_saves_places(sequences: Sequence[Int32]) -> bool:
     """Whether a tree saves so many places that its attention, slower for each place than a row's, is worth it."""
     return num_unique(sequences) <= TREE_SHARE * len(sequences) * max(map(len, sequences))
 
 
-def _tree(sequences: Sequence[Int32], device: torch.device) -> Placement:
+def place_in_tree(sequences: Sequence[Int32], device: torch.device) -> Placement:
     forest = make_forest(sequences)
     return Placement(
-        _ids(forest.token_ids[None], device),
-        _ids(forest.positions[None], device),
+        to_int64(forest.token_ids[None], device),
+        to_int64(forest.positions[None], device),
         forest.places,
         TreeAttention(forest, device),
     )
 
 
-def _ids(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+def to_int64(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(values.astype(np.int64)).to(device)
 
 
-def _padded(inputs: Sequence[Int32], width: int) -> Int32:
+def pad_rows(inputs: Sequence[Int32], width: int) -> Int32:
     rows = np.zeros((len(inputs), width), np.int32)
     for row, tokens in zip(rows, inputs, strict=True):
         row[: len(tokens)] = tokens
@@ -182,15 +182,15 @@ class RowLayout:
         """Tokens that a pass computes, padding included."""
         return self.input_ids_RL.numel()
 
-    def spread(self, values_N: Tensor) -> Tensor:
+    def spread_values(self, values_N: Tensor) -> Tensor:
         """[N] as [B, T], 0 at padding. Differentiable."""
         flat = values_N.new_zeros(self.shape[0] * self.shape[1])
         return flat.scatter(0, self.cells_N, values_N).view(self.shape)
 
-    def column(self, arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
+    def make_column(self, arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> Tensor:
         """One array per sample, already reduced to its policy tokens, as [B, T]."""
         values = torch.from_numpy(np.concatenate(arrays)).to(device)
-        return self.spread(values)
+        return self.spread_values(values)
 
 
 def policy_places(policy_mask_T: Bool) -> npt.NDArray[np.intp]:
@@ -207,22 +207,22 @@ def lay_out(
     device: torch.device | None = None,
 ) -> RowLayout:
     """RowLayout of the given sequences, each of at least two tokens."""
-    placed = place([tokens[:-1] for tokens in token_ids], layout, device)
+    placed = place_sequences([tokens[:-1] for tokens in token_ids], layout, device)
     chosen = [policy_places(mask) for mask in policy_masks]
     before = [where[c - 1] for where, c in zip(placed.places, chosen, strict=True)]
     targets = [t[c] for t, c in zip(token_ids, chosen, strict=True)]
-    return _layout(placed, before, targets)
+    return make_layout(placed, before, targets)
 
 
 def lay_out_ends(
     token_ids: Sequence[Int32], *, layout: Placing = "padded", device: torch.device | None = None
 ) -> RowLayout:
     """RowLayout of whole sequences that are read only at their last token: N = B, T = 1."""
-    placed = place(token_ids, layout, device)
-    return _layout(placed, [where[-1:] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))
+    placed = place_sequences(token_ids, layout, device)
+    return make_layout(placed, [where[-1:] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))
 
 
-def _layout(
+def make_layout(
     placed: Placement, places: Sequence[npt.NDArray[np.int64]], targets: Sequence[npt.NDArray[np.int32]]
 ) -> RowLayout:
     """The layout of sequences that are read at `places`, one array for each."""
@@ -258,31 +258,31 @@ class RowSlice:
     number: int
     group: SequenceGroup
 
-    def whole(self, values: Tensor) -> Tensor:
+    def gather_values(self, values: Tensor) -> Tensor:
         """A value for every policy token of the micro-batch, from those that this rank has computed; collective."""
-        return whole(values[: len(self.mine_M)], self.mine_M, self.number, self.group)
+        return gather_slices(values[: len(self.mine_M)], self.mine_M, self.number, self.group)
 
 
 def num_sliced(rows: RowLayout, group: SequenceGroup) -> int:
     """Tokens that the ranks of `group` compute together, padding included."""
     height, length = rows.input_ids_RL.shape
-    return height * group.size * group.width(length)
+    return height * group.size * group.slice_width(length)
 
 
-def compute(
+def compute_in_slices(
     model: Callable[..., Tensor | tuple[Tensor, ...]], rows: RowLayout, group: SequenceGroup | None, *settings: Any
 ) -> tuple[Tensor, ...]:
     """What `model` gives for `rows`, [N] each; each rank of a group computes a slice. Collective."""
     part = None if group is None else slice_rows(rows, group)
     found = model(rows if part is None else part.rows, *settings)
     each = (found,) if isinstance(found, Tensor) else found
-    return each if part is None else tuple(part.whole(values) for values in each)
+    return each if part is None else tuple(part.gather_values(values) for values in each)
 
 
 def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
     """This rank's slice of `rows`."""
     length, device = rows.input_ids_RL.shape[1], rows.places_N.device
-    own = group.width(length)
+    own = group.slice_width(length)
     added = own * group.size - length
     columns_l = group.columns_l(length, group.rank).to(device)
     positions = rows.position_ids_RL
@@ -296,7 +296,7 @@ def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
     places_M = (row_N * own + own_N)[mine_M]
     # ZeRO reduces a gradient of the output layer from every rank: one without policy tokens computes its place 0.
     none = len(mine_M) == 0
-    bounds = None if rows.bounds is None else rows.bounds.padded(added)
+    bounds = None if rows.bounds is None else rows.bounds.with_padding(added)
     return RowSlice(
         replace(
             rows,
@@ -305,8 +305,8 @@ def slice_rows(rows: RowLayout, group: SequenceGroup) -> RowSlice:
             real_RL=pad(rows.real_RL, (0, added))[:, columns_l],
             places_N=mine_M.new_zeros(1) if none else places_M,
             targets_N=mine_M.new_zeros(1) if none else rows.targets_N[mine_M],
-            taught=None if none or rows.taught is None else rows.taught.at(mine_M),
-            tree=None if rows.tree is None else rows.tree.padded(added),
+            taught=None if none or rows.taught is None else rows.taught.at_places(mine_M),
+            tree=None if rows.tree is None else rows.tree.with_padding(added),
             bounds=bounds,
             exchange=Exchange(group, Sight(length + added, device, None if bounds is None else bounds.ends_S)),
         ),
@@ -332,18 +332,18 @@ def require_trees(
 
     Each kernel that the device may choose is tried.
     """
-    tree, behind = _rows("tree", vocab_size, device), _behind()
+    tree, behind = make_trial_rows("tree", vocab_size, device), places_behind_start()
     assert tree.tree is not None
     attentions = (TreeAttention(tree.tree.forest, device, kernel) for kernel in possible_kernels(device.type))
     try:
         with torch.no_grad():
-            rows = score(_rows("padded", vocab_size, device))
+            rows = score(make_trial_rows("padded", vocab_size, device))
             trees = [score(replace(tree, tree=attention)) for attention in attentions]
     except UnknownToTreesError as error:
         raise ConfigError(
             f"{name} cannot compute shared prefixes once: {error}; set layout to rows (--zero.layout rows)"
         ) from error
-    differences = [_difference(one[some], rows[some]) for one in trees for some in (slice(None), behind)]
+    differences = [mean_difference(one[some], rows[some]) for one in trees for some in (slice(None), behind)]
     difference = float(torch.tensor(differences).max())  # Python's max would ignore a nan
     if not difference <= TOLERANCE[dtype]:
         raise ConfigError(
@@ -365,8 +365,8 @@ def require_slices(
 ) -> None:
     """Raise ConfigError unless ranks that share positions get the results of a rank with all positions; collective."""
     with torch.no_grad():
-        rows = _rows(layout, vocab_size, device)
-        difference = _difference(sliced(rows), whole(rows))
+        rows = make_trial_rows(layout, vocab_size, device)
+        difference = mean_difference(sliced(rows), whole(rows))
     if not difference <= TOLERANCE[dtype]:
         raise ConfigError(
             f"{name} gives other results if its positions are divided among ranks: they differ by {difference:.2g} of "
@@ -375,7 +375,7 @@ def require_slices(
         )
 
 
-def _rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
+def make_trial_rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
     """Three sequences with a common start."""
     draw = np.random.default_rng(0)
     start = draw.integers(0, vocab_size, START)
@@ -383,7 +383,7 @@ def _rows(layout: Placing, vocab_size: int, device: torch.device) -> RowLayout:
     return lay_out(sequences, [np.ones(len(tokens), np.bool_) for tokens in sequences], layout=layout, device=device)
 
 
-def _behind() -> list[int]:
+def places_behind_start() -> list[int]:
     """Indices of the results that would change if a token saw the other sequences.
 
     There is one result for each token except a sequence's first. The first token after the common start does not count,
@@ -393,6 +393,6 @@ def _behind() -> list[int]:
     return [n for end, length in zip(ends, LENGTHS, strict=True) for n in range(end - length + 1, end)]
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def mean_difference(one: Tensor, other: Tensor) -> float:
     """Mean difference as a share of the mean size."""
     return float((one - other).abs().mean() / other.abs().mean().clamp(min=1e-6))

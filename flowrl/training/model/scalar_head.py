@@ -32,7 +32,7 @@ def has_scalar_head(path: str | Path) -> bool:
 def require_scalar_head(path: str | Path) -> None:
     """Raise ConfigError unless `has_scalar_head`."""
     if not has_scalar_head(path):
-        found = ", ".join(_config(path).get("architectures") or ("no architecture",))
+        found = ", ".join(read_config_json(path).get("architectures") or ("no architecture",))
         raise ConfigError(
             f"{path} is not a reward model: its config.json names {found}, not a …ForSequenceClassification, and it "
             "has no layer score, value_head or regression_layer; train one with graphs/reward_model.py, or start from "
@@ -56,8 +56,8 @@ def head_labels(path: str | Path) -> tuple[str, ...]:
     A single output has a name too. Raises ConfigError if the directory has no scalar head.
     """
     require_scalar_head(path)
-    number = _shapes(Path(path), f"{scalar_head(path)}.weight")[0]
-    named = {int(index): str(name) for index, name in (_config(path).get("id2label") or {}).items()}
+    number = read_tensor_shape(Path(path), f"{scalar_head(path)}.weight")[0]
+    named = {int(index): str(name) for index, name in (read_config_json(path).get("id2label") or {}).items()}
     if set(named) == set(range(number)) and len(set(named.values())) == number:
         return tuple(named[index] for index in range(number))
     return tuple(f"LABEL_{index}" for index in range(number))
@@ -71,38 +71,38 @@ def renamed_head(path: str | Path) -> dict[str, str] | None:
 
 def scalar_head(path: str | Path) -> str | None:
     """The name of the head's layer; None if the model has none."""
-    config = _config(path)
+    config = read_config_json(path)
     if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
         return "score"
-    tensors = set(_places(Path(path)))
+    tensors = set(list_tensor_files(Path(path)))
     prefixes = (config.get("value_head_prefix"), *USUAL)
     return next((str(prefix) for prefix in prefixes if prefix and f"{prefix}.weight" in tensors), None)
 
 
-def _config(path: str | Path) -> Mapping[str, Any]:
+def read_config_json(path: str | Path) -> Mapping[str, Any]:
     content: Mapping[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     return content
 
 
-def _places(path: Path) -> Mapping[str, Path]:
+def list_tensor_files(path: Path) -> Mapping[str, Path]:
     """Tensor -> its file, from an index or the files' own lists."""
     for index in INDEXES:
         if (path / index).is_file():
             weight_map = json.loads((path / index).read_text(encoding="utf-8"))["weight_map"]
             return {name: path / file for name, file in weight_map.items()}
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    return {name: file for file in files for name in _listing(file)}
+    return {name: file for file in files for name in read_tensor_shapes(file)}
 
 
-def _shapes(path: Path, name: str) -> Sequence[int]:
+def read_tensor_shape(path: Path, name: str) -> Sequence[int]:
     """The shape of one tensor. Raises ConfigError if no file has it."""
-    places = _places(path)
+    places = list_tensor_files(path)
     if name not in places:
         raise ConfigError(f"{path} has no tensor {name}, though its config.json says so; copy the whole directory")
-    return _listing(places[name])[name]
+    return read_tensor_shapes(places[name])[name]
 
 
-def _listing(file: Path) -> Mapping[str, Sequence[int]]:
+def read_tensor_shapes(file: Path) -> Mapping[str, Sequence[int]]:
     """Tensor -> its shape, from the header of safetensors; a pickled file is opened."""
     if file.suffix != ".safetensors":
         import torch

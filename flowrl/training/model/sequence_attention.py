@@ -55,13 +55,13 @@ class SequenceGroup:
     size: int
     kind: SequenceKind = "ulysses"
 
-    def width(self, length: int) -> int:
+    def slice_width(self, length: int) -> int:
         """Positions that each rank has of rows of this length, padding included."""
-        return self._runs * self._run(length)
+        return self._runs * self._slice_run(length)
 
     def columns_l(self, length: int, rank: int) -> Tensor:
         """The positions that `rank` has of rows of this length, ascending; those from `length` on are padding."""
-        run, last = self._run(length), self._runs * self.size - 1
+        run, last = self._slice_run(length), self._runs * self.size - 1
         starts = (rank, last - rank)[: self._runs]
         return torch.cat([torch.arange(start * run, (start + 1) * run) for start in starts])
 
@@ -69,11 +69,11 @@ class SequenceGroup:
     def _runs(self) -> int:
         return 2 if self.kind == "ring" else 1
 
-    def _run(self, length: int) -> int:
+    def _slice_run(self, length: int) -> int:
         return -(-length // (self._runs * self.size))
 
 
-def sequence_group(rank: int, size: int, group_size: int, kind: SequenceKind = "ulysses") -> SequenceGroup | None:
+def make_sequence_group(rank: int, size: int, group_size: int, kind: SequenceKind = "ulysses") -> SequenceGroup | None:
     """Rank's group of `group_size` consecutive ranks of `size`; None for groups of one. Collective."""
     if group_size == 1:
         return None
@@ -99,7 +99,7 @@ class _Whole(torch.autograd.Function):
         return grad_N.index_select(0, mine_M), None, None, None
 
 
-def whole(values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
+def gather_slices(values_M: Tensor, mine_M: Tensor, number: int, group: SequenceGroup) -> Tensor:
     """The values of all ranks, [number], on every rank; `mine_M` are the indices of `values_M` among them.
 
     Every rank computes the same loss from these values, but its gradient flows only into the rank's own values. So the
@@ -121,19 +121,19 @@ class Sight:
     _sequence_L: list[Tensor] = field(default_factory=list, compare=False)
     _masks: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
-    def window(self, width: int | None) -> int | None:
+    def effective_window(self, width: int | None) -> int | None:
         """`width`, or None if the rows are not longer than a window of that many places."""
         return None if width is None or width >= self.length else width
 
     def is_plain(self, width: int | None) -> bool:
         """Whether a place sees every place before it."""
-        return self.ends_S is None and self.window(width) is None
+        return self.ends_S is None and self.effective_window(width) is None
 
     def mask_11LL(self, width: int | None) -> Tensor | None:
         """True where the row's place sees the column's, within a window of `width`; None: each sees all before it."""
         if self.is_plain(width):
             return None
-        key = self.window(width) or 0
+        key = self.effective_window(width) or 0
         if key not in self._masks:  # every layer of a pass needs it
             place_L = torch.arange(self.length, device=self.device)
             self._masks[key] = self.seen_QK(place_L, place_L, width)[None, None]
@@ -143,14 +143,14 @@ class Sight:
         """Whether each place of `asking_Q` sees each place of `looked_at_K`."""
         back_QK = asking_Q[:, None] - looked_at_K[None]
         seen_QK = back_QK >= 0
-        if (window := self.window(width)) is not None:
+        if (window := self.effective_window(width)) is not None:
             seen_QK &= back_QK < window
         if self.ends_S is not None:
-            sequence_L = self._sequences(self.ends_S)
+            sequence_L = self._number_sequences(self.ends_S)
             seen_QK &= sequence_L[asking_Q][:, None] == sequence_L[looked_at_K][None]
         return seen_QK
 
-    def _sequences(self, ends_S: Tensor) -> Tensor:
+    def _number_sequences(self, ends_S: Tensor) -> Tensor:
         if not self._sequence_L:
             lengths_S = ends_S.diff()
             numbers_S = torch.arange(len(lengths_S), device=self.device)
@@ -236,12 +236,12 @@ class PlainBlock:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q_RkgQD, k, v = _by_key(q, k.shape[1]), k.float(), v.float()
         parts = []
-        for rows in self._chunks(q_RkgQD, k):
+        for rows in self._split_queries(q_RkgQD, k):
             keys, seen_QK = self.seen(rows)
-            scores, _ = self._scores(q_RkgQD[..., rows, :], k[:, :, keys], seen_QK)
+            scores, _ = self._compute_scores(q_RkgQD[..., rows, :], k[:, :, keys], seen_QK)
             lse = scores.logsumexp(dim=-1)
-            weights = _weights(scores, lse, seen_QK)
-            parts.append((_apart(weights.flatten(2, 3) @ v[:, :, keys], scores), lse))
+            weights = attention_weights(scores, lse, seen_QK)
+            parts.append((split_key_heads(weights.flatten(2, 3) @ v[:, :, keys], scores), lse))
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(lses, dim=-1).flatten(1, 2)
 
@@ -252,10 +252,10 @@ class PlainBlock:
         lse_RkgQ, k, v = _by_key(lse[..., None], k.shape[1])[..., 0], k.float(), v.float()
         dq, dk, dv = torch.zeros_like(q_RkgQD), torch.zeros_like(k), torch.zeros_like(v)
         mean_RkgQ = torch.linalg.vecdot(grad_RkgQD, out_RkgQD)
-        for rows in self._chunks(q_RkgQD, k):
+        for rows in self._split_queries(q_RkgQD, k):
             keys, seen_QK = self.seen(rows)
-            scores, slope = self._scores(q_RkgQD[..., rows, :], k[:, :, keys], seen_QK)
-            weights = _weights(scores, lse_RkgQ[..., rows], seen_QK)
+            scores, slope = self._compute_scores(q_RkgQD[..., rows, :], k[:, :, keys], seen_QK)
+            weights = attention_weights(scores, lse_RkgQ[..., rows], seen_QK)
             some = grad_RkgQD[..., rows, :].flatten(2, 3)
             dv[:, :, keys] += weights.flatten(2, 3).mT @ some
             slopes = (
@@ -268,19 +268,19 @@ class PlainBlock:
             if slope is not None:
                 slopes *= slope
             flat = slopes.flatten(2, 3)
-            dq[..., rows, :] = _apart(flat @ k[:, :, keys], slopes)
+            dq[..., rows, :] = split_key_heads(flat @ k[:, :, keys], slopes)
             dk[:, :, keys] += flat.mT @ q_RkgQD[..., rows, :].flatten(2, 3)
         return dq.flatten(1, 2), dk, dv
 
-    def _chunks(self, q_RkgQD: Tensor, k: Tensor) -> Iterator[slice]:
+    def _split_queries(self, q_RkgQD: Tensor, k: Tensor) -> Iterator[slice]:
         rows, heads, each, queries, _ = q_RkgQD.shape
         step = max(1, SCORES_A_CHUNK // (rows * heads * each * k.shape[2]))
         for start in range(0, queries, step):
             yield slice(start, min(queries, start + step))
 
-    def _scores(self, q_RkgQD: Tensor, k: Tensor, seen_QK: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _compute_scores(self, q_RkgQD: Tensor, k: Tensor, seen_QK: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores [R, k, g, Q, K], and the slope of the soft cap at them, None without a cap."""
-        scores = _apart(q_RkgQD.flatten(2, 3) @ k.mT, q_RkgQD).mul_(self.scale)
+        scores = split_key_heads(q_RkgQD.flatten(2, 3) @ k.mT, q_RkgQD).mul_(self.scale)
         slope = None
         if self.cap is not None:
             share = scores.div_(self.cap).tanh_()
@@ -295,12 +295,12 @@ def _by_key(tensor: Tensor, heads: int) -> Tensor:
     return tensor.float().reshape(rows, heads, all_heads // heads, places, channels)
 
 
-def _apart(tensor: Tensor, like: Tensor) -> Tensor:
+def split_key_heads(tensor: Tensor, like: Tensor) -> Tensor:
     """[R, k, g·Q, X] as [R, k, g, Q, X], with g and Q as in `like`."""
     return tensor.view(*like.shape[:4], tensor.shape[-1])
 
 
-def _weights(scores: Tensor, lse: Tensor, seen_QK: Tensor) -> Tensor:
+def attention_weights(scores: Tensor, lse: Tensor, seen_QK: Tensor) -> Tensor:
     """Weights, written over the scores; 0 at keys that are not seen, also for a query that sees none (`lse` -inf)."""
     return scores.sub_(lse[..., None]).exp_().masked_fill_(~seen_QK, 0.0)
 
@@ -337,17 +337,17 @@ class Ring:
     window: int | None = None
     cap: float | None = None
 
-    def block(self, step: int, q: Tensor, v: Tensor) -> RingBlock:
+    def make_block(self, step: int, q: Tensor, v: Tensor) -> RingBlock:
         """What the rank computes in this step; in step 0 it computes its own block."""
         source, half = (self.group.rank - step) % self.group.size, q.shape[2] // 2
         queries = slice(half, None) if source > self.group.rank else ALL
         keys = slice(0, half) if source < self.group.rank else ALL
         if self.cap is not None or not self.sight.is_plain(self.window) or not has_kernel(q, v):
-            return RingBlock(queries, keys, PlainBlock(self.scale, self._seen(source, queries, keys), self.cap))
+            return RingBlock(queries, keys, PlainBlock(self.scale, self._mask_block(source, queries, keys), self.cap))
         flash = CudaFlashBlock if q.device.type == "cuda" else CpuFlashBlock
         return RingBlock(queries, keys, flash(self.scale, causal=step == 0))
 
-    def _seen(self, source: int, queries: slice, keys: slice) -> Callable[[slice], tuple[slice, Tensor]]:
+    def _mask_block(self, source: int, queries: slice, keys: slice) -> Callable[[slice], tuple[slice, Tensor]]:
         """Slice of these queries -> (keys neither after them nor before their windows, which query sees which)."""
         length, device = self.sight.length, self.sight.device
         asking_Q = self.group.columns_l(length, self.group.rank)[queries]
@@ -355,7 +355,7 @@ class Ring:
 
         def seen(some: slice) -> tuple[slice, Tensor]:
             first, last = asking_Q[some][[0, -1]].tolist()
-            earliest = first - (self.sight.window(self.window) or length) + 1
+            earliest = first - (self.sight.effective_window(self.window) or length) + 1
             near = slice(*torch.searchsorted(looked_at_K, torch.tensor([earliest, last + 1])).tolist())
             places = (asking_Q[some].to(device), looked_at_K[near].to(device))
             return near, self.sight.seen_QK(*places, self.window)
@@ -374,12 +374,12 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         merged: _Merged | None = None
         for step, keys_values in enumerate(_coming_by(ring.group, torch.cat((k, v), dim=-1))):
-            block = ring.block(step, q, v)
-            found = block.kernel.forward(q[:, :, block.queries], *_parted(keys_values[:, :, block.keys], k))
+            block = ring.make_block(step, q, v)
+            found = block.kernel.forward(q[:, :, block.queries], *split_block(keys_values[:, :, block.keys], k))
             if merged is None:
                 merged = _Merged(found[0].float(), found[1].contiguous())
             else:
-                merged.add(block.queries, *found)
+                merged.add_result(block.queries, *found)
         assert merged is not None
         attended = merged.out.transpose(1, 2).to(q.dtype).contiguous()
         ctx.ring = ring
@@ -393,19 +393,19 @@ class _RingAttention(torch.autograd.Function):
         asking = (grad_RlhD.transpose(1, 2), q, attended.transpose(1, 2), lse)
         dq, arrived = torch.zeros(q.shape, dtype=torch.float32, device=q.device), None
         for step, keys_values in enumerate(_coming_by(ring.group, torch.cat((k, v), dim=-1))):
-            block = ring.block(step, q, v)
-            parts = _gradients(block, *asking, *_parted(keys_values[:, :, block.keys], k))
+            block = ring.make_block(step, q, v)
+            parts = add_block_gradients(block, *asking, *split_block(keys_values[:, :, block.keys], k))
             dq[:, :, block.queries] += parts[0]
             if arrived is None:
                 gradient = torch.zeros(keys_values.shape, dtype=torch.float32, device=q.device)
             else:
                 gradient = arrived()
-            for part, sums in zip(parts[1:], _parted(gradient, k), strict=True):
+            for part, sums in zip(parts[1:], split_block(gradient, k), strict=True):
                 sums[:, :, block.keys] += part
             arrived = start_hop(ring.group, gradient)
             del parts, gradient  # frees them before the next block is computed
         assert arrived is not None
-        dk, dv = _parted(arrived(), k)
+        dk, dv = split_block(arrived(), k)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -418,12 +418,12 @@ def _coming_by(group: SequenceGroup, own: Tensor) -> Iterator[Tensor]:
     yield own
 
 
-def _parted(keys_values: Tensor, key: Tensor) -> Sequence[Tensor]:
+def split_block(keys_values: Tensor, key: Tensor) -> Sequence[Tensor]:
     """Keys and values, or their gradients, split: they are concatenated along the channels."""
     return keys_values.tensor_split((key.shape[-1],), dim=-1)
 
 
-def _gradients(
+def add_block_gradients(
     block: RingBlock, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the queries, keys and values of a block."""
@@ -438,7 +438,7 @@ class _Merged:
     out: Tensor
     lse: Tensor
 
-    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+    def add_result(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge results of some of the queries over further keys. A query that sees none of them has -inf as `lse`."""
         before = self.lse[:, :, queries].clone()
         after = torch.logaddexp(before, lse)
@@ -482,7 +482,7 @@ class Exchange:
     group: SequenceGroup
     sight: Sight
 
-    def ring(self, query: Tensor, **kwargs: Any) -> Ring:
+    def make_ring(self, query: Tensor, **kwargs: Any) -> Ring:
         """The ring that computes a layer's attention, from the keywords that the layer passes."""
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -511,19 +511,19 @@ class Exchanging:
             return self.inner(module, query, key, value, attention_mask, **kwargs)
         if exchange.group.kind == "ring":
             assert kwargs.get("tree") is None, "a trainer whose attention is a ring lays out rows"
-            return ring_attention(query, key, value, exchange.ring(query, **kwargs)), None
+            return ring_attention(query, key, value, exchange.make_ring(query, **kwargs)), None
         kwargs.pop("position_ids", None)  # of this rank's slice; kernels would take a restart for a new sequence
         mask = None if self.has_bounds else exchange.sight.mask_11LL(kwargs.get("sliding_window"))
-        q, k, v = to_heads(exchange.group, query, key, value)
-        with _groups(module, q.shape[1] // k.shape[1]):
+        q, k, v = send_to_heads(exchange.group, query, key, value)
+        with say_key_groups(module, q.shape[1] // k.shape[1]):
             found, _ = self.inner(module, q, k, v, mask, **kwargs)
-        attended = to_positions(exchange.group, found)
+        attended = send_to_positions(exchange.group, found)
         rows, heads, positions, _ = query.shape
         assert attended.shape[:3] == (rows, positions, heads), (attended.shape, query.shape)
         return attended, None
 
 
-def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+def attend_eagerly(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
     """The "eager" attention of the module's own architecture. It adds a mask and, unlike others, needs one.
 
     Only some architectures have a soft cap (Gemma 2), and only their own function computes it.
@@ -542,12 +542,12 @@ def make_exchanging(name: str) -> None:
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    known = ALL_ATTENTION_FUNCTIONS.get(name, _eager)  # only "eager" is not in the table
+    known = ALL_ATTENTION_FUNCTIONS.get(name, attend_eagerly)  # only "eager" is not in the table
     if not isinstance(known, Exchanging):
         AttentionInterface.register(name, Exchanging(known, name))
 
 
-def to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def send_to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Queries, keys and values [R, h, l, D] of this rank's positions as [R, h/N, L, D] of its heads, in one exchange.
 
     Heads of keys are repeated if their number is not a multiple of N, so that each rank has those of its queries.
@@ -555,7 +555,7 @@ def to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) ->
     repeats = lcm(key.shape[1], group.size) // key.shape[1]
     tensors = [query, *(one.repeat_interleave(repeats, dim=1) if repeats > 1 else one for one in (key, value))]
     parts = [_by_rank(one, group.size) for one in tensors]
-    received_NRlX = _exchanged(group, torch.cat(parts, dim=-1))
+    received_NRlX = exchange_parts(group, torch.cat(parts, dim=-1))
     whole_RLX = received_NRlX.transpose(0, 1).flatten(1, 2)
     widths = [part.shape[-1] for part in parts]
     return [
@@ -564,11 +564,11 @@ def to_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) ->
     ]
 
 
-def to_positions(group: SequenceGroup, attended: Tensor) -> Tensor:
+def send_to_positions(group: SequenceGroup, attended: Tensor) -> Tensor:
     """[R, L, h/N, D] of this rank's heads as [R, l, h, D] of its positions."""
     rows, length = attended.shape[:2]
     sent_NRlhD = attended.reshape(rows, group.size, length // group.size, *attended.shape[2:]).transpose(0, 1)
-    received_NRlhD = _exchanged(group, sent_NRlhD)
+    received_NRlhD = exchange_parts(group, sent_NRlhD)
     return received_NRlhD.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
@@ -579,7 +579,7 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:
     return by_rank.permute(1, 0, 3, 2, 4).flatten(3)
 
 
-def _exchanged(group: SequenceGroup, tensor_N: Tensor) -> Tensor:
+def exchange_parts(group: SequenceGroup, tensor_N: Tensor) -> Tensor:
     """Send the nth part to rank n; the part from rank n takes its place. Uses DeepSpeed's operator (NCCL and gloo)."""
     from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
 
@@ -589,7 +589,7 @@ def _exchanged(group: SequenceGroup, tensor_N: Tensor) -> Tensor:
 
 
 @contextmanager
-def _groups(module: nn.Module, queries_a_key: int) -> Iterator[None]:
+def say_key_groups(module: nn.Module, queries_a_key: int) -> Iterator[None]:
     """Within this context the module says that `queries_a_key` heads of queries share one head of keys."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == queries_a_key:

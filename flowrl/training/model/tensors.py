@@ -38,7 +38,7 @@ ABOUT = "ds_autotp_universal_checkpoint_meta"
 
 def partition_config(network: Any, size: int) -> dict[str, Any]:
     """DeepSpeed's `partition_config` for a transformers model. Raises ConfigError if it cannot be divided by `size`."""
-    plan, styles, name = _plan(network), planned(network), type(network).__name__
+    plan, styles, name = read_plan(network), plan_layers(network), type(network).__name__
     if strange := sorted({style for style in styles.values() if style not in STYLES}):
         raise ConfigError(
             f"tensor_parallel_size is {size}, but transformers divides {name} in a way that flowrl does not know "
@@ -62,13 +62,13 @@ def partition_config(network: Any, size: int) -> dict[str, Any]:
     return {"use_default_specs": False, "layer_specs": specs}
 
 
-def planned(network: Any) -> dict[str, str]:
+def plan_layers(network: Any) -> dict[str, str]:
     """Layers of the model that are divided, and norms that see a part of the heads -> transformers' style."""
-    plan = _plan(network)
+    plan = read_plan(network)
     return {name: style for name, _ in network.named_modules() for pattern, style in plan if pattern.fullmatch(name)}
 
 
-def _plan(network: Any) -> list[tuple[re.Pattern[str], str]]:
+def read_plan(network: Any) -> list[tuple[re.Pattern[str], str]]:
     """Patterns of layers' names, and the style of each."""
     plan: Mapping[str, str] = getattr(network.config.get_text_config(), "base_model_tp_plan", None) or {}
     number = re.escape("*")
@@ -103,7 +103,7 @@ def whole_shape(parameter: nn.Parameter) -> torch.Size:
     return parameter.shape if about is None else torch.Size(about["original_shape"])
 
 
-def whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
+def gather_whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
     """A value for each element of a parameter, from the parts that the ranks of a group have; collective.
 
     For a parameter that is not divided, returns `value` itself.
@@ -120,12 +120,12 @@ def whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
 def whole_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of the whole model's gradient, on every rank; collective."""
     found = [parameter for parameter in parameters if parameter.grad is not None]
-    squares = _square(p for p in found if divided_dimension(p) is not None)
+    squares = square_norm(p for p in found if divided_dimension(p) is not None)
     torch.distributed.all_reduce(squares, group=tensor_group())
-    return (squares + _square(p for p in found if divided_dimension(p) is None)).sqrt()
+    return (squares + square_norm(p for p in found if divided_dimension(p) is None)).sqrt()
 
 
-def _square(parameters: Iterator[nn.Parameter]) -> Tensor:
+def square_norm(parameters: Iterator[nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
 
 
@@ -170,7 +170,11 @@ def whole_weights(model: nn.Module) -> list[Entry]:
             continue
         if rest == "weight":
             layer = layers[layer_name]
-            entries.append(Entry(f"{layer_name}.weight", (parameter, *_matrices(layer)), partial(_merged, layer=layer)))
+            entries.append(
+                Entry(
+                    f"{layer_name}.weight", (parameter, *adapter_matrices(layer)), partial(merge_adapter, layer=layer)
+                )
+            )
         else:
             entries.append(Entry(name.replace(".base_layer.", "."), (parameter,)))
     return entries
@@ -180,7 +184,7 @@ def adapter_weights(model: nn.Module) -> list[Entry]:
     """The content of a PEFT adapter directory, under PEFT's names: both matrices, and all other trained parameters."""
     entries = []
     for name, layer in adapted_layers(model).items():
-        for letter, matrix in zip("AB", _matrices(layer), strict=True):
+        for letter, matrix in zip("AB", adapter_matrices(layer), strict=True):
             entries.append(Entry(f"{PEFT_PREFIX}{name}.lora_{letter}.weight", (matrix,)))
     return entries + [Entry(PEFT_PREFIX + name, (p,)) for name, p in beside_adapter(model)]
 
@@ -202,7 +206,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def bucketed(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
+def split_in_buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
     """The entries split into lists of at most `max_bytes`, with at least one entry in each."""
     bucket: list[Entry] = []
     filled = 0
@@ -216,11 +220,11 @@ def bucketed(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
         yield bucket
 
 
-def _matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+def adapter_matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
-def _merged(weight: Tensor, down: Tensor, up: Tensor, *, layer: Any) -> Tensor:
+def merge_adapter(weight: Tensor, down: Tensor, up: Tensor, *, layer: Any) -> Tensor:
     """A new tensor: base + scaling · up · down, summed in fp32. A quantized base is dequantized."""
     from peft.utils.integrations import dequantize_module_weight
 

@@ -35,7 +35,7 @@ def check_divided(path: str | Path, size: int, *, trust_remote_code: bool = Fals
 
     from flowrl.training.model.tensors import partition_config
 
-    partition_config(_built(path, AutoModelForCausalLM.from_config, trust_remote_code), size)
+    partition_config(build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code), size)
 
 
 @functools.lru_cache(maxsize=16)
@@ -43,9 +43,9 @@ def check_policy(path: str | Path, *, trust_remote_code: bool = False) -> None:
     """Raise ConfigError unless flowrl can compute the logprobs of the model in `path`."""
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.logprobs import found_scaling
+    from flowrl.training.model.logprobs import find_scaling
 
-    found_scaling(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
+    find_scaling(build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code))
 
 
 @functools.lru_cache(maxsize=16)
@@ -53,9 +53,9 @@ def check_balanced(path: str | Path, *, trust_remote_code: bool = False) -> None
     """Raise ConfigError unless the model in `path` has a load-balancing loss."""
     from transformers import AutoModelForCausalLM
 
-    from flowrl.training.model.policy_model import found_balance
+    from flowrl.training.model.policy_model import find_balance
 
-    found_balance(_built(path, AutoModelForCausalLM.from_config, trust_remote_code))
+    find_balance(build_without_weights(path, AutoModelForCausalLM.from_config, trust_remote_code))
 
 
 @functools.lru_cache(maxsize=16)
@@ -74,18 +74,18 @@ def check_scores(path: str | Path, *, trust_remote_code: bool = False) -> None:
 
     from flowrl.training.model.value_model import ScalarModel
 
-    ScalarModel(_built(path, AutoModelForSequenceClassification.from_config, trust_remote_code))
+    ScalarModel(build_without_weights(path, AutoModelForSequenceClassification.from_config, trust_remote_code))
 
 
-def _built(path: str | Path, build: Callable[..., Any], trust_remote_code: bool) -> Any:
+def build_without_weights(path: str | Path, build: Callable[..., Any], trust_remote_code: bool) -> Any:
     import torch
 
-    from flowrl.training.model.policy_model import quietly, read_config
+    from flowrl.training.model.policy_model import read_config, silence_transformers
 
     config = read_config(path, trust_remote_code=trust_remote_code)
     config.num_labels = 1
     try:
-        with torch.device("meta"), quietly():
+        with torch.device("meta"), silence_transformers():
             return build(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         first_line = (str(error).strip().splitlines() or [""])[0]

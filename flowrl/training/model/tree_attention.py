@@ -93,13 +93,13 @@ class BlockBatch:
     """How many keys each query sees, counted from the first key; 0 at padding."""
 
     @classmethod
-    def of(cls, blocks: Sequence[KeyBlock]) -> BlockBatch:
+    def pad_blocks(cls, blocks: Sequence[KeyBlock]) -> BlockBatch:
         queries, keys = np.array([block.shape for block in blocks]).max(axis=0)
         places = [np.arange(block.q_start, block.q_stop) for block in blocks]
-        q_BQ, seen_BQ = _padded(places, queries), _padded([block.seen_Q for block in blocks], queries)
-        return cls(q_BQ, _padded([block.k_K for block in blocks], keys), seen_BQ)
+        q_BQ, seen_BQ = pad_arrays(places, queries), pad_arrays([block.seen_Q for block in blocks], queries)
+        return cls(q_BQ, pad_arrays([block.k_K for block in blocks], keys), seen_BQ)
 
-    def parts(self, num_heads: int) -> Iterator[list[BlockBatch]]:
+    def split_parts(self, num_heads: int) -> Iterator[list[BlockBatch]]:
         """Batches whose scores fit into a chunk, or of 16 queries. The batches of one list have the same keys."""
         (blocks, queries), keys = self.q_BQ.shape, self.k_BK.shape[1]
         most = SCORES_A_CHUNK // num_heads
@@ -108,7 +108,7 @@ class BlockBatch:
         elif blocks > 1:
             step = max(1, most // (queries * keys))
             for start in range(0, blocks, step):
-                yield from self._trimmed(slice(start, start + step)).parts(num_heads)
+                yield from self._trimmed(slice(start, start + step)).split_parts(num_heads)
         else:
             step = max(16, most // keys)
             some = [slice(start, start + step) for start in range(0, queries, step)]
@@ -134,13 +134,13 @@ class PlaceRows:
             rows = num_places * np.arange(num_heads)[:, None, None] + places_Bn
             self.rows = torch.from_numpy(rows.reshape(-1)).to(device)
 
-    def of(self, table: Tensor) -> Tensor:
+    def read_rows(self, table: Tensor) -> Tensor:
         """The rows of `table`, [N, n, ...]: a view if the places are one range, else a copy."""
         if self.rows is None:
             return table.view(self.num_heads, self._places, *table.shape[1:])[:, self.range]
         return table.index_select(0, self.rows).view(self._num, -1, *table.shape[1:])
 
-    def first(self, num: int) -> Tensor:
+    def first_rows(self, num: int) -> Tensor:
         """The rows of the first `num` places of each block."""
         assert self.rows is not None
         return self.rows.view(self._num, -1)[:, :num].reshape(-1)
@@ -172,36 +172,36 @@ class Chunk:
             hidden = torch.zeros(hidden_BQK.shape, device=k.device).masked_fill_(hidden_BQK, -torch.inf)
             self._hidden_BQ1K = hidden[:, :, None]
 
-    def queries(self, table: Tensor) -> Tensor:
+    def read_queries(self, table: Tensor) -> Tensor:
         """The queries' rows of `table`, [N, Q, ...]; at padding, the row of an arbitrary place."""
-        return self._q.of(table)
+        return self._q.read_rows(table)
 
-    def put(self, table: Tensor, rows_NQ: Tensor) -> None:
+    def put_queries(self, table: Tensor, rows_NQ: Tensor) -> None:
         """Write the queries' rows of `table`."""
         if self._q.rows is None:
-            self._q.of(table).copy_(rows_NQ)
+            self._q.read_rows(table).copy_(rows_NQ)
         else:
             rows, places = self._without_padding(rows_NQ, self._q.rows)
             table.index_copy_(0, places, rows)
 
     def add_to_queries(self, table: Tensor, rows_NQ: Tensor) -> None:
         if self._q.rows is None:
-            self._q.of(table).add_(rows_NQ)
+            self._q.read_rows(table).add_(rows_NQ)
         else:
             rows, places = self._without_padding(rows_NQ, self._q.rows)
             table.index_add_(0, places, rows)
 
-    def keys(self, table: Tensor) -> Tensor:
+    def read_keys(self, table: Tensor) -> Tensor:
         """The keys' rows of `table`, [N, K, D]."""
-        return self._k.of(table)[:, : self._keys]
+        return self._k.read_rows(table)[:, : self._keys]
 
     def add_to_keys(self, table: Tensor, rows_NKD: Tensor) -> None:
         if self._k.rows is None:
-            self._k.of(table)[:, : self._keys].add_(rows_NKD)
+            self._k.read_rows(table)[:, : self._keys].add_(rows_NKD)
         else:
-            table.index_add_(0, self._k.first(self._keys), rows_NKD.flatten(0, 1).to(table.dtype))
+            table.index_add_(0, self._k.first_rows(self._keys), rows_NKD.flatten(0, 1).to(table.dtype))
 
-    def scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
+    def compute_scores(self, q_NXD: Tensor, k_NKD: Tensor) -> Tensor:
         """[N, X, K], −inf at keys that a query does not see."""
         scores_NXK = torch.bmm(q_NXD, k_NKD.transpose(1, 2))
         if self._hidden_BQ1K is not None:
@@ -228,20 +228,20 @@ class Cascade:
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self._num_places, self._device = len(forest), device
-        own, behind = _blocks(forest)
-        self.own = tuple(alike(own))
+        own, behind = make_blocks(forest)
+        self.own = tuple(batch_alike(own))
         """Blocks in batches; each place is a query in exactly one of these blocks."""
-        self.behind = tuple(part for blocks in behind for part in alike(blocks))
+        self.behind = tuple(part for blocks in behind for part in batch_alike(blocks))
         self._chunks: dict[tuple[int, int], tuple[Chunk, ...]] = {}
 
-    def chunks(self, q_heads: int, k_heads: int) -> tuple[Chunk, ...]:
+    def make_chunks(self, q_heads: int, k_heads: int) -> tuple[Chunk, ...]:
         """The chunks in the order of computation, for a model with these numbers of heads."""
         if (q_heads, k_heads) not in self._chunks:
             self._chunks[q_heads, k_heads] = tuple(
                 chunk
                 for batches, first in ((self.own, True), (self.behind, False))
                 for blocks in batches
-                for parts in BlockBatch.of(blocks).parts(q_heads)
+                for parts in BlockBatch.pad_blocks(blocks).split_parts(q_heads)
                 for chunk in self._of_same_keys(parts, k_heads, first)
             )
         return self._chunks[q_heads, k_heads]
@@ -255,7 +255,7 @@ class Cascade:
             yield Chunk(part, rows(part.q_BQ), k, first=first)
 
 
-def _blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
+def make_blocks(forest: Forest) -> tuple[list[KeyBlock], list[list[KeyBlock]]]:
     """(one block for each stem, lists of further blocks). Within a list, no place is a query twice."""
     place = np.arange(len(forest))
     own: list[KeyBlock] = []
@@ -293,7 +293,7 @@ def _short_behind(stems: Sequence[Stem]) -> list[tuple[int, int]]:
     return [(int(num), int(size)) for num, size in sums[past] - sums[1:]]
 
 
-def alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
+def batch_alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
     """Lists of blocks of similar sizes, the largest blocks first."""
     part: list[KeyBlock] = []
     used = widest = 0
@@ -309,7 +309,7 @@ def alike(blocks: Sequence[KeyBlock]) -> Iterator[list[KeyBlock]]:
         yield part
 
 
-def _padded(arrays: Sequence[Places], width: int) -> Places:
+def pad_arrays(arrays: Sequence[Places], width: int) -> Places:
     padded = np.zeros((len(arrays), width), np.int64)
     for row, array in zip(padded, arrays, strict=True):
         row[: len(array)] = array
@@ -326,23 +326,27 @@ class _CascadeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cascade: Cascade, scale: float) -> Tensor:
         k_heads, rounded = k.shape[1], _factor_dtype(q)
-        q_table, k_table, v_table = _table(q, k_heads).mul_(scale), _table(k, k_heads), _table(v, k_heads, rounded)
+        q_table, k_table, v_table = (
+            make_table(q, k_heads).mul_(scale),
+            make_table(k, k_heads),
+            make_table(v, k_heads, rounded),
+        )
         each = q.shape[1] // k_heads
         out_table = q_table.new_empty(len(q_table), each * v.shape[-1])
         lse_table = q_table.new_empty(len(q_table), each, dtype=torch.float64)  # rounding would add up in many merges
-        for chunk in cascade.chunks(q.shape[1], k_heads):
-            q_NQgD = chunk.queries(q_table)
+        for chunk in cascade.make_chunks(q.shape[1], k_heads):
+            q_NQgD = chunk.read_queries(q_table)
             num, queries = q_NQgD.shape[:2]
-            weights_NXK = chunk.scores(q_NQgD.view(num, -1, k.shape[-1]), chunk.keys(k_table))
+            weights_NXK = chunk.compute_scores(q_NQgD.view(num, -1, k.shape[-1]), chunk.read_keys(k_table))
             top_NX1 = weights_NXK.amax(dim=-1, keepdim=True)
             weights_NXK.sub_(top_NX1).exp_()
             sum_NX1 = weights_NXK.sum(dim=-1, keepdim=True)
-            out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.keys(v_table)).float().div_(sum_NX1)
+            out_NXD = torch.bmm(weights_NXK.to(rounded), chunk.read_keys(v_table)).float().div_(sum_NX1)
             out, lse = out_NXD.view(num, queries, -1), sum_NX1.log_().double().add_(top_NX1).view(num, queries, -1)
             if not chunk.first:
-                out, lse = _merged(chunk.queries(out_table), chunk.queries(lse_table), out, lse)
-            chunk.put(out_table, out)
-            chunk.put(lse_table, lse)
+                out, lse = merge_results(chunk.read_queries(out_table), chunk.read_queries(lse_table), out, lse)
+            chunk.put_queries(out_table, out)
+            chunk.put_queries(lse_table, lse)
         ctx.cascade, ctx.scale = cascade, scale
         out = _by_place(out_table, q.shape[1], k_heads, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse_table.float())  # `out` costs nothing: the next layer keeps it too
@@ -352,26 +356,32 @@ class _CascadeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse_table = ctx.saved_tensors
         (_, q_heads, _, channels), k_heads, rounded = q.shape, k.shape[1], _factor_dtype(q)
-        q_table, k_table, v_table = _table(q, k_heads).mul_(ctx.scale), _table(k, k_heads), _table(v, k_heads)
-        grad_table, out_table = (_table(tensor.transpose(1, 2), k_heads) for tensor in (grad, out))
+        q_table, k_table, v_table = (
+            make_table(q, k_heads).mul_(ctx.scale),
+            make_table(k, k_heads),
+            make_table(v, k_heads),
+        )
+        grad_table, out_table = (make_table(tensor.transpose(1, 2), k_heads) for tensor in (grad, out))
         each = lse_table.shape[1]
         mean_table = torch.linalg.vecdot(*(table.view(len(table), each, -1) for table in (grad_table, out_table)))
         dq, dk, dv = torch.empty_like(q_table), torch.zeros_like(k_table), torch.zeros_like(v_table)
-        for chunk in ctx.cascade.chunks(q_heads, k_heads):
-            q_NQgD, k_NKD = chunk.queries(q_table), chunk.keys(k_table)
+        for chunk in ctx.cascade.make_chunks(q_heads, k_heads):
+            q_NQgD, k_NKD = chunk.read_queries(q_table), chunk.read_keys(k_table)
             num, queries = q_NQgD.shape[:2]
             q_NXD = q_NQgD.view(num, -1, channels)
-            weights_NXK = chunk.scores(q_NXD, k_NKD).sub_(chunk.queries(lse_table).reshape(num, -1, 1)).exp_()
+            weights_NXK = (
+                chunk.compute_scores(q_NXD, k_NKD).sub_(chunk.read_queries(lse_table).reshape(num, -1, 1)).exp_()
+            )
             if chunk.padding is not None:
                 weights_NXK.view(num * queries, -1).index_fill_(0, chunk.padding, 0.0)
-            grad_NXD, v_NKD = chunk.queries(grad_table).view(num, q_NXD.shape[1], -1), chunk.keys(v_table)
+            grad_NXD, v_NKD = chunk.read_queries(grad_table).view(num, q_NXD.shape[1], -1), chunk.read_keys(v_table)
             slopes_NXK = torch.bmm(grad_NXD, v_NKD.transpose(1, 2))
-            slopes_NXK.sub_(chunk.queries(mean_table).reshape(num, -1, 1)).mul_(weights_NXK)
+            slopes_NXK.sub_(chunk.read_queries(mean_table).reshape(num, -1, 1)).mul_(weights_NXK)
             weights_NXK, slopes_NXK = weights_NXK.to(rounded), slopes_NXK.to(rounded)
             chunk.add_to_keys(dv, torch.bmm(weights_NXK.transpose(1, 2), grad_NXD.to(rounded)))
             chunk.add_to_keys(dk, torch.bmm(slopes_NXK.transpose(1, 2), q_NXD.to(rounded)))
             dq_NQgD = torch.bmm(slopes_NXK, k_NKD.to(rounded)).view(num, queries, -1).float()
-            (chunk.put if chunk.first else chunk.add_to_queries)(dq, dq_NQgD)
+            (chunk.put_queries if chunk.first else chunk.add_to_queries)(dq, dq_NQgD)
         found = (
             _by_place(table, heads, k_heads, q.dtype)
             for table, heads in ((dq.mul_(ctx.scale), q_heads), (dk, k_heads), (dv, k_heads))
@@ -379,7 +389,7 @@ class _CascadeAttention(torch.autograd.Function):
         return *(gradient.transpose(1, 2) for gradient in found), None, None
 
 
-def _merged(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_results(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [N, Q, gD] to the keys of both results, with its log-sum-exps [N, Q, g]."""
     both = torch.logaddexp(lse, further_lse)
     merged = out.view(*lse.shape, -1) * (lse - both).float().exp_()[..., None]
@@ -398,7 +408,7 @@ def _factor_dtype(q: Tensor) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _table(tensor: Tensor, k_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_table(tensor: Tensor, k_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """[1, heads, L, D] as [hL, gD]."""
     _, heads, places, channels = tensor.shape
     table = torch.empty(k_heads, places, heads // k_heads, channels, dtype=dtype, device=tensor.device)
@@ -417,7 +427,7 @@ BLOCK = 128
 """Places of a block, of queries and of keys: torch's default."""
 
 
-def block_mask(ends_L: Tensor) -> Any:
+def make_block_mask(ends_L: Tensor) -> Any:
     """torch's BlockMask for `flex`: place q sees key k if k <= q < ends_L[k]. Made once for a forest.
 
     `ends_L` is `Forest.ends`: for each place, the first place behind those that continue it. The result equals that
@@ -429,7 +439,7 @@ def block_mask(ends_L: Tensor) -> Any:
         return (key <= query) & (query < ends_L[key])
 
     partial_NN, full_NN = _seen_blocks(ends_L)
-    listed = (*_listed(partial_NN), *_listed(full_NN))
+    listed = (*list_blocks(partial_NN), *list_blocks(full_NN))
     size = len(ends_L)
     return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
 
@@ -450,21 +460,21 @@ def _seen_blocks(ends_L: Tensor) -> tuple[Tensor, Tensor]:
     return met_NN & ~full_NN, full_NN
 
 
-def _listed(blocks_NN: Tensor) -> tuple[Tensor, Tensor]:
+def list_blocks(blocks_NN: Tensor) -> tuple[Tensor, Tensor]:
     """For each row, the number of its True columns, [1, 1, N], and all columns, True ones first, [1, 1, N, N]."""
     columns_NN = blocks_NN.int().argsort(dim=-1, descending=True, stable=True)
     return blocks_NN.sum(-1).int()[None, None], columns_NN.int()[None, None]
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
     """Attention [1, L, heads, D] of queries [1, heads, L, D]; keys and values may have fewer heads."""
-    found = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    found = compile_flex(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     attended: Tensor = found.transpose(1, 2).contiguous()
     return attended
 
 
 @cache
-def _kernel(device: str) -> Any:
+def compile_flex(device: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     # Lengths differ from forest to forest; with dynamic shapes they share one compiled kernel.
@@ -509,9 +519,9 @@ class TreeAttention:
 
     @cached_property
     def block_mask(self) -> Any:
-        return block_mask(self.ends_L)
+        return make_block_mask(self.ends_L)
 
-    def padded(self, added: int) -> TreeAttention:
+    def with_padding(self, added: int) -> TreeAttention:
         """With `added` places at the end that see nothing but themselves, and that no other place sees."""
         if added and added not in self._padded:
             self._padded[added] = TreeAttention(extended(self.forest, added), self.device, self.kernel)
@@ -522,7 +532,7 @@ class TreeAttention:
         if self.kernel == "cascade":
             return cascade_attention(q, k, v, self.cascade, scale)
         if self.kernel == "flex":
-            return flex(q, k, v, self.block_mask, scale)
+            return flex_attention(q, k, v, self.block_mask, scale)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         found, _ = sdpa_attention_forward(module, q, k, v, self.mask_11LL, scaling=scale)

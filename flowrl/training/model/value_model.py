@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.errors import ConfigError
-from flowrl.training.layouts import decide
-from flowrl.training.model.adapter import add_adapter, quantization
+from flowrl.training.layouts import decide_layout
+from flowrl.training.model.adapter import add_adapter, quantization_config
 from flowrl.training.model.policy_model import (
     DTYPES,
-    implementation,
-    quietly,
+    choose_implementation,
     read_config,
-    sizes,
+    silence_transformers,
+    trial_facts,
 )
 from flowrl.training.model.row_layout import RowLayout, require_trees
 from flowrl.training.model.scalar_head import head_labels, renamed_head, require_one_label, require_scalar_head
@@ -108,16 +108,16 @@ def load_scalar_model(
     config.num_labels = len(head_labels(path)) if every_label else 1
     pad, tokenizer = distinct_pad(path, config, trust_remote_code=trust_remote_code)
     lora = lora or LoRA()
-    decision = decide(layout, config.to_dict(), attention=attention)
-    with quietly():
+    decision = decide_layout(layout, config.to_dict(), attention=attention)
+    with silence_transformers():
         classifier = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=config,
             key_mapping=renamed_head(path),
             trust_remote_code=trust_remote_code,
             dtype=DTYPES[dtype],
-            attn_implementation=implementation(attention, decision, config),
-            quantization_config=quantization(lora, dtype),
+            attn_implementation=choose_implementation(attention, decision, config),
+            quantization_config=quantization_config(lora, dtype),
         )
     if pad >= _num_embeddings(classifier):
         classifier.resize_token_embeddings(pad + 1, mean_resizing=False)
@@ -133,7 +133,7 @@ def load_scalar_model(
     if start == "policy":
         draw_head(classifier.score.weight, seed)
     if decision.trees and tries:
-        require_trees(model, name=str(path), dtype=dtype, **sizes(classifier))
+        require_trees(model, name=str(path), dtype=dtype, **trial_facts(classifier))
     model.layout = decision.layout
     return model
 

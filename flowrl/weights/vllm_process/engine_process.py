@@ -64,7 +64,7 @@ _watched = 0
 with the current process id."""
 
 
-def adopt() -> None:
+def adopt_process() -> None:
     """Watch the generator's process from a process of vLLM, once. Does nothing in the generator's own process."""
     global _watched
     parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))

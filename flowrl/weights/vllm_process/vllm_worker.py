@@ -43,8 +43,8 @@ from vllm.platforms import current_platform
 
 from flowrl.tensor_table import TensorRow
 from flowrl.weights.receive import SEGMENT_ENGINE
-from flowrl.weights.shm import DATA_OFFSET, Segment, views
-from flowrl.weights.vllm_process.engine_process import adopt, release_freed_memory
+from flowrl.weights.shm import DATA_OFFSET, Segment, view_tensors
+from flowrl.weights.vllm_process.engine_process import adopt_process, release_freed_memory
 
 
 def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapping[str, Any], adapter_id: int) -> None:
@@ -62,7 +62,7 @@ def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapp
     held.add_adapter(
         LoRAModel.from_lora_tensors(
             adapter_id,
-            _tensors(update_info),
+            copy_segment_tensors(update_info),
             config,
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
@@ -73,11 +73,11 @@ def register_adapter(manager: Any, update_info: Mapping[str, Any], adapter: Mapp
     )
 
 
-def _tensors(update_info: Mapping[str, Any]) -> dict[str, Any]:
+def copy_segment_tensors(update_info: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the segment's tensors: the publisher later overwrites the segment with another version."""
     segment = Segment(update_info["segment"])
     try:
-        rows = views(segment.map(), update_info["tensors"], start=DATA_OFFSET)
+        rows = view_tensors(segment.map_file(), update_info["tensors"], start=DATA_OFFSET)
         return {name: tensor.clone() for name, tensor in rows}
     finally:
         segment.close()
@@ -120,7 +120,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        tensors = views(self._mapping(update_info.segment), update_info.tensors, start=DATA_OFFSET)
+        tensors = view_tensors(self._map_segment(update_info.segment), update_info.tensors, start=DATA_OFFSET)
         missing = self._parameters - set(self.model.load_weights(tensors))
         if missing:
             raise ValueError(
@@ -136,11 +136,11 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def shutdown(self) -> None:
         self._mappings.clear()
 
-    def _mapping(self, name: str) -> mmap.mmap:
+    def _map_segment(self, name: str) -> mmap.mmap:
         """The segment's mapping. It is kept: a publisher reuses its few segments, and mapping costs page faults."""
         if name not in self._mappings:
             segment = Segment(name)
-            self._mappings[name] = segment.map()
+            self._mappings[name] = segment.map_file()
             segment.close()
         return self._mappings[name]
 
@@ -193,7 +193,7 @@ class SpareGenerator(torch.Generator):
 
 
 @contextmanager
-def spared(runner: Any) -> Iterator[None]:
+def spare_generators(runner: Any) -> Iterator[None]:
     """Within this context, requests of vLLM's runner whose sample will be discarded draw from spare generators."""
     generators, count = runner.input_batch.generators, runner.input_batch.num_reqs
     discarded = np.flatnonzero(runner.discard_request_mask.np[:count]).tolist()
@@ -220,7 +220,7 @@ def spare_discarded(runner_class: Any) -> None:
 
     @functools.wraps(sample_tokens)
     def spare(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        with spared(runner):
+        with spare_generators(runner):
             return sample_tokens(runner, *args, **kwargs)
 
     spare.spares = True  # type: ignore[attr-defined]
@@ -261,5 +261,5 @@ if current_platform.is_cpu():
 
     spare_discarded(GPUModelRunner)
     keep_heads_plain(PunicaWrapperCPU)
-adopt()
+adopt_process()
 gc.freeze()  # vLLM collects three times before its first request; these now skip the objects of imported modules

@@ -353,7 +353,7 @@ MUTANTS = (
         name="scorer_stays",
         fault="a model that scores stays on the GPU after its turn",
         function="ScoringNode.on_release",
-        before="await self.blocking(self.scoring.leave)",
+        before="await self.blocking(self.scoring.move_away)",
         after="pass",
         test="tests/nodes/test_nodes_time_shared.py::test_a_model_is_on_the_gpu_in_its_own_turns_alone",
     ),
@@ -424,7 +424,7 @@ MUTANTS = (
     Mutant(
         name="trainer_publishes_off_turn",
         fault="a trainer in turns publishes without its GPU",
-        function="Trainer._publish",
+        function="Trainer._publish_version",
         before="async with self.context.on_devices():",
         after="if True:",
         test="tests/nodes/test_nodes_time_shared.py::test_a_trainer_publishes_and_saves_on_its_devices",

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="advantage_sign",
         fault="the surrogate is minimised",
-        function="_surrogate",
+        function="surrogate_loss",
         before="return -term_BT, clipped_BT < unclipped_BT",
         after="return term_BT, clipped_BT < unclipped_BT",
         test="tests/training/test_training_objectives.py::test_ppo_is_the_masked_mean_of_the_clipped_surrogate",
@@ -41,14 +41,14 @@ MUTANTS = (
         name="chunk_forgets_temperature",
         fault="the backward of chunked logprobs leaves the temperature out",
         function="_ChunkedLogprobs.backward",
-        before="grad_CV = ctx.scaling.backward_(grad_CV.div_(ctx.temperature), ctx.temperature * logits_CV)",
-        after="grad_CV = ctx.scaling.backward_(grad_CV.div_(1.0), ctx.temperature * logits_CV)",
+        before="grad_CV = ctx.scaling.scale_gradient_(grad_CV.div_(ctx.temperature), ctx.temperature * logits_CV)",
+        after="grad_CV = ctx.scaling.scale_gradient_(grad_CV.div_(1.0), ctx.temperature * logits_CV)",
         test="tests/training/test_training_logprobs.py::test_values_and_gradients_equal_full_logits",
     ),
     Mutant(
         name="cispo_relative_bounds",
         fault="cispo's bounds are taken around 1",
-        function="_bounds",
+        function="clip_bounds",
         before="return 0.0 if low is None else low, high",
         after="return 1.0 - (0.2 if low is None else low), 1.0 + high",
         test="tests/training/test_training_objectives.py::test_cispo_clips_the_weight_and_keeps_the_gradient",
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         name="cispo_weight_with_gradient",
         fault="cispo's weight has a gradient",
-        function="_surrogate",
+        function="surrogate_loss",
         before="clipped_BT = ratio_BT.detach().clamp(low, high)",
         after="clipped_BT = ratio_BT.clamp(low, high)",
         test="tests/training/test_training_objectives.py::test_cispo_clips_the_weight_and_keeps_the_gradient",
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="clip_high_ignored",
         fault="the upper bound is the lower one",
-        function="_bounds",
+        function="clip_bounds",
         before="return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if high is None else high)",
         after="return 1.0 - (0.2 if low is None else low), 1.0 + (0.2 if low is None else low)",
         test="tests/training/test_training_objectives.py::test_ppo_is_the_masked_mean_of_the_clipped_surrogate",
@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         name="dpo_reference_sign",
         fault="the reference's margin is added",
-        function="_sequences",
+        function="sum_by_sequence",
         before="return (kept_BT - ref_BT).sum(dim=1), kept_BT.sum(dim=1), inputs.mask_BT.sum(dim=1).clamp(min=1)",
         after="return (kept_BT + ref_BT).sum(dim=1), kept_BT.sum(dim=1), inputs.mask_BT.sum(dim=1).clamp(min=1)",
         test="tests/training/test_training_preference_objectives.py::test_a_dpo_step_is_the_formula_over_the_whole_batch",
@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         name="dual_clip_everywhere",
         fault="dual clip bounds good tokens too",
-        function="_surrogate",
+        function="surrogate_loss",
         before="term_BT = torch.where(advantages_BT < 0, torch.maximum(term_BT, dual * advantages_BT), term_BT)",
         after="term_BT = torch.where(advantages_BT < 9, torch.maximum(term_BT, dual * advantages_BT), term_BT)",
         test="tests/training/test_training_objectives.py::test_dual_clip_bounds_the_loss_of_bad_tokens",
@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         name="empty_sequences_count",
         fault="sequences without a trained token enter the mean",
-        function="aggregate",
+        function="aggregate_terms",
         before="sequences = _count((mask.sum(dim=-1) > 0).sum() if num_sequences is None else num_sequences)",
         after="sequences = _count(mask.shape[0] if num_sequences is None else num_sequences)",
         test="tests/training/test_training_objectives.py::test_aggregations",
@@ -224,7 +224,7 @@ MUTANTS = (
     Mutant(
         name="gae_environment_tokens",
         fault="tokens of the environment are time steps of GAE",
-        function="gae",
+        function="compute_gae",
         before="for t in np.flatnonzero(mask_T)[::-1]:",
         after="for t in np.arange(mask_T.size)[::-1]:",
         test="tests/training/test_training_advantages.py::test_gae_by_hand",
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         name="gae_lambda_forgotten",
         fault="GAE sums without λ",
-        function="gae",
+        function="compute_gae",
         before="running = delta + gamma * lam * running",
         after="running = delta + gamma * running",
         test="tests/training/test_training_advantages.py::test_gae_by_hand",
@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         name="gae_values_shifted",
         fault="GAE reads values one place late",
-        function="gae",
+        function="compute_gae",
         before="delta = rewards_BT[b, t] + gamma * next_value - values_BT[b, t]",
         after="delta = rewards_BT[b, t] + gamma * next_value - next_value",
         test="tests/training/test_training_advantages.py::test_gae_by_hand",
@@ -248,7 +248,7 @@ MUTANTS = (
     Mutant(
         name="gradient_sum_kept",
         fault="the sums of parameters without a gradient keep those of the step before",
-        function="_GradientSums._complete",
+        function="_GradientSums._fill_missing",
         before="part.zero_()",
         after="pass",
         test="tests/stack/ranks/test_training_gradient_sums.py::test_parameters_without_a_gradient_keep_their_weights",
@@ -256,7 +256,7 @@ MUTANTS = (
     Mutant(
         name="gradients_stay",
         fault="gradients stay on the device between a trainer's turns",
-        function="_tensors",
+        function="list_tensors",
         before="waiting.append(thing.grad)",
         after="pass",
         test="tests/stack/ranks/test_residence.py::test_gradients_and_optimizer_states_belong_to_it_and_other_devices_do_not",
@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         name="gspo_product",
         fault="gspo takes the product of the ratios, not their geometric mean",
-        function="_ratios",
+        function="compute_ratios",
         before="mean_B1 = _sequence_mean(difference_BT.detach(), mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
         after="mean_B1 = difference_BT.detach().sum(dim=-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
         test="tests/training/test_training_objectives.py::test_gspo_takes_the_sequence_ratio_and_deals_its_gradient_to_the_tokens",
@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         name="gspo_without_gradient",
         fault="gspo's ratio has lost its gradient",
-        function="_ratios",
+        function="compute_ratios",
         before="return mean_B1.exp() * (logprobs_BT - logprobs_BT.detach()).exp()",
         after="return mean_B1.exp() * torch.ones_like(logprobs_BT)",
         test="tests/training/test_training_objectives.py::test_gspo_takes_the_sequence_ratio_and_deals_its_gradient_to_the_tokens",
@@ -296,8 +296,8 @@ MUTANTS = (
     Mutant(
         name="heads_not_exchanged_back",
         fault="attention's result stays by heads, not by positions",
-        function="to_positions",
-        before="received_NRlhD = _exchanged(group, sent_NRlhD)",
+        function="send_to_positions",
+        before="received_NRlhD = exchange_parts(group, sent_NRlhD)",
         after="received_NRlhD = sent_NRlhD.contiguous()",
         test="tests/training/test_training_sequence.py::test_ranks_with_slices_give_what_one_gives",
     ),
@@ -336,7 +336,7 @@ MUTANTS = (
     Mutant(
         name="k2_without_half",
         fault="k2 is d²",
-        function="kl",
+        function="kl_estimate",
         before="return (d_BT.square() / 2).clamp(max=KL_LIMIT)",
         after="return (d_BT.square() / 1).clamp(max=KL_LIMIT)",
         test="tests/training/test_training_objectives.py::test_kl_estimators",
@@ -344,7 +344,7 @@ MUTANTS = (
     Mutant(
         name="k3_sign",
         fault="k3 is e^−d − 1 − d",
-        function="kl",
+        function="kl_estimate",
         before="k3_BT = (torch.expm1(-d_BT) + d_BT).clamp(max=KL_LIMIT)",
         after="k3_BT = (torch.expm1(-d_BT) - d_BT).clamp(max=KL_LIMIT)",
         test="tests/training/test_training_objectives.py::test_kl_estimators",
@@ -352,7 +352,7 @@ MUTANTS = (
     Mutant(
         name="k3_unbiased_is_plain",
         fault="the weight of k3_unbiased has no gradient",
-        function="kl",
+        function="kl_estimate",
         before="difference_BT = logprobs_BT - behavior_logprobs_BT.detach()",
         after="difference_BT = logprobs_BT.detach() - behavior_logprobs_BT.detach()",
         test="tests/training/test_training_objectives.py::test_expected_gradients_of_the_kl_losses",
@@ -401,14 +401,14 @@ MUTANTS = (
         name="last_micro_batch_only",
         fault="only the last micro-batch reaches the weights",
         function="Learner._add_gradient",
-        before="self.engine.backward(loss, last=stepping and position == len(micro_batches) - 1)",
-        after="self.engine.backward(loss * (position == len(micro_batches) - 1), last=stepping and position == len(micro_batches) - 1)",
+        before="self.engine.add_gradient(loss, last=stepping and position == len(micro_batches) - 1)",
+        after="self.engine.add_gradient(loss * (position == len(micro_batches) - 1), last=stepping and position == len(micro_batches) - 1)",
         test="tests/oracle/test_oracle.py::test_gradients_and_weights_equal_the_plain_loop[rloo-ppo-token-tree]",
     ),
     Mutant(
         name="local_denominator",
         fault="each micro-batch takes its own mean",
-        function="aggregate",
+        function="aggregate_terms",
         before="return values_BT.sum() / _count(mask.sum() if num_tokens is None else num_tokens)",
         after="return values_BT.sum() / _count(mask.sum())",
         test="tests/training/test_training_objectives.py::test_parts_with_global_denominators_add_up_to_the_whole",
@@ -448,7 +448,7 @@ MUTANTS = (
     Mutant(
         name="memory_not_given_back",
         fault="what a trainer has on its device is copied to the host, and stays there, too",
-        function="Residence.leave",
+        function="Residence.move_away",
         before="storage.resize_(0)",
         after="pass",
         test="tests/stack/ranks/test_residence.py::test_the_host_memory_is_used_again",
@@ -497,8 +497,8 @@ MUTANTS = (
         name="pieces_not_divided",
         fault="the gradient of a batch in pieces stays a sum",
         function="Learner.train_piece",
-        before="made = self.engine.step(divide_by=1.0 if over is None else sums.totals.number(over))",
-        after="made = self.engine.step(divide_by=1.0)",
+        before="made = self.engine.step_optimizer(divide_by=1.0 if over is None else sums.totals.number_of(over))",
+        after="made = self.engine.step_optimizer(divide_by=1.0)",
         test="tests/training/test_training_pieces.py::test_pieces_make_the_step_of_the_whole_batch[ppo--1-sizes0]",
     ),
     Mutant(
@@ -520,15 +520,15 @@ MUTANTS = (
     Mutant(
         name="positions_run_on",
         fault="position ids do not restart in a packed row",
-        function="place",
-        before="_ids(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,",
-        after="_ids(np.arange(lengths.sum())[None], where) if packed else None,",
+        function="place_sequences",
+        before="to_int64(np.concatenate([np.arange(n) for n in lengths])[None], where) if packed else None,",
+        after="to_int64(np.arange(lengths.sum())[None], where) if packed else None,",
         test="tests/training/test_training_logprobs.py::test_packed_equals_padded_equals_one_by_one",
     ),
     Mutant(
         name="ppo_takes_the_larger",
         fault="ppo takes the larger of the two terms",
-        function="_surrogate",
+        function="surrogate_loss",
         before="term_BT = torch.minimum(unclipped_BT, clipped_BT)",
         after="term_BT = torch.maximum(unclipped_BT, clipped_BT)",
         test="tests/training/test_training_objectives.py::test_ppo_is_the_masked_mean_of_the_clipped_surrogate",
@@ -544,7 +544,7 @@ MUTANTS = (
     Mutant(
         name="rank_factor_forgotten",
         fault="losses are not multiplied by the number of ranks",
-        function="ZeroEngine.backward",
+        function="ZeroEngine.add_gradient",
         before="self._engine.backward(loss * self.gang.num_copies, scale_wrt_gas=False)",
         after="self._engine.backward(loss * 1, scale_wrt_gas=False)",
         test="tests/oracle/test_oracle.py::test_gradients_and_weights_equal_the_plain_loop[rloo-ppo-token-tree]",
@@ -553,8 +553,8 @@ MUTANTS = (
         name="reference_temperature",
         fault="the reference leaves the temperature out",
         function="logprobs_of",
-        before="logprobs_N, _ = model(_rows(model, items, trees), temperature)",
-        after="logprobs_N, _ = model(_rows(model, items, trees), 1.0)",
+        before="logprobs_N, _ = model(lay_out_items(model, items, trees), temperature)",
+        after="logprobs_N, _ = model(lay_out_items(model, items, trees), 1.0)",
         test="tests/nodes/test_nodes_models.py::test_the_reference_gives_the_models_logprobs_at_policy_tokens",
     ),
     Mutant(
@@ -568,7 +568,7 @@ MUTANTS = (
     Mutant(
         name="returns_whitened",
         fault="returns are whitened with the advantages",
-        function="advantages",
+        function="compute_advantages",
         before="advantages_BT = _whiten(advantages_BT, mask, mean_only=mean_only)",
         after="advantages_BT = returns_BT = _whiten(advantages_BT, mask, mean_only=mean_only)",
         test="tests/training/test_training_advantages.py::test_returns_are_not_whitened_and_group_estimators_neither",
@@ -576,7 +576,7 @@ MUTANTS = (
     Mutant(
         name="returns_without_values",
         fault="returns are the advantages alone",
-        function="gae",
+        function="compute_gae",
         before="return advantages_BT, np.where(mask_BT, advantages_BT + values_BT, 0.0)",
         after="return advantages_BT, np.where(mask_BT, advantages_BT, 0.0)",
         test="tests/training/test_training_advantages.py::test_gae_by_hand",
@@ -592,7 +592,7 @@ MUTANTS = (
     Mutant(
         name="ring_block_cut",
         fault="a rank of a ring leaves out half of its own keys",
-        function="Ring.block",
+        function="Ring.make_block",
         before="keys = slice(0, half) if source < self.group.rank else ALL",
         after="keys = slice(0, half) if source <= self.group.rank else ALL",
         test="tests/training/test_training_ring.py::test_a_ring_gives_attention_and_gradients_of_all_positions",
@@ -600,7 +600,7 @@ MUTANTS = (
     Mutant(
         name="ring_block_not_causal",
         fault="a ring's own block is computed without its causal mask",
-        function="Ring.block",
+        function="Ring.make_block",
         before="return RingBlock(queries, keys, flash(self.scale, causal=step == 0))",
         after="return RingBlock(queries, keys, flash(self.scale, causal=step == 1))",
         test="tests/training/test_training_ring.py::test_a_ring_gives_attention_and_gradients_of_all_positions",
@@ -616,7 +616,7 @@ MUTANTS = (
     Mutant(
         name="ring_merged_by_the_larger",
         fault="blocks of a ring are merged by the larger of their log-sum-exps",
-        function="_Merged.add",
+        function="_Merged.add_result",
         before="after = torch.logaddexp(before, lse)",
         after="after = torch.maximum(before, lse)",
         test="tests/training/test_training_ring.py::test_a_ring_gives_attention_and_gradients_of_all_positions",
@@ -624,9 +624,9 @@ MUTANTS = (
     Mutant(
         name="ring_window_short",
         fault="a ring leaves out the farthest key of a window",
-        function="Ring._seen.seen",
-        before="earliest = first - (self.sight.window(self.window) or length) + 1",
-        after="earliest = first - (self.sight.window(self.window) or length) + 2",
+        function="Ring._mask_block.seen",
+        before="earliest = first - (self.sight.effective_window(self.window) or length) + 1",
+        after="earliest = first - (self.sight.effective_window(self.window) or length) + 2",
         test="tests/training/test_training_ring.py::test_a_ring_gives_attention_and_gradients_of_all_positions",
     ),
     Mutant(
@@ -641,14 +641,14 @@ MUTANTS = (
         name="score_at_last_but_one",
         fault="a score is read one token early",
         function="lay_out_ends",
-        before="return _layout(placed, [where[-1:] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))",
-        after="return _layout(placed, [where[-2:-1] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))",
+        before="return make_layout(placed, [where[-1:] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))",
+        after="return make_layout(placed, [where[-2:-1] for where in placed.places], [np.zeros(1, np.int32)] * len(token_ids))",
         test="tests/training/test_training_value_model.py::test_scores_equal_those_of_transformers_own_class",
     ),
     Mutant(
         name="seat_rewards_swapped",
         fault="a seat is credited with the reward of the whole sample",
-        function="of_seat",
+        function="reduce_to_seat",
         before="reward = dict(sample.seat_rewards)[seat]",
         after="reward = sample.reward",
         test="tests/nodes/episodes/test_seat_credit.py::test_each_seat_is_compared_with_the_same_seat_of_the_others",
@@ -664,7 +664,7 @@ MUTANTS = (
     Mutant(
         name="shards_of_rank_0",
         fault="a rank takes its part of the saved weights from where rank 0's begins",
-        function="_stage_3",
+        function="list_parts_at_stage_3",
         before="start = torch.distributed.get_rank() * size",
         after="start = 0 * size",
         test="tests/stack/ranks/test_training_reshard.py::test_parts_are_found_whatever_the_ranks_and_groups",
@@ -672,9 +672,9 @@ MUTANTS = (
     Mutant(
         name="shared_parts_count_twice",
         fault="what ranks with the same micro-batches report is added up",
-        function="Gang.parts",
-        before="return self.gather(item)[:: self.ranks_per_part]",
-        after="return self.gather(item)[::1]",
+        function="Gang.gather_parts",
+        before="return self.gather_objects(item)[:: self.ranks_per_part]",
+        after="return self.gather_objects(item)[::1]",
         test="tests/training/test_training_sequence.py::test_what_ranks_share_counts_once",
     ),
     Mutant(
@@ -704,7 +704,7 @@ MUTANTS = (
     Mutant(
         name="soft_cap_without_slope",
         fault="the backward of a soft cap leaves its slope out",
-        function="LogitScaling.backward_",
+        function="LogitScaling.scale_gradient_",
         before="grad.mul_(1.0 - (scaled / self.cap).square_())",
         after="grad.mul_(1.0 - 0.0 * (scaled / self.cap).square_())",
         test="tests/training/test_logit_scaling.py::test_logprobs_and_gradients_equal_those_of_transformers",
@@ -728,7 +728,7 @@ MUTANTS = (
     Mutant(
         name="token_mean_by_sequence",
         fault="the token mean is a mean of sequence means",
-        function="aggregate",
+        function="aggregate_terms",
         before="return values_BT.sum() / _count(mask.sum() if num_tokens is None else num_tokens)",
         after="return _sequence_mean(values_BT, mask).sum() / _count((mask.sum(dim=-1) > 0).sum() if num_tokens is None else num_tokens)",
         test="tests/training/test_training_objectives.py::test_aggregations",
@@ -744,7 +744,7 @@ MUTANTS = (
     Mutant(
         name="tree_place_gathered_twice",
         fault="a sample's first place is gathered once too often, its last one never",
-        function="_tree",
+        function="place_in_tree",
         before="forest.places,",
         after="[np.concatenate((where[:1], where[:-1])) for where in forest.places],",
         test="tests/training/test_trees.py::test_a_policy_token_in_the_prompt_and_one_of_no_sample",
@@ -760,15 +760,15 @@ MUTANTS = (
     Mutant(
         name="tree_positions_of_places",
         fault="the position of a token in a tree is its place, not its depth",
-        function="_tree",
-        before="_ids(forest.positions[None], device),",
-        after="_ids(np.arange(len(forest))[None], device),",
+        function="place_in_tree",
+        before="to_int64(forest.positions[None], device),",
+        after="to_int64(np.arange(len(forest))[None], device),",
         test="tests/training/test_trees.py::test_logprobs_entropies_and_gradients_equal_those_of_rows",
     ),
     Mutant(
         name="tree_prefixes_repeated_in_sum",
         fault="what is repeated for a stem is bounded for each prefix, but not in its sum",
-        function="_blocks",
+        function="make_blocks",
         before="elif len(both) * num > REPEATED_IN_ALL * size:",
         after="elif len(keys) * num > REPEATED_IN_ALL * size:",
         test="tests/training/test_tree_cascade.py::test_what_a_cascade_holds_for_a_turn_does_not_grow_with_their_number",
@@ -776,7 +776,7 @@ MUTANTS = (
     Mutant(
         name="tree_short_prefix_leaks",
         fault="a short stem is repeated among the keys of the stem that comes just behind all that continues it",
-        function="_blocks",
+        function="make_blocks",
         before="while repeated and repeated[-1][0] <= stem.start:",
         after="while repeated and repeated[-1][0] < stem.start:",
         test="tests/training/test_trees.py::test_every_query_meets_each_key_that_it_sees_once",
@@ -792,7 +792,7 @@ MUTANTS = (
     Mutant(
         name="tree_stem_met_twice",
         fault="a stem's own places meet its keys once as such and once as what goes on behind it",
-        function="_blocks",
+        function="make_blocks",
         before="behind[stem.depth].append(KeyBlock(stem.stop, stem.end, keys, causal=False))",
         after="behind[stem.depth].append(KeyBlock(stem.start, stem.end, keys, causal=False))",
         test="tests/training/test_trees.py::test_every_query_meets_each_key_that_it_sees_once",
@@ -856,7 +856,7 @@ MUTANTS = (
     Mutant(
         name="whitening_all_places",
         fault="masked places enter the whitening",
-        function="whiten",
+        function="whiten_advantages",
         before="trained = advantages_BT[mask_BT]",
         after="trained = advantages_BT[mask_BT | True]",
         test="tests/training/test_training_advantages.py::test_whitening_is_over_all_masked_tokens_with_the_population_variance",
@@ -864,7 +864,7 @@ MUTANTS = (
     Mutant(
         name="whitening_ddof",
         fault="whitening takes the sample variance",
-        function="whiten",
+        function="whiten_advantages",
         before="scale = 1.0 if mean_only else np.sqrt(max(float(trained.var()), 1e-8))",
         after="scale = 1.0 if mean_only else np.sqrt(max(float(trained.var(ddof=1)), 1e-8))",
         test="tests/training/test_training_advantages.py::test_whitening_is_over_all_masked_tokens_with_the_population_variance",

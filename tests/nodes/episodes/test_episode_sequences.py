@@ -27,7 +27,7 @@ from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
 from flowrl.testing import run_node
 from flowrl.training.advantages import Estimate
 from flowrl.training.batch_stats import BatchStats, length_name, loss_masks, trained_mask
-from flowrl.training.loss.loss_formulas import aggregate
+from flowrl.training.loss.loss_formulas import aggregate_terms
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.micro_batches import make_micro_batch, split_in_rows
 from tests.models.word_policy import WORDS, make_policy
@@ -41,7 +41,7 @@ shapes = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=
 def trainable(member: int, shape: list[list[int]], **more: Any) -> Trainable:
     """With advantages that are all different."""
     one = episode(member, shape, [float(member)] * sum(map(len, shape)), **more)
-    (made,) = Estimate("reinforce").trainable([one])
+    (made,) = Estimate("reinforce").make_trainables([one])
     return replace(made, advantages=np.arange(one.num_tokens, dtype=np.float32) * one.whole_mask)
 
 
@@ -130,7 +130,7 @@ def test_the_kl_of_an_episode_is_that_of_all_its_sequences() -> None:
     one = episode(0, THREE, [1.0] * 5)
     behavior = np.concatenate([s.behavior_logprobs for s in one.sequences])
     compared = replace(one, ref_logprobs=np.where(one.whole_mask, behavior - 0.25, 0.0).astype(np.float32))
-    (made,) = Estimate("reinforce", kl_coef=2.0).trainable([compared])
+    (made,) = Estimate("reinforce", kl_coef=2.0).make_trainables([compared])
     num = one.response_tokens
     assert num == 12 and made.advantages[one.whole_mask][0] == pytest.approx(5.0 - 2.0 * 0.25 * num, abs=1e-4)
     rows, _, _ = split_in_rows(batch([made]), loss_masks([made], -1, 0))
@@ -157,7 +157,7 @@ def test_rows_of_a_sample_count_once_and_share_its_mean() -> None:
         )
         counts += np.array(piece.counts)
         shown = values[order][:, : piece.mask_BT.shape[1]]
-        found = found + aggregate(
+        found = found + aggregate_terms(
             shown, piece.mask_BT, "sequence", num_sequences=2, sample_tokens_B=piece.sample_tokens_B
         )
     assert counts.tolist()[:2] == [14, 2]
@@ -189,7 +189,7 @@ def test_a_use_covers_all_sequences() -> None:
     )
     half = replace(made, loss_mask=made.whole_mask & (np.arange(made.num_tokens) < made.token_ids.size))
     assert (Use.of(half).tokens, Use.of(half).masked_tokens) == (5, 7)
-    stats = BatchStats.of([made], [mask], 5)
+    stats = BatchStats.collect([made], [mask], 5)
     assert (stats.num_samples, stats.response_tokens, stats.trained_tokens) == (1, 12, use.tokens)
     assert stats.stale_tokens == use.stale_tokens
 
@@ -198,12 +198,12 @@ def test_lengths_of_what_trained_are_counted_once_an_episode() -> None:
     """Policy tokens of all sequences; an episode without a token in the loss has not trained."""
     made = [trainable(0, THREE), trainable(1, [[9, 8]]), trainable(2, [[40]])]
     masks = [made[0].whole_mask, made[1].whole_mask, made[2].whole_mask & False]
-    found = BatchStats.of(made, masks, 0).metrics()
+    found = BatchStats.collect(made, masks, 0).metrics()
     assert {name: found[name] for name in found if name.startswith("lengths")} == {
         "lengths_trained/tokens_1_16": 1,
         "lengths_trained/tokens_17_32": 1,
     }
-    one_turn = BatchStats.of(made[2:], [made[2].whole_mask], 0).metrics()
+    one_turn = BatchStats.collect(made[2:], [made[2].whole_mask], 0).metrics()
     assert not [name for name in one_turn if name.startswith("lengths")]
 
 

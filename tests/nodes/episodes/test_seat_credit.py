@@ -14,7 +14,7 @@ from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, PairMaker
 from flowrl.nodes.groups.batch import RunningEstimate, value_question
 from flowrl.nodes.groups.group_filter import GroupFilter
 from flowrl.testing import run_node
-from flowrl.training.advantages import Estimate, of_seat, require_one_seat, seats_of
+from flowrl.training.advantages import Estimate, list_seats, reduce_to_seat, require_one_seat
 from tests.nodes.episodes.branching_episodes import episode
 
 SHAPE = [[1, 2], [3]]
@@ -42,7 +42,7 @@ def by_seat(made: Episode, advantages: np.ndarray) -> list[list[float]]:
 
 def test_each_seat_is_compared_with_the_same_seat_of_the_others() -> None:
     games = [game(0, (1.0, 0.0)), game(1, (0.0, 1.0)), game(2, (1.0, 0.5))]
-    made = Estimate("dr_grpo").trainable(games)
+    made = Estimate("dr_grpo").make_trainables(games)
     expected = [(1 / 3, -0.5), (-2 / 3, 0.5), (1 / 3, 0.0)]
     for one, trainable, (first, second) in zip(games, made, expected, strict=True):
         seats = by_seat(one, trainable.advantages)
@@ -54,14 +54,14 @@ def test_each_seat_is_compared_with_the_same_seat_of_the_others() -> None:
 def test_rewards_that_add_up_to_the_same_still_teach() -> None:
     games = [game(0, (1.0, 0.0)), game(1, (0.0, 1.0))]
     assert {one.reward for one in games} == {0.5}
-    first, second = Estimate("group_norm").trainable(games)
+    first, second = Estimate("group_norm").make_trainables(games)
     assert by_seat(games[0], first.advantages)[0][0] == pytest.approx(0.5**0.5)
     assert by_seat(games[1], second.advantages)[0][0] == pytest.approx(-(0.5**0.5))
 
 
 def test_a_seat_without_a_turn_is_in_the_baseline_of_the_others() -> None:
     games = [game(0, (0.0, 1.0), shape=[[2]]), game(1, (1.0, 0.0)), game(2, (1.0, 0.2))]
-    made = Estimate("dr_grpo").trainable(games)
+    made = Estimate("dr_grpo").make_trainables(games)
     assert by_seat(games[0], made[0].advantages) == [pytest.approx([-2 / 3] * 2)]
     assert by_seat(games[1], made[1].advantages)[1] == pytest.approx([-0.4] * 3)
 
@@ -72,20 +72,20 @@ def test_credit_by_turn_looks_at_the_turns_of_a_seat() -> None:
     early = replace(
         one, rewards_by_turn=tuple((p, r) for (p, _), r in zip(one.rewards_by_turn, (1, 0, 0, 0), strict=True))
     )
-    made, _ = Estimate("dr_grpo", credit="turn").trainable([early, other])
+    made, _ = Estimate("dr_grpo", credit="turn").make_trainables([early, other])
     assert by_seat(one, made.advantages) == [pytest.approx([0.5, 0.0]), pytest.approx([-0.5, -0.5])]
 
 
 def test_credit_by_turn_of_a_seat_without_a_turn() -> None:
     games = [game(0, (0.0, 1.0), shape=[[2]]), game(1, (1.0, 0.0))]
-    made = Estimate("dr_grpo", credit="turn").trainable(games)
+    made = Estimate("dr_grpo", credit="turn").make_trainables(games)
     assert by_seat(games[0], made[0].advantages) == [pytest.approx([-0.5] * 2)]
     assert by_seat(games[1], made[1].advantages)[1] == pytest.approx([-0.5] * 3)
 
 
 def test_a_view_has_the_tokens_and_turns_of_one_seat() -> None:
     made = game(0, (1.0, 0.25))
-    views = [of_seat(made, seat) for seat in seats_of([made])]
+    views = [reduce_to_seat(made, seat) for seat in list_seats([made])]
     assert [view.response_tokens for view in views] == [3, 3] and [view.reward for view in views] == [1.0, 0.25]
     assert np.array_equal(views[0].whole_mask | views[1].whole_mask, made.whole_mask)
     assert all(isinstance(view, Episode) and view.num_tokens == made.num_tokens for view in views)
@@ -95,8 +95,8 @@ def test_a_view_has_the_tokens_and_turns_of_one_seat() -> None:
 def test_advantages_that_the_batcher_computes_again_are_the_same() -> None:
     games = [game(0, (1.0, 0.0)), game(1, (0.0, 1.0))]
     estimate = Estimate("dr_grpo")
-    once = estimate.trainable(games)
-    for before, after in zip(once, estimate.trainable(once), strict=True):
+    once = estimate.make_trainables(games)
+    for before, after in zip(once, estimate.make_trainables(once), strict=True):
         assert np.array_equal(before.advantages, after.advantages)
 
 
@@ -108,7 +108,7 @@ def test_the_advantage_node_takes_games() -> None:
 
 def test_what_compares_one_reward_of_a_sample_says_so() -> None:
     made = game(0, (1.0, 0.0))
-    trainable = Estimate("dr_grpo").trainable([made, game(1, (0.0, 1.0))])
+    trainable = Estimate("dr_grpo").make_trainables([made, game(1, (0.0, 1.0))])
     text = r"has played 2 seats of sample 'g:0', .* connect the port opponent"
     with pytest.raises(ConfigError, match=text):
         GroupFilter(DynamicSampling(groups_per_step=1)).judge_group([made])

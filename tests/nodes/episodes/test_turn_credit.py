@@ -67,7 +67,7 @@ def test_any_group_has_the_advantages_of_the_definition(
 def test_the_first_turn_has_what_the_whole_episode_would_have(rewards: list[list[float]], estimator: Estimator) -> None:
     """The baseline does not know who goes on: over all members, ended ones too, each turn's advantages sum to 0."""
     samples = [episode(m, [[2] * len(r)], r) for m, r in enumerate(rewards)]
-    whole = Estimate(estimator).trainable(samples)
+    whole = Estimate(estimator).make_trainables(samples)
     for ours, theirs in zip(turn_advantages(rewards, estimator), whole, strict=True):
         assert ours[0] == pytest.approx(theirs.advantages[theirs.policy_mask][0], rel=1e-5, abs=1e-6)
 

@@ -38,7 +38,7 @@ class GuardedGenerator(Fetching):
 
     def _look(self, fetching: Any, manifest: Weights) -> None:
         if manifest.version == 0:
-            origin = Origin.parse(WeightTransport.parse(manifest.transport)[1])
+            origin = Origin.parse_place(WeightTransport.parse(manifest.transport)[1])
             url, key = f"tcp://{origin.host}:{origin.port}", z85.encode(bytes.fromhex(origin.public_key))
             admitted = is_admitted(url, None, key, zmq.DEALER)
             self.context.progress(f"weights without keys: {'admitted' if admitted else 'refused'}")

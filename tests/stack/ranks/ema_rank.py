@@ -31,7 +31,7 @@ def train(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
     for version in range(BATCHES):
         update(engine, OPTION, version)
         history.append(masters(engine))
-    engine.export(directory / "end")
+    engine.export_model(directory / "end")
     if gang.rank == 0:
         torch.save(history, directory / "masters.pt")
 

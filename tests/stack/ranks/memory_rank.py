@@ -90,11 +90,11 @@ def measured(settings: dict[str, object], gang: Gang, directory: Path) -> dict[s
         rows = lay_out([ids], [np.ones(len(ids), np.bool_)], layout="padded")
         logprobs_N, _ = engine.forward(rows, temperature=1.0)
         engine.set_lr(1e-3)
-        engine.backward(-logprobs_N.sum(), last=True)
+        engine.add_gradient(-logprobs_N.sum(), last=True)
         del logprobs_N, rows
         gc.collect()
         accumulated = sum(size for address, size in storages().items() if address not in before)
-        engine.step()
+        engine.step_optimizer()
     gc.collect()
     after = sum(size for address, size in storages().items() if address not in before)
     ids = np.arange(TOKENS + 1, dtype=np.int32)

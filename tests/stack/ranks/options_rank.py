@@ -55,21 +55,21 @@ def update(engine: ZeroEngine, option: Option, version: int) -> None:
 def train(option: Option, gang: Gang, directory: Path) -> None:
     out = directory / option.name
     engine = start(option, gang, directory)
-    engine.export(out / "start")
+    engine.export_model(out / "start")
     history, adapters = [weights(engine)], [adapter(engine)]
     for version in range(BATCHES):
         if version == BATCHES - 1:
-            engine.save(out / "state")
+            engine.save_state(out / "state")
         update(engine, option, version)
         history.append(weights(engine))
         adapters.append(adapter(engine))
-    engine.export(out / "end")
+    engine.export_model(out / "end")
     disk = option.settings.get("nvme_path")
     on_disk = sum(path.stat().st_size for path in Path(disk).rglob("*.swp")) if disk else 0
     resumed = start(option, gang, directory)
-    resumed.load(out / "state")
+    resumed.load_state(out / "state")
     update(resumed, option, BATCHES - 1)
-    resumed.export(out / "resumed")
+    resumed.export_model(out / "resumed")
     with engine.adapter_off():
         base = engine.score([[1, 2, 3, 4, 5]])
     if gang.rank == 0:

@@ -128,9 +128,9 @@ def as_rank(work: Callable[[Gang, Path, Sequence[str]], None]) -> None:
 
     rank, size, port, directory, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
-    gang = Gang.meet(int(rank), int(size), f"127.0.0.1:{port}", torch.device("cpu"))
+    gang = Gang.meet_ranks(int(rank), int(size), f"127.0.0.1:{port}", torch.device("cpu"))
     work(gang, Path(directory), arguments)
-    gang.leave()
+    gang.leave_gang()
     # gloo's threads that DeepSpeed still refers to now and then abort the interpreter's own way out.
     sys.stdout.flush()
     os._exit(0)

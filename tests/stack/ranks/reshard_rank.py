@@ -63,7 +63,7 @@ def state_of(engine: ZeroEngine) -> dict[str, Any]:
     if states:
         found["step"] = {"all": torch.stack([torch.as_tensor(state["step"]) for state in states]).unique()}
     if engine._ema is not None:
-        with engine._ema.exchanged():
+        with engine._ema.exchange_weights():
             found["average"] = {name: whole_master_weight(p).clone() for name, p in named}
     buckets = engine.adapter_buckets(9999) if engine.lora.rank else engine.buckets(9999)
     found["weights"] = {n: t.clone() for ns, ts in buckets for n, t in zip(ns, ts, strict=True)}
@@ -77,15 +77,15 @@ def work(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
         engine = opened(name, gang, directory / "model")
         trained(engine, gang)
         state = state_of(engine)
-        engine.export(directory / f"{name}-model")
-        engine.save(directory / f"{name}-state")
+        engine.export_model(directory / f"{name}-model")
+        engine.save_state(directory / f"{name}-state")
         if gang.rank == 0:
             torch.save(state, directory / f"{name}.pt")
     for asked in arguments[place + 1 :]:
         name, _, stage = asked.partition(":")
         source = directory / ("model" if SETTINGS[name][1].rank else f"{name}-model")
         engine = opened(name, gang, source, **({"stage": int(stage)} if stage else {}))
-        engine.load(directory / f"{name}-state")
+        engine.load_state(directory / f"{name}-state")
         state = state_of(engine)
         trained(engine, gang)
         if gang.rank == 0:

@@ -49,8 +49,8 @@ def step(engine: ZeroEngine, number: int) -> float:
     engine.set_lr(1e-2)
     for last in (False, True):
         logprobs_N, _ = engine.forward(rows, temperature=1.0)
-        engine.backward(-logprobs_N.sum() / 64, last=last)
-    return engine.step().grad_norm
+        engine.add_gradient(-logprobs_N.sum() / 64, last=last)
+    return engine.step_optimizer().grad_norm
 
 
 def outcome(engine: ZeroEngine) -> list[torch.Tensor]:
@@ -78,11 +78,11 @@ def work(gang: Gang, directory: Path, arguments: Sequence[str]) -> None:
             got.append(step(engine, number))
             if gang.rank == 0:  # the other rank stays: a turn is no collective
                 here.append(sum(size for address, size in storages().items() if address not in before))
-                moved.append(residence.leave())
+                moved.append(residence.move_away())
                 gc.collect()
                 after = sum(size for address, size in storages().items() if address not in before)
-                kept.append(after - residence._host.of(0).numel())
-                assert residence.leave() == 0, "it is away already"
+                kept.append(after - residence._host.reserve_for(0).numel())
+                assert residence.move_away() == 0, "it is away already"
                 assert residence.come_back() == moved[-1]
                 assert residence.come_back() == 0
         same = [torch.equal(a, b) for a, b in zip(expected, outcome(engine), strict=True)]

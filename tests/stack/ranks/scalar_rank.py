@@ -80,13 +80,13 @@ def train(stage: int, gang: Gang, directory: Path) -> None:
     )
     engine = ZeroEngine(directory / "policy", settings, gang, head="scalar", start="policy")
     learner = Learner(engine, OBJECTIVE)
-    engine.export(directory / f"start-{stage}")
+    engine.export_model(directory / f"start-{stage}")
     updates = []
     for step in range(STEPS):
         part = whole(make_pairs(step), token_budget=26).split(gang.size)[gang.rank]
         updates.append(learner.train_piece(part, loss_masks(part.samples, -1, step), step, LR))
     engine.record_scores(0.25, 1.5)
-    engine.export(directory / f"end-{stage}")
+    engine.export_model(directory / f"end-{stage}")
     if gang.rank == 0:
         told = [dict(update.stats) | {"tokens": update.token_passes} for update in updates]
         torch.save(told, directory / f"told-{stage}.pt")

@@ -62,7 +62,7 @@ def test_every_tensor_leaves_and_comes_back_as_it_was(
     wanted = [tensor.clone() for tensor in tensors]
     residence = Residence(root, CPU)
     for _ in range(2):
-        assert residence.leave() == sum(tensor.untyped_storage().nbytes() for tensor in wanted)
+        assert residence.move_away() == sum(tensor.untyped_storage().nbytes() for tensor in wanted)
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         assert residence.is_away == bool(tensors)
         residence.come_back()
@@ -89,18 +89,18 @@ def test_gradients_and_optimizer_states_belong_to_it_and_other_devices_do_not() 
 def test_the_host_memory_is_used_again() -> None:
     root = [torch.zeros(1000)]
     residence = Residence(root, CPU)
-    residence.leave()
-    address = residence._host.of(0).data_ptr()
+    residence.move_away()
+    address = residence._host.reserve_for(0).data_ptr()
     residence.come_back()
     root.append(torch.ones(3))
-    residence.leave()
+    residence.move_away()
     residence.come_back()
-    residence.leave()
-    assert residence._host.of(0).numel() >= 4000 + 12 and root[1].untyped_storage().nbytes() == 0
+    residence.move_away()
+    assert residence._host.reserve_for(0).numel() >= 4000 + 12 and root[1].untyped_storage().nbytes() == 0
     residence.come_back()
     assert root[1].tolist() == [1, 1, 1] and address
     residence.close()
-    assert residence._host.of(0).numel() == 0
+    assert residence._host.reserve_for(0).numel() == 0
 
 
 class CudaRuntime:
@@ -143,13 +143,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
 
 def test_host_memory_is_unlocked_before_its_addresses_may_be_used_again(cuda: CudaRuntime) -> None:
     memory = HostMemory(pinned=True)
-    memory.of(1000)
+    memory.reserve_for(1000)
     assert list(cuda.locked.values()) == [1000]
-    memory.of(5000)
+    memory.reserve_for(5000)
     assert list(cuda.locked.values()) == [5000], "the smaller piece is given back"
     memory.close()
     assert not cuda.locked
-    memory.of(10)
+    memory.reserve_for(10)
     del memory  # as when a trainer is made anew in a process, without close
     assert not cuda.locked
 
@@ -163,7 +163,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is_and_leaves_no_error(
     assert cuda.error == 0 and "CUDA error 712" in caplog.text and "ulimit -l" in caplog.text
     page_unlock(taken)
     page_unlock(taken)
-    assert cuda.error == 0 and memory.of(3).numel() == 3
+    assert cuda.error == 0 and memory.reserve_for(3).numel() == 3
     memory.close()
 
 

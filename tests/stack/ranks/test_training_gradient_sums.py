@@ -39,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(path: Path, settings: dict[str, Any], lora: LoRA | None = None) -> ZeroEngine:
     torch.manual_seed(0)
-    return ZeroEngine(path, ZeroSettings(**settings), Gang.meet(0, 1, "", torch.device("cpu")), lora=lora)
+    return ZeroEngine(path, ZeroSettings(**settings), Gang.meet_ranks(0, 1, "", torch.device("cpu")), lora=lora)
 
 
 def losses(engine: ZeroEngine) -> Callable[[int], torch.Tensor]:
@@ -58,8 +58,8 @@ def trained(engine: ZeroEngine, *, passes: int = 2, steps: int = 3) -> tuple[lis
     for _ in range(steps):
         engine.set_lr(0.02)
         for number in range(passes):
-            engine.backward(loss(number), last=number == passes - 1)
-        norms.append(engine.step(divide_by=3.0).grad_norm)
+            engine.add_gradient(loss(number), last=number == passes - 1)
+        norms.append(engine.step_optimizer(divide_by=3.0).grad_norm)
     return norms, [p.detach().clone() for p in engine.model.parameters()]
 
 
@@ -86,8 +86,8 @@ def test_parameters_without_a_gradient_keep_their_weights(name: str, model_dir: 
     engine.set_lr(0.02)
     for number in (0, 1):
         before = [p.detach().clone() for p in engine.model.parameters()]
-        engine.backward(loss(number), last=True)
-        engine.step()
+        engine.add_gradient(loss(number), last=True)
+        engine.step_optimizer()
         moved = [not torch.equal(a, b) for a, b in zip(engine.model.parameters(), before, strict=True)]
         assert any(moved) and not any(change for i, change in enumerate(moved) if (i * number) % 2)
 
@@ -99,12 +99,12 @@ def test_a_gradient_that_is_not_finite_is_not_applied(name: str, bad: float, mod
     before = [p.detach().clone() for p in engine.model.parameters()]
     loss = losses(engine)
     engine.set_lr(0.02)
-    engine.backward(loss(0) * bad, last=True)
-    step = engine.step()
+    engine.add_gradient(loss(0) * bad, last=True)
+    step = engine.step_optimizer()
     assert not step.applied and step.grad_norm == float("inf")
     assert all(torch.equal(a, b) for a, b in zip(engine.model.parameters(), before, strict=True))
-    engine.backward(loss(0), last=True)
-    assert engine.step().applied, "and the next one is"
+    engine.add_gradient(loss(0), last=True)
+    assert engine.step_optimizer().applied, "and the next one is"
 
 
 def test_an_adapter_is_summed_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

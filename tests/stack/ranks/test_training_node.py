@@ -202,7 +202,7 @@ def test_a_token_beyond_the_bound_never_reaches_a_gradient(ran: tuple[Recorder, 
     with pytest.raises(
         FlowrlError, match=r"sample '5-\d-\d' has tokens of version 2, .* a staleness of 3, but the graph allows"
     ):
-        trainer._train(batch)
+        trainer._train_piece(batch)
     after = [t for _, ts in trainer._learner.engine.buckets(1 << 20) for t in ts]
     assert all(bool((a == b).all()) for a, b in zip(before, after, strict=True))
 
@@ -299,7 +299,7 @@ def test_a_completion_that_is_alone_in_its_batch_is_booked_without_tokens(
     for count in (2, 1):
         rows = tuple((n,) for n in range(count))
         few = replace(batch, samples=tuple(samples[:count]), micro_batches=rows, step_ends=(count,))
-        found = trainer._train(few)
+        found = trainer._train_piece(few)
         assert found is not None
         record, uses, changed = found
         told = [(use.tokens, use.stale_tokens, use.masked_tokens) for use in uses]

@@ -157,15 +157,15 @@ def test_a_checkpoint_without_a_rank_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_one_rank_below_stage_3_loads_what_it_saved(tmp_path: Path, name: str) -> None:
     """A real engine, whose optimizer has no state before its first step."""
     make_model(tmp_path / "model", tied=True)
-    gang = Gang.meet(0, 1, "", torch.device("cpu"))
+    gang = Gang.meet_ranks(0, 1, "", torch.device("cpu"))
     torch.manual_seed(0)
     saved = reshard_rank.opened(name, gang, tmp_path / "model")
     reshard_rank.trained(saved, gang)
     expected = reshard_rank.state_of(saved)
-    saved.export(tmp_path / "saved")
-    saved.save(tmp_path / "state")
+    saved.export_model(tmp_path / "saved")
+    saved.save_state(tmp_path / "state")
     loaded = reshard_rank.opened(name, gang, tmp_path / ("model" if name == "adapter" else "saved"))
-    loaded.load(tmp_path / "state")
+    loaded.load_state(tmp_path / "state")
     found = reshard_rank.state_of(loaded)
     for kind, values in expected.items():
         same(kind, values, found[kind])

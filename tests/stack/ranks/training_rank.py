@@ -23,8 +23,8 @@ from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model import products
-from flowrl.training.model.sequence_attention import sequence_group
-from flowrl.training.model.tensors import whole
+from flowrl.training.model.sequence_attention import make_sequence_group
+from flowrl.training.model.tensors import gather_whole
 from flowrl.training.settings import SequenceKind, ZeroSettings
 from tests.rigs.run_process import listening
 from tests.stack.ranks.ranks import as_rank
@@ -42,18 +42,18 @@ class Recording(ZeroEngine):
 
     gradients: list[dict[str, torch.Tensor]]
 
-    def step(self, *, divide_by: float = 1.0) -> Any:
+    def step_optimizer(self, *, divide_by: float = 1.0) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
         named = {name: p for name, p in self.model.network.named_parameters() if p.requires_grad}
         mine = {name: p.grad if self._stage == 0 else safe_get_full_grad(p) for name, p in named.items()}
-        self.gradients.append({name: whole(mine[name], named[name]) / divide_by for name in named})
-        return super().step(divide_by=divide_by)
+        self.gradients.append({name: gather_whole(mine[name], named[name]) / divide_by for name in named})
+        return super().step_optimizer(divide_by=divide_by)
 
 
 def sharing(gang: Gang, size: int, kind: SequenceKind = "ulysses") -> Gang:
     """The same gang, with `size` ranks to each part of a batch."""
-    return replace(gang, sequence=sequence_group(gang.rank, gang.size, size, kind))
+    return replace(gang, sequence=make_sequence_group(gang.rank, gang.size, size, kind))
 
 
 def part_of(gang: Gang, batch: Batch) -> Batch:
@@ -103,7 +103,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
         updates.append(learner.train_piece(part, loss_masks(part.samples, part.mask_staleness, version), version, LR))
     weights = {n: t.clone() for names, ts in engine.buckets(2000) for n, t in zip(names, ts, strict=True)}
     probe = engine.score([[1, 2, 3, 4], [5, 6]])
-    alike = len(set(gang.gather(digest(weights)))) == 1
+    alike = len(set(gang.gather_objects(digest(weights)))) == 1
     if gang.rank == 0:
         torch.save({"gradients": engine.gradients, "weights": weights}, directory / f"{case.name}.pt")
         told = [
@@ -111,7 +111,7 @@ def train(case: Case, gang: Gang, directory: Path) -> None:
             for u in updates
         ]
         (directory / f"{case.name}.json").write_text(json.dumps({"updates": told, "probe": probe, "alike": alike}))
-    engine.export(directory / f"{case.name}-export")
+    engine.export_model(directory / f"{case.name}-export")
     _checkpoint(case, engine, learner, gang, directory)
 
 
@@ -126,11 +126,11 @@ def _checkpoint(case: Case, engine: Recording, learner: Learner, gang: Gang, dir
         fresh = ZeroEngine(source, settings, gang)
         learner = Learner(fresh, PolicyObjective(), temperature=TEMPERATURE)
         if resumed:
-            fresh.load(directory / f"{case.name}-state")
+            fresh.load_state(directory / f"{case.name}-state")
         for version in range(1 if resumed else 0, 2):
             if version == 1 and not resumed:
-                fresh.export(directory / f"{case.name}-saved")
-                fresh.save(directory / f"{case.name}-state")
+                fresh.export_model(directory / f"{case.name}-saved")
+                fresh.save_state(directory / f"{case.name}-state")
             part = part_of(gang, make_batch(version, case))
             masks = loss_masks(part.samples, part.mask_staleness, version)
             learner.train_piece(part, masks, version, 1e-2)

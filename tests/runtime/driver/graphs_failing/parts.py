@@ -50,8 +50,8 @@ class Trainer(SleepingTrainer):
         leave_word(self)
         if self.context.replica == 0:
             self.pool = SegmentPool(self.context.run_id, self.name)
-            segment = self.pool.writable()
-            self.pool.publish(segment, 0, 0)
+            segment = self.pool.take_writable()
+            self.pool.publish_segment(segment, 0, 0)
             leave_word(self, segment.name)
 
     async def close(self) -> None:
