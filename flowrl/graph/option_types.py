@@ -73,8 +73,13 @@ def _options_of(kind: Any) -> Mapping[str, ConfigOption]:
         texts |= vars(base).get("help_texts", {})
     for one in _declared(kind, (), dataclasses.MISSING):
         if one.name in found:
-            places = " and ".join(".".join(place.path) for place in (found[one.name], one))
-            raise ConfigError(f"{kind.__name__} has the option {one.name} twice, as {places}; rename one of them")
+            first = found[one.name]
+            part, home = first.path[0], first.home.__name__
+            places = " and ".join(".".join(place.path) for place in (first, one))
+            raise ConfigError(
+                f"{kind.__name__} has the option {one.name} twice, as {places}; for "
+                f"another default, write {part}: {home} = {home}({first.path[-1]}=...), else rename one of them"
+            )
         found[one.name] = dataclasses.replace(one, help=texts.pop(one.name, ""))
     if texts:
         raise ConfigError(f"{kind.__name__}.help_texts has {', '.join(texts)}, and there is no such option; correct it")

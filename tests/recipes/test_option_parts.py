@@ -181,7 +181,8 @@ def test_values_are_read_and_changed_by_the_names_of_options() -> None:
 
 
 def test_two_parts_cannot_have_one_option() -> None:
-    with pytest.raises(ConfigError, match=r"Twice has the option lr twice, as trainer\.lr and lr; rename one"):
+    told = r"twice, as trainer\.lr and lr; for another default, write trainer: TrainerOptions = TrainerOptions\(lr="
+    with pytest.raises(ConfigError, match=told):
         options_of(dataclass(frozen=True)(type("Twice", (Mine,), {"__annotations__": {"lr": float}, "lr": 1.0})))
 
 

@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="own_default_of_part_lost",
+        fault="an option of a part gets the part's default, and not that which the configuration gives to the part",
+        function="_declared",
+        before="value = _default(field) if values is dataclasses.MISSING else getattr(values, field.name)",
+        after="value = _default(field)",
+        test="tests/recipes/test_option_parts.py::test_a_part_is_checked_within_its_configuration",
+    ),
+    Mutant(
         name="broadcast_in_turns",
         fault="a reader that waits for its GPU is part of a broadcast",
         function="_at_once_on_gpus",

@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="parts_not_checked_together",
+        fault="what concerns several parts of a configuration is not checked",
+        function="GraphConfig.problems",
+        before="yield from part.problems_within(self)",
+        after="yield from ()",
+        test="tests/recipes/test_option_parts.py::test_a_part_is_checked_within_its_configuration",
+    ),
+    Mutant(
         name="agents_calls_asked_again",
         fault="a call that an agent's program makes again is sampled again",
         function="CallLog.known_call",
