@@ -181,7 +181,7 @@ OURS = {
     "training/scoring_models.py": "a rank of a model",
     "nodes/sources/row_checks.py": "the policy's tokenizer, which may need a token of the hub",
     "channel/links/presence.py": "the heir of a run's files, which gets next to nothing",
-    "orphans.py": "what its callers name, with the variables that they give",
+    "machine/orphans.py": "what its callers name, with the variables that they give",
     "agents/parser_trial.py": "vLLM's parsers, and the policy's tokenizer, which may need a token of the hub",
     "environments/tools/sandbox/sandbox_process.py": "a sandbox, whose variables are fixed (`_variables`)",
     "environments/tools/sandbox/sandbox_start.py": "the same",
