@@ -1,4 +1,4 @@
-"""Checks that a disk has room for what is written to it, and the errors for a full disk."""
+"""Paths as users write them, whether their disk has room for what is written there, and the errors for a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`flowrl show`: the list of the episodes that a run has kept, or one sample."""
+"""What `flowrl show` and `flowrl samples` print: the list of kept episodes, or samples, as text for a terminal.
+
+An attempt shows what was fed and what was sampled, in order. Lines of the policy begin with "> ", lines that were fed
+to it with "| ". Where the version changes within a reply, the new version is named in angle brackets; each version also
+has a colour. The state of a sample is what the ledger says.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints: one consistent snapshot through a running graph.
 
 How the snapshot is made: admission is closed, the trainers wait at a batch's end, and generators hand over their
-unfinished prefixes. Every host stops taking items, ends its open invocations and stops sending, and the hosts exchange
+unfinished prefixes. Every process stops taking items, ends its open invocations and stops sending, and all exchange
 what is in transit until nothing moves. From then on nothing changes, and the messages that the producers still keep
 (custody) are the whole state between the nodes:
 
@@ -17,13 +17,20 @@ what is in transit until nothing moves. From then on nothing changes, and the me
 - For an invocation that is paused between two sends, the item is saved together with the ids of the messages already
   sent, so that the repeated invocation sends only the rest.
 
-Messages travel from the hosts and back in pages, because all messages of a large run do not fit in one frame.
+Messages travel from the processes and back in pages, because all messages of a large run do not fit in one frame.
 
-A directory becomes a checkpoint by its last rename, after its manifest is written (`checkpoint_manifest`); a crash
+A directory becomes a checkpoint by its last rename, after its manifest is written (`manifest.json`); a crash
 during the write leaves the previous checkpoint intact. `step_N` is complete at any time: the directory is written and
 removed under the name `.step_N.tmp`, and a second `step_N` moves the first one to `.step_N.old` until it has replaced
 it. The next run that claims the directory calls `recover`, which finishes or undoes what a crash interrupted. A run
 that ends while one of its threads publishes stops the thread and waits for it: after that, nothing writes there.
+
+The manifest has every file of the checkpoint with its size and checksums; it is written last and read first. A
+directory without it is not a checkpoint. With it, any damage is detected before a run resumes from the checkpoint: a
+missing, shortened or extended file, or a flipped bit, also in the manifest itself. Additional files are ignored. The
+checksum is CRC-32: it detects accidental errors of disks and copies at disk speed, about 2 GB/s per core. Files are
+summed in pieces, in several threads, because zlib and reads release the interpreter lock: a checkpoint of 100 GB takes
+about ten seconds on eight cores if the disk is as fast.
 """
 
 from __future__ import annotations

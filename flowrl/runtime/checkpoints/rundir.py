@@ -1,9 +1,14 @@
-"""The run directory: who owns it, what it records about the run, and which checkpoint is the newest.
+"""The run directory: who owns it, what it records about the run, and which checkpoint is the newest or the best.
 
 Only its user can access the directory and the files that a run creates in it, regardless of the umask. A directory that
 existed before keeps its mode.
 
-A run holds the directory's lock (`directory_lock`) while its driver lives.
+A run holds the lock on the directory's `.lock` while its driver lives, so that one process at a time writes there. The
+file holds the number of the process that has the lock. The kernel releases the lock when that process dies, for any
+reason.
+
+`best.json` names the best checkpoint so far, by held-out score. It is replaced after its checkpoint is complete and
+before an older one is removed, so it names an existing checkpoint even if the run is killed at any time.
 """
 
 from __future__ import annotations

@@ -4,9 +4,15 @@ It keeps accounting and records, runs the phases one after the other, and ends e
 start, restore, evaluation before, training, checkpoint of what is trained, evaluation after, last checkpoint, end.
 Admission is closed in all phases except training.
 
-Waits: for hosts to answer or end (the death of a host ends the wait), for the trainers to end, for generators to hold
+Waits: for processes to answer or end (the death of one ends the wait), for the trainers to end, for generators to hold
 the last weights. An interrupt ends admission, and the groups in flight are finished. After SIGTERM, --term-minutes end
 every wait.
+
+The run continues without a process if other replicas stand in for its replicas; `flowrl.graph.analysis.stand_ins` says
+which processes these are. Callers send the requests that the lost process had not answered to another replica, and
+report those that it had answered but not reported. Tickets and locks no longer wait for it. Invariant: each process
+drops everything from the lost one that arrives after it was told of the loss. So an answer is reported either by the
+lost process, before that, or by its caller, but not by both.
 """
 
 from __future__ import annotations

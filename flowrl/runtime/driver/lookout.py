@@ -1,11 +1,19 @@
-"""The driver's lookout: it proves deadlocks, and reports standstills and silent hosts by name.
+"""The driver's lookout: it proves deadlocks, and reports standstills and silent processes by name.
 
-A deadlock is proven by two looks that show the same replicas stuck (`stall`) and unmoved. Between the looks there are
-FLUSHES rounds. In each round, every process confirms that everything it had sent has arrived, which works because
-frames of a link keep their order. One round is enough for messages. There are more because the driver may answer an
-arriving message, and because a restored connection first asks which frames were lost.
+A deadlock is a set of nodes in which no node can move unless another node of the set moves. No node of the set has
+anything of its own pending (`activity.pending`), and everything that could end one of its waits, a node or the driver,
+is also in the set. The driver is in the set if it is not working on anything and all nodes are in the set. The proof
+does not depend on elapsed time.
 
-Waits: each question to a host has a time limit. A host that exceeds it is not asked again until it has answered.
+It takes two looks that show the same replicas stuck and unmoved. Between the looks there are FLUSHES rounds. In each
+round, every process confirms that everything it had sent has arrived, which works because frames of a link keep their
+order. One round is enough for messages. There are more because the driver may answer an arriving message, and because a
+restored connection first asks which frames were lost.
+
+Everything else is a standstill: it is reported after STALL_S, with what each node does, and again each time its length
+has doubled.
+
+Waits: each question to a process has a time limit. One that exceeds it is not asked again until it has answered.
 """
 
 from __future__ import annotations

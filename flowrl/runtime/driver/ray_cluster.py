@@ -1,8 +1,11 @@
-"""Ray: start or join it, place the hosts, create the actors.
+"""Ray: start or join it, place the processes, create their actors.
 
 flowrl starts its own local Ray, unless RAY_ADDRESS is set or the driver runs inside a Ray job. The local Ray
 listens on the loopback address only, requires a token, and keeps its files in the user's own directory.
 On a cluster Ray copies the graph's directory as its `working_dir`; flowrl must be installed on every machine.
+
+Every machine of a joined cluster needs flowrl, and the same versions of what its processes exchange. The probe for that
+is a self-contained function, sent by value, so a machine without flowrl can also run it.
 """
 
 from __future__ import annotations

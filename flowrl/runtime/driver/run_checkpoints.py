@@ -1,4 +1,24 @@
-"""The checkpoints of one run: when one is due, what it waits for, and which is the best so far."""
+"""The checkpoints of one run: when one is due, what it waits for, how it is taken, and which is the best so far.
+
+`RunCheckpoints` decides and writes, `Snapshotter` takes a snapshot of the running processes and restores one;
+`checkpoints.checkpoint` defines what a snapshot is. If a process is lost while the snapshot is collected, the others
+resume, and the snapshot is taken again: what the lost one has not reported is reported by others, once they know of the
+loss and are not paused.
+
+All ranks of a gang must have finished the same batches. The main trainer, and trainers that train the same batches,
+wait at a barrier (`locks.BatchEnd`). The other trainers count their own versions, so no version of the main trainer
+tells which batch they are at. They are halted: each rank's gate closes, and a rank that has taken fewer batches than
+another rank also takes the missing batches. All ranks of a gang are sent their parts of a batch together, so a missing
+part has arrived or is in transit.
+
+Time-shared GPUs are lent to the trainers, one after the other, to export their weights. A trainer gets its GPU when the
+node that has it gives it back, at the end of that node's last open invocation. During a pause, that end might never
+come, because an invocation may wait for something that is paused. So the other nodes give their GPUs back first, while
+the graph still runs: they take nothing new, and get the GPUs again after the checkpoint.
+
+Waits: for the missing parts of a batch, for the open invocations of nodes that have a GPU that a trainer also uses, for
+invocations to end or to wait, for messages in transit to arrive, and for the threads that write.
+"""
 
 from __future__ import annotations
 

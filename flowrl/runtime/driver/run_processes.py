@@ -1,9 +1,13 @@
-"""The host processes of a run, seen from the driver: start, query, watch and end them.
+"""The processes of a run, seen from the driver: `Hosts` starts, watches and ends them, `Orders` asks them for things.
 
-A host answers with plain data; a failure arrives as a mapping and is raised here as NodeFailed, once. When a host's
-process dies, the error names the nodes that it ran. If the run continues without the host, the host is `lost`, and
-everything here applies to the other hosts. The kernel reports the death if the process ran on this machine (Ray need
-not be alive for that); otherwise Ray reports it.
+A process answers with plain data; a failure arrives as a mapping and is raised here as NodeFailed, once. When one dies,
+the error names the nodes that it ran. If the run continues without it, it is `lost`, and everything here applies to the
+others: requests to several skip those that are lost, even if they are lost before they answer. The kernel reports the
+death if the process ran on this machine (Ray need not be alive for that); otherwise Ray reports it.
+
+Ray's library ends a driver that has not reached the head of its cluster for a minute, whatever the driver does. So a
+connection to the head is kept, only to detect that the head has ended. A head may return earlier, if the cluster keeps
+its state, so a lost connection is retried for some seconds.
 """
 
 from __future__ import annotations

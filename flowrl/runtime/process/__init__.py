@@ -1,1 +1,1 @@
-"""A host's process: it builds its node replicas, wires their ports and runs them."""
+"""One process of a run: it builds its node replicas, connects their ports and runs them."""

@@ -1,7 +1,10 @@
-"""One host's engine: it rebuilds the graph, connects the nodes of its host to their lanes, and runs them.
+"""The engine of one process: it rebuilds the graph, connects the nodes of its process to their lanes, and runs them.
 
 Lifecycle: open -> wire -> setup -> run -> stop. Everything runs on one event loop, which nothing may block: nodes do
-heavy work in `blocking`. The first node that fails ends the run of its host; the driver ends the other hosts.
+heavy work in `blocking`. The first node that fails ends the run of its process; the driver ends the other processes. A
+failure leaves the process as plain data that names the node.
+
+Waits: a pause for a checkpoint waits for invocations to end, or to wait, and warns of nodes that take long.
 """
 
 from __future__ import annotations

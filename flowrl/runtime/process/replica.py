@@ -1,4 +1,4 @@
-"""One node replica in its host: the node, its open items and its live ports."""
+"""One node replica in its process: the node, its open items, its live ports, and the lanes of these."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Samples that a run keeps as Parquet, and the queries on them."""
+"""Samples and episodes that a run keeps, and the queries on them."""

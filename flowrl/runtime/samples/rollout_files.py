@@ -7,6 +7,9 @@ Invariants
 - A file under its final name is complete: it is written under another name, which begins with a dot.
 - The files of training samples have at most MOST_BYTES together: the oldest are removed. Files of evaluations stay.
 - After a resume, no row describes work that the resume has undone.
+
+Queries do not read all of it: file names give the steps, and Parquet's statistics bound the rewards. Of most rows only
+the columns by which rows are chosen are read; the chosen rows are read whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Sends the records of samples whose fate a replica decides to the driver, which keeps them.
+"""What a process tells the driver of its samples, for `rollouts/`: the records of those whose fate it decides.
 
 A trainer sends the records of the samples that it has finished, a node that loses a sample sends the record of that
-sample, and an evaluation sends every answer. A sample that failed is sent whatever the share is, unless no samples of
-the training are kept.
+sample, and an evaluation sends every answer. A record has plain values, one key for each column of `rollouts/`. Which
+samples are kept: all, a share of the groups, as many as cost little, or none (`SampleShare`). A sample that failed is
+sent whatever the share is, unless no samples of the training are kept.
 """
 
 from __future__ import annotations

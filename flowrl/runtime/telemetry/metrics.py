@@ -1,9 +1,14 @@
 """`metrics.jsonl`: one line per batch, and `evaluations.jsonl`: one per evaluation of held-out prompts.
 
-On request the same records go to TensorBoard, W&B or Trackio.
+On request the same records go to TensorBoard, W&B or Trackio (`sinks`).
 
 The counters of all nodes since the previous line are added to the trainer's record, which takes precedence. A name in
 NAMES that no node reported is null.
+
+Two readers look at every line. Alarms show common RL failures early and change nothing in the run: an alarm checks the
+mean over the last `window` lines that have its figure, and rings from the line at which this mean crosses the limit
+until a line at which it is within the limit again. An early stop ends the run: a figure has passed a bound, or has not
+improved for a number of values.
 """
 
 from __future__ import annotations

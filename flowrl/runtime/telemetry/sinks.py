@@ -1,6 +1,7 @@
 """Sinks for a run's metrics, in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio.
 
-Each sink needs its own package, which is imported only when the sink is requested.
+Each sink needs its own package, which is imported only when the sink is requested. Besides numbers, a sink gets the
+names of the run there and tables with a few of its samples.
 """
 
 from __future__ import annotations

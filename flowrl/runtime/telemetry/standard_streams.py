@@ -1,4 +1,10 @@
-"""The standard streams of a command whose readers may go away: a closed pipe, a full disk, a terminal that is gone."""
+"""Text for people, and the standard streams of a command, whose readers may go away: a closed pipe, a full disk.
+
+Nothing in a text reaches a terminal as a command, and every charset can show it. Texts come from models, rows, file
+names and other programs. `print_text` prints them, and where rich does, it is a `SafeConsole` (`view`): both write
+`shown` text, and only the colours that flowrl itself chooses. What a stream's charset lacks is replaced, once
+`replace_unwritable` has told the stream so.
+"""
 
 from __future__ import annotations
 

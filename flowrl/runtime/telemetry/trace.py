@@ -1,4 +1,4 @@
-"""What a host records for the trace of a run; the driver writes it (`trace_file`).
+"""The trace of a run: what each process records (`TraceBuffer`), and `trace.json`, which the driver writes.
 
 Every node replica is a track (a "process" of the format). Items on which a replica works concurrently occupy
 different rows of the track (its "threads"), so slices within one row always nest. An arrow leads from the slice that
@@ -9,6 +9,11 @@ quarter 1, an eighth 2. At level n a trace contains the groups of depth n and mo
 their arrows, and nothing of the other groups. A batch has the depth of its deepest group. A message outside of groups
 gets its depth from its id, and a span that belongs to no message gets it from its number on its track. The driver
 raises the level when the file is full.
+
+The file has Chrome's JSON array format: open it in https://ui.perfetto.dev. Its invariants:
+- The file is valid JSON after every write: each write ends with the array's end, and the next write overwrites it.
+- The file has every event that is at least as deep as the file's level, and no other event. If a limit is set, the file
+  never exceeds it: before that, the level rises, and events of smaller depth are removed.
 """
 
 from __future__ import annotations

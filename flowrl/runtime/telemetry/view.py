@@ -1,7 +1,8 @@
 """The view of a running run: live in a terminal, plain lines elsewhere.
 
 Both kinds take the same calls from the driver. The live view redraws when its content has changed, at most
-REDRAW_PER_S times per second, and leaves its last picture on the screen.
+REDRAW_PER_S times per second, and leaves its last picture on the screen. Its content is a `Board`, which `draw` turns
+into a rich renderable.
 """
 
 from __future__ import annotations
