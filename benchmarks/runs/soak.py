@@ -82,7 +82,7 @@ def _role(process: psutil.Process, root: psutil.Process, starters: set[int]) -> 
         return "the command"
     if _is_vllm(process):
         return "vLLM's engine"
-    if command.startswith("ray::HostActor"):
+    if command.startswith("ray::ProcessActor"):
         if process.pid in starters:
             return "generator"
         return "trainer" if "libtorch_cpu" in (Path("/proc") / str(process.pid) / "maps").read_text() else "other nodes"

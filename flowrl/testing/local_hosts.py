@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.runtime.process.engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.runtime.telemetry.statistics import Statistics
 
 
@@ -35,7 +35,7 @@ class LocalCluster:
     def head(self) -> None:
         return None
 
-    def spawn(self, actor_class: type, index: int, slot: Any, spec: HostSpec) -> LocalHost:
+    def spawn(self, actor_class: type, index: int, slot: Any, spec: ProcessSpec) -> LocalHost:
         self.actors[slot.host] = LocalHost(spec, slot.gpus)
         return self.actors[slot.host]
 
@@ -47,10 +47,10 @@ class LocalCluster:
 
 
 class LocalHost:
-    """One host's engine with the methods of `HostActor`."""
+    """One host's engine with the methods of `ProcessActor`."""
 
-    def __init__(self, spec: HostSpec, num_gpus: int) -> None:
-        engine = self.engine = HostEngine(spec)
+    def __init__(self, spec: ProcessSpec, num_gpus: int) -> None:
+        engine = self.engine = ProcessEngine(spec)
         self._gpus = [f"{spec.host}/{index}" for index in range(num_gpus)]
         """Names of the GPUs that Ray would reserve."""
         self.open = LocalMethod(self._opened)

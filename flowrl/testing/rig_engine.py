@@ -18,7 +18,7 @@ from flowrl.runtime.ledger.ledger_client import LedgerClient
 from flowrl.runtime.ledger.long_tables import LongTables
 from flowrl.runtime.ports.items import Item, OpenItems
 from flowrl.runtime.process.context import DRIVER, Meters, ReplicaPlace
-from flowrl.runtime.process.engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.runtime.process.replica import Replica
 from flowrl.testing.record import Lost, NodeRecord
 
@@ -26,10 +26,10 @@ HOST = DRIVER
 """The one host of a rig is also its driver: requests to the driver come to its own endpoint."""
 
 
-class RigEngine(HostEngine):
+class RigEngine(ProcessEngine):
     """Runs the nodes of `graph`, one of them under test."""
 
-    def __init__(self, spec: HostSpec, graph: Graph, node: Node, record: NodeRecord, num_groups: int | None) -> None:
+    def __init__(self, spec: ProcessSpec, graph: Graph, node: Node, record: NodeRecord, num_groups: int | None) -> None:
         super().__init__(spec)
         self._graph = graph
         self._tested = node
@@ -93,7 +93,9 @@ async def _granted(host: str, body: Any) -> None:
 class RecordedReplica(Replica):
     """The node under test. Records which messages it makes from which, and what it loses."""
 
-    def __init__(self, node: Node, place: ReplicaPlace, lease: Lease, engine: HostEngine, record: NodeRecord) -> None:
+    def __init__(
+        self, node: Node, place: ReplicaPlace, lease: Lease, engine: ProcessEngine, record: NodeRecord
+    ) -> None:
         super().__init__(node, place, engine.endpoint, engine.trace, lease)
         self.open_items: RecordedItems = RecordedItems(place.replica_id, self.open_items.ended)
         self._ledger = RecordedLedger(engine.endpoint, place.replica_id)

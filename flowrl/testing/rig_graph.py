@@ -18,7 +18,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Weights
 from flowrl.runtime.process.context import ReplicaPlace
-from flowrl.runtime.process.engine import HostSpec
+from flowrl.runtime.process.engine import ProcessSpec
 from flowrl.testing.record import port_key
 from flowrl.testing.rig_engine import HOST
 from flowrl.testing.rig_nodes import Answer, Answerer, Asker, Collector, Feeder, with_port
@@ -146,10 +146,10 @@ class RigGraph:
             ports=plan.ports if trains else tuple(replace(port, trainers=()) for port in plan.ports),
         )
 
-    def spec(self, run_id: str, resume: Path | None, around: Surroundings) -> HostSpec:
+    def spec(self, run_id: str, resume: Path | None, around: Surroundings) -> ProcessSpec:
         resume_dir = None if resume is None else str(resume)
         places = tuple(self._place(name, run_id, resume_dir, around) for name in self.graph.nodes)
-        return HostSpec(HOST, run_id, os.getpid(), "", {}, places, self.plan, (), transport=IpcTransport())
+        return ProcessSpec(HOST, run_id, os.getpid(), "", {}, places, self.plan, (), transport=IpcTransport())
 
     def _place(self, name: str, run_id: str, resume_dir: str | None, around: Surroundings) -> ReplicaPlace:
         return ReplicaPlace(

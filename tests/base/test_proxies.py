@@ -215,10 +215,10 @@ def test_an_endpoint_at_another_address_is_an_exception(monkeypatch: pytest.Monk
 IN_A_HOST = """
 import asyncio, os
 from flowrl.channel.links.endpoint_transport import IpcTransport
-from flowrl.runtime.process.actor import HostActor
-from flowrl.runtime.process.engine import HostSpec
-spec = HostSpec("A", "run", os.getpid(), "", {}, (), None, (), IpcTransport(), machines=("10.0.0.2", "node2"))
-actor = HostActor(spec)
+from flowrl.runtime.process.actor import ProcessActor
+from flowrl.runtime.process.engine import ProcessSpec
+spec = ProcessSpec("A", "run", os.getpid(), "", {}, (), None, (), IpcTransport(), machines=("10.0.0.2", "node2"))
+actor = ProcessActor(spec)
 print(os.environ["NO_PROXY"])
 asyncio.run(actor.stop())
 """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import LaneFailed
-from flowrl.runtime.process.engine import HostEngine
+from flowrl.runtime.process.engine import ProcessEngine
 from tests.channel.channel_rig import opened, play, via
 
 HOSTS = ("driver", "core", "gone")
@@ -31,7 +31,7 @@ def test_what_comes_with_the_loss_of_a_peer_and_after_it_stays_in_order(transpor
 
     async def body() -> None:
         driver, core, _ = await joined(transport)
-        engine = HostEngine.__new__(HostEngine)
+        engine = ProcessEngine.__new__(ProcessEngine)
         engine.endpoint, engine.replicas = core, {}
         heard: list[int] = []
         core.on("lost", engine._peer_lost)

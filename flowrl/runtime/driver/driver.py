@@ -20,14 +20,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
-from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.analysis.stand_ins import may_end
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.rundir import writing
@@ -37,146 +36,13 @@ from flowrl.runtime.driver.lookout import LOOK_EVERY_S, Lookout, Topology
 from flowrl.runtime.driver.phases import Phases
 from flowrl.runtime.driver.ray_cluster import RayCluster
 from flowrl.runtime.driver.run_checkpoints import RunCheckpoints, SharedDevices
-from flowrl.runtime.driver.run_processes import Hosts, Orders
+from flowrl.runtime.driver.run_processes import Orders, RunProcesses
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry.view import View
 
-
-class RunSignals:
-    """SIGINT and SIGTERM end the run in order, and a second one ends it at once. During the set-up, the first one ends
-    it at once, because nothing is in flight yet and a model may take minutes to load. SIGUSR1 shows which node waits
-    for what. SIGHUP says that the terminal is gone, and ends nothing. A run that is ending by itself (`stop_early`) has
-    had no signal yet, so that the next one is its first.
-
-    The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible. A run that
-    only evaluates ends `at_once`: nothing is trained, and the same command continues with the answers that exist.
-    """
-
-    def __init__(self, driver: Driver, view: View, *, at_once: bool = False) -> None:
-        self._driver = driver
-        self._view = view
-        self._at_once = at_once
-        self._signalled = False
-        self._describing: set[asyncio.Task[None]] = set()
-        self._hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup, also after the run
-
-    def __enter__(self) -> Self:
-        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        loop.add_signal_handler(signal.SIGINT, self._stop, self._driver.interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._stop, self._driver.terminate)
-        loop.add_signal_handler(signal.SIGUSR1, self._describe)
-        if self._hangs_up:
-            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if self._hangs_up else ())):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def end_in_time(self, reason: str) -> None:
-        """End the run as `Driver.end_in_time` does, or at once."""
-        if self._at_once:
-            self._view.warning(reason.partition(";")[0])
-            self._stop_at_once()
-        else:
-            self._driver.end_in_time(reason)
-
-    def _stop(self, begin: Callable[[], None]) -> None:
-        if self._driver.begun and not (self._at_once or self._signalled):
-            self._signalled = True
-            begin()
-        else:
-            self._stop_at_once()
-
-    def _stop_at_once(self) -> None:
-        assert self._task is not None
-        if not self._task.cancelling():
-            again = "; the same command continues with the existing answers" if self._at_once else ""
-            self._view.progress("driver", f"stopping at once{again}")
-            self._task.cancel()
-
-    def _hung_up(self) -> None:
-        self._view.warning("the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order")
-
-    def _describe(self) -> None:
-        async def report() -> None:
-            self._view.warning(await self._driver.lookout.describe())
-
-        task = asyncio.get_running_loop().create_task(report())
-        self._describing.add(task)
-        task.add_done_callback(self._describing.discard)
-
-
+STOP_AT_ONCE_S = 1.0
 GENERATORS_LOST = "generators_lost"
 """Counter of lost generators: one whose engine has died counts itself; the driver counts one whose process has died."""
-
-
-class HostsLeft(Protocol):
-    """The hosts of a run that are not lost, by name."""
-
-    lost: set[str]
-
-    def __iter__(self) -> Iterator[str]: ...
-
-
-class HostLosses:
-    """The losses of one run; `warn` shows the user a text."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        hosts: HostsLeft,
-        endpoint: Endpoint,
-        *,
-        locks: Locks,
-        records: RunRecords,
-        phases: Phases,
-        state: RunState,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._records = records
-        self._phases = phases
-        self._state = state
-        self._plan = plan
-        self._hosts = hosts
-        self._endpoint = endpoint
-        self._locks = locks
-        self._warn = warn
-
-    def may_end(self, host: str) -> bool:
-        plan = next(one for one in self._plan.hosts if one.name == host)
-        left = may_end(plan, ended=self._hosts.lost, hosts=self._plan.hosts, stand_ins=self._plan.stand_ins)
-        return self._state.running and left
-
-    def has_ended(self, host: str, reason: str) -> None:
-        replica_ids = next(one.nodes for one in self._plan.hosts if one.name == host)
-        self._locks.claimants_died({host, *replica_ids})
-        for replica_id in replica_ids:
-            self._records.accounting.consumer_died(replica_id)
-            self._phases.has_ended(replica_id)
-            self._records.statistics.lost(replica_id, GENERATORS_LOST, time.monotonic())
-        for other in self._hosts:
-            self._endpoint.notify(other, "lost", {"host": host, "reason": reason, "replica_ids": list(replica_ids)})
-        names = ", ".join(replica_ids)
-        self._warn(f"{names}: out of service, its requests go to the other replicas: {reason}")
-
-
-async def first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:
-    """The result of `work`, unless one of `others` fails first: then that failure is raised."""
-    main = asyncio.ensure_future(work)
-    pending: set[asyncio.Future[Any]] = {main, *others}
-    try:
-        while not main.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        return main.result()
-    finally:
-        main.cancel()
-        await asyncio.gather(main, return_exceptions=True)
-
-
-STOP_AT_ONCE_S = 1.0
 
 
 @dataclass
@@ -197,7 +63,7 @@ class Driver:
     ) -> None:
         self.job = job
         self.view = view
-        self.hosts = Hosts(cluster, endpoint, self.fail)
+        self.hosts = RunProcesses(cluster, endpoint, self.fail)
         self.tickets = job.make_tickets()
         self._state = state = RunState(job.start_version)
         self._endpoint = endpoint
@@ -224,16 +90,7 @@ class Driver:
             resumed=job.resume_from is not None,
             unless_cancelled=self.unless_cancelled,
         )
-        self.hosts.losses = HostLosses(
-            job.plan,
-            self.hosts,
-            endpoint,
-            locks=locks,
-            records=records,
-            phases=self.phases,
-            state=state,
-            warn=view.warning,
-        )
+        self.hosts.may_lose, self.hosts.on_lost = self.may_lose_process, self.drop_lost_process
 
     async def run(self) -> Outcome:
         """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
@@ -422,6 +279,27 @@ class Driver:
         for host in self.hosts:
             self._endpoint.notify(host, "trace level", level)
 
+    # The run continues without a process
+
+    def may_lose_process(self, host: str) -> bool:
+        """Whether the run continues if the process `host` ends now."""
+        plan = self.job.plan
+        one = next(one for one in plan.hosts if one.name == host)
+        return self._state.running and may_end(one, ended=self.hosts.lost, hosts=plan.hosts, stand_ins=plan.stand_ins)
+
+    def drop_lost_process(self, host: str, reason: str) -> None:
+        """The process `host` has ended, and the run continues: nothing waits for it any more, and the others know."""
+        replica_ids = next(one.nodes for one in self.job.plan.hosts if one.name == host)
+        self._locks.claimants_died({host, *replica_ids})
+        for replica_id in replica_ids:
+            self.records.accounting.consumer_died(replica_id)
+            self.phases.has_ended(replica_id)
+            self.records.statistics.lost(replica_id, GENERATORS_LOST, time.monotonic())
+        for other in self.hosts:
+            self._endpoint.notify(other, "lost", {"host": host, "reason": reason, "replica_ids": list(replica_ids)})
+        names = ", ".join(replica_ids)
+        self.view.warning(f"{names}: out of service, its requests go to the other replicas: {reason}")
+
     # At the end of a batch
 
     def _waits_at(self, version: int) -> bool:
@@ -440,3 +318,83 @@ class Driver:
         """A node has dropped a whole group: tell every host to end its members of the group."""
         for other in self.hosts:
             self._endpoint.notify(other, "give up", body)
+
+
+async def first_failure(work: Awaitable[Any], *others: asyncio.Future[Any]) -> Any:
+    """The result of `work`, unless one of `others` fails first: then that failure is raised."""
+    main = asyncio.ensure_future(work)
+    pending: set[asyncio.Future[Any]] = {main, *others}
+    try:
+        while not main.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        return main.result()
+    finally:
+        main.cancel()
+        await asyncio.gather(main, return_exceptions=True)
+
+
+class RunSignals:
+    """SIGINT and SIGTERM end the run in order, and a second one ends it at once. During the set-up, the first one ends
+    it at once, because nothing is in flight yet and a model may take minutes to load. SIGUSR1 shows which node waits
+    for what. SIGHUP says that the terminal is gone, and ends nothing. A run that is ending by itself (`stop_early`) has
+    had no signal yet, so that the next one is its first.
+
+    The sender of SIGTERM usually sends SIGKILL later, so the run writes a checkpoint as soon as possible. A run that
+    only evaluates ends `at_once`: nothing is trained, and the same command continues with the answers that exist.
+    """
+
+    def __init__(self, driver: Driver, view: View, *, at_once: bool = False) -> None:
+        self._driver = driver
+        self._view = view
+        self._at_once = at_once
+        self._signalled = False
+        self._describing: set[asyncio.Task[None]] = set()
+        self._hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup, also after the run
+
+    def __enter__(self) -> Self:
+        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        loop.add_signal_handler(signal.SIGINT, self._stop, self._driver.interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._stop, self._driver.terminate)
+        loop.add_signal_handler(signal.SIGUSR1, self._describe)
+        if self._hangs_up:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *((signal.SIGHUP,) if self._hangs_up else ())):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def end_in_time(self, reason: str) -> None:
+        """End the run as `Driver.end_in_time` does, or at once."""
+        if self._at_once:
+            self._view.warning(reason.partition(";")[0])
+            self._stop_at_once()
+        else:
+            self._driver.end_in_time(reason)
+
+    def _stop(self, begin: Callable[[], None]) -> None:
+        if self._driver.begun and not (self._at_once or self._signalled):
+            self._signalled = True
+            begin()
+        else:
+            self._stop_at_once()
+
+    def _stop_at_once(self) -> None:
+        assert self._task is not None
+        if not self._task.cancelling():
+            again = "; the same command continues with the existing answers" if self._at_once else ""
+            self._view.progress("driver", f"stopping at once{again}")
+            self._task.cancel()
+
+    def _hung_up(self) -> None:
+        self._view.warning("the terminal is gone (SIGHUP); the run goes on, and SIGTERM ends it in order")
+
+    def _describe(self) -> None:
+        async def report() -> None:
+            self._view.warning(await self._driver.lookout.describe())
+
+        task = asyncio.get_running_loop().create_task(report())
+        self._describing.add(task)
+        task.add_done_callback(self._describing.discard)

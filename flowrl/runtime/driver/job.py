@@ -18,8 +18,8 @@ from flowrl.runtime.telemetry.sinks import Tracking, check_sinks
 from flowrl.runtime.telemetry.trace import TraceMode
 
 if TYPE_CHECKING:
-    from flowrl.runtime.driver.resources import HostSlot
-    from flowrl.runtime.process.engine import HostSpec
+    from flowrl.runtime.driver.resources import ProcessSlot
+    from flowrl.runtime.process.engine import ProcessSpec
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Job:
     plan: Plan
     options: RunOptions
     run_dir: Path
-    slots: tuple[HostSlot, ...]
-    specs: Mapping[str, HostSpec]
+    slots: tuple[ProcessSlot, ...]
+    specs: Mapping[str, ProcessSpec]
     resume_from: Path | None
     start_version: int
     start_versions: Mapping[str, int]

@@ -267,7 +267,7 @@ class PreparedRun:
         from flowrl.channel.links.sweep import remove_run, sweep
         from flowrl.runtime.driver.driver import Driver
         from flowrl.runtime.driver.job import Job
-        from flowrl.runtime.driver.resources import HostSlot
+        from flowrl.runtime.driver.resources import ProcessSlot
 
         sweep()
         run_id = uuid.uuid4().hex[:12]
@@ -283,7 +283,7 @@ class PreparedRun:
         await endpoint.open()
         claimed = claims(self.plan.hosts)
         slots = tuple(
-            HostSlot(h.name, claimed[h.name].cpus, claimed[h.name].gpus, h.cores, h.machine) for h in self.plan.hosts
+            ProcessSlot(h.name, claimed[h.name].cpus, claimed[h.name].gpus, h.cores, h.machine) for h in self.plan.hosts
         )
         cluster.place(slots)
         job = Job(
@@ -318,9 +318,9 @@ class PreparedRun:
             self.launch.describe(self.directory, self.plan)
 
     def _spec(self, host: HostPlan, run_id: str, transport: EndpointTransport, cluster: RayCluster) -> Any:
-        from flowrl.runtime.process.engine import HostSpec
+        from flowrl.runtime.process.engine import ProcessSpec
 
-        return HostSpec(
+        return ProcessSpec(
             host=host.name,
             run_id=run_id,
             driver_pid=os.getpid(),

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import LaneFailed, Stalled
 from flowrl.graph.analysis.plan import Plan
-from flowrl.runtime.driver.run_processes import Hosts
+from flowrl.runtime.driver.run_processes import RunProcesses
 
 STALL_S = 120.0
 DRIVER = "the driver"
@@ -211,7 +211,7 @@ class Lookout:
 
     def __init__(
         self,
-        hosts: Hosts,
+        hosts: RunProcesses,
         endpoint: Endpoint,
         topology: Topology,
         warn: Callable[[str], None],
@@ -304,7 +304,7 @@ class Lookout:
             async with asyncio.timeout(FLUSHED_WITHIN_S):
                 for _ in range(FLUSHES):
                     await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
-        except (TimeoutError, LaneFailed):  # `Hosts` reports the death of a host
+        except (TimeoutError, LaneFailed):  # `RunProcesses` reports the death of a host
             return False
         return True
 

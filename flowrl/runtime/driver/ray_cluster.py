@@ -31,7 +31,7 @@ from flowrl.machine.processes import children, descendants, end_descendants
 from flowrl.runtime.driver import ray_start
 from flowrl.runtime.driver.ray_guard import Guard
 from flowrl.runtime.driver.ray_start import ProcessEnded, TookTooLong, keep_quiet, lean_head, own_groups, unless_ended
-from flowrl.runtime.driver.resources import START_S, HostSlot, environment
+from flowrl.runtime.driver.resources import START_S, ProcessSlot, environment
 
 R = TypeVar("R")
 
@@ -205,7 +205,7 @@ class RayCluster:
         """The ids of this machine's GPUs in the plan's order, if this Ray is the run's own; None if it was joined."""
         return gpu_names() if self.owned else None
 
-    def place(self, slots: Sequence[HostSlot]) -> None:
+    def place(self, slots: Sequence[ProcessSlot]) -> None:
         """Reserve one bundle per host. Raises ConfigError when the cluster cannot place them."""
         import ray
         from ray.util.placement_group import placement_group
@@ -222,13 +222,13 @@ class RayCluster:
                 f"the cluster cannot place the hosts: they need {bundles}, it has {has}; lower cpus/gpus/replicas"
             )
 
-    def _cpus(self, slot: HostSlot) -> float:
+    def _cpus(self, slot: ProcessSlot) -> float:
         """Number of cores that Ray reserves. A bundle needs some resource. On a joined cluster that is the machine's
         own resource, because a share of a core for a host without cores would be too much if other hosts have all
         cores."""
         return slot.cpus if self._places else max(slot.cpus, 0.01)
 
-    def _bundle(self, slot: HostSlot) -> dict[str, float]:
+    def _bundle(self, slot: ProcessSlot) -> dict[str, float]:
         bundle = {"CPU": self._cpus(slot)} if self._cpus(slot) else {}
         if slot.gpus:
             bundle["GPU"] = slot.gpus
@@ -236,7 +236,7 @@ class RayCluster:
             bundle[self._places[slot.machine]] = 0.001
         return bundle
 
-    def spawn(self, actor_class: type, index: int, slot: HostSlot, *args: Any) -> Any:
+    def spawn(self, actor_class: type, index: int, slot: ProcessSlot, *args: Any) -> Any:
         """Create the actor of one host in its bundle. Ray never restarts it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -105,7 +105,7 @@ def malloc_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class HostSlot:
+class ProcessSlot:
     """The resources that one host needs on its machine; `environment` derives its variables from them."""
 
     host: str
@@ -117,7 +117,7 @@ class HostSlot:
     """Index into the cluster's machines."""
 
 
-def environment(slot: HostSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
+def environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
     """Variables that set every library's thread count to the host's number of cores before anything is imported.
 
     Hosts that have cores and no GPU compute models on the cores, and keep the memory that they have allocated. `alone`:

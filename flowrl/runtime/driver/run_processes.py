@@ -1,4 +1,4 @@
-"""The processes of a run, seen from the driver: `Hosts` starts, watches and ends them, `Orders` asks them for things.
+"""The processes of a run, seen from the driver: `RunProcesses` starts, watches and ends them, `Orders` asks them.
 
 A process answers with plain data; a failure arrives as a mapping and is raised here as NodeFailed, once. When one dies,
 the error names the nodes that it ran. If the run continues without it, it is `lost`, and everything here applies to the
@@ -18,7 +18,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed
@@ -26,9 +26,9 @@ from flowrl.graph.analysis.plan import Plan
 from flowrl.machine.processes import Processes, pid_space
 from flowrl.runtime.driver import ray_start
 from flowrl.runtime.driver.ray_cluster import HEAD_AWAY_S, RayCluster
-from flowrl.runtime.driver.resources import HostSlot, visible_devices
-from flowrl.runtime.process.actor import HostActor
-from flowrl.runtime.process.engine import HostSpec
+from flowrl.runtime.driver.resources import ProcessSlot, visible_devices
+from flowrl.runtime.process.actor import ProcessActor
+from flowrl.runtime.process.engine import ProcessSpec
 
 RETRY_S = 1.0
 PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -120,36 +120,27 @@ KILLED_WITHIN_S = 2.0
 """Time in which a killed host ends: if Ray is alive, it kills a host at once."""
 
 
-class HostLossRules(Protocol):
-    """Whether and how the run continues without the process of a host: see `flowrl.runtime.driver.driver`."""
-
-    def may_end(self, host: str) -> bool:
-        """Whether the run continues if the process of `host` ends now."""
-
-    def has_ended(self, host: str, reason: str) -> None:
-        """The process of `host` has ended, and the run continues."""
-
-
-class Hosts:
+class RunProcesses:
     """All hosts of one run, by name.
 
-    `on_death(error)` is called for a death that ends the run. Without `losses`, every death ends the run.
+    `on_death(error)` is called for a death that ends the run, and `on_lost(host, reason)` for one after which the run
+    continues. `may_lose(host)` tells which: by default, every death ends the run.
     """
-
-    losses: HostLossRules | None = None
 
     def __init__(
         self, cluster: RayCluster, endpoint: Endpoint, on_death: Callable[[FlowrlError], None] = lambda _: None
     ) -> None:
         self._cluster = cluster
         self._on_death = on_death
+        self.may_lose: Callable[[str], bool] = lambda host: False
+        self.on_lost: Callable[[str, str], None] = lambda host, reason: None
         self._processes = Processes()
         """The processes of the hosts on this machine."""
         self._rays = Processes()
         self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
-        self._specs: dict[str, HostSpec] = {}
+        self._specs: dict[str, ProcessSpec] = {}
         self._late: dict[str, tuple[float, asyncio.Future[list[dict[str, Any]]]]] = {}
         """Host whose answer is late -> (time of the question, its pending answer)."""
         self.pids: dict[str, int] = {}
@@ -162,12 +153,12 @@ class Hosts:
         """The hosts that are not lost."""
         return iter([host for host in self._actors if host not in self.lost])
 
-    async def start(self, slots: Sequence[HostSlot], specs: Mapping[str, HostSpec]) -> None:
+    async def start(self, slots: Sequence[ProcessSlot], specs: Mapping[str, ProcessSpec]) -> None:
         """Start the processes, bind their sockets, connect all of them to each other, and build the nodes."""
         self._specs = dict(specs)
         self._follow_ray()
         for index, slot in enumerate(slots):
-            self._actors[slot.host] = self._cluster.spawn(HostActor, index, slot, specs[slot.host])
+            self._actors[slot.host] = self._cluster.spawn(ProcessActor, index, slot, specs[slot.host])
         opened = await self._opened()
         self.pids = {host: answer["pid"] for host, answer in opened.items()}
         addresses: dict[str, Address] = {host: answer["address"] for host, answer in opened.items()}
@@ -241,11 +232,11 @@ class Hosts:
             self._ray_has_ended("head")
         place = self._specs[host].places[0]
         reason = f"the process of host {host!r} (pid {self.pids.get(host)}) died: killed, out of memory, or crashed"
-        if self.death is None and self.losses is not None and self.losses.may_end(host):
+        if self.death is None and self.may_lose(host):
             self.lost.add(host)
             self._endpoint.peer_left(host, reason)
             self._cluster.kill(host)  # Ray may report this for one that it cannot reach
-            self.losses.has_ended(host, reason + why)
+            self.on_lost(host, reason + why)
             return None
         self.death = self.death or NodeFailed(self._node(host), place.replica, reason + why)
         self._endpoint.peer_failed(host, reason)
@@ -319,7 +310,7 @@ class Hosts:
         """Stop the hosts in order, and kill them after `within_s` seconds. Returns the nodes' failures to close."""
         if within_s is None:
             within_s = STOP_WITHIN_S if self.death is None else AFTER_DEATH_S
-        self.losses = None  # from now on, the run need not survive a death
+        self.may_lose = lambda host: False  # from now on, the run need not survive a death
         self._processes.expect_ends()
         self._rays.expect_ends()
         for _, answer in self._late.values():

@@ -24,7 +24,7 @@ from flowrl.graph.open_files import raise_limit
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.rundir import PRIVATE
-from flowrl.runtime.process.engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 
 R = TypeVar("R")
 BLOCKED_S = 1.0
@@ -52,7 +52,7 @@ def pin(cores: tuple[int, ...]) -> None:
             continue
 
 
-def enter_directory(spec: HostSpec) -> None:
+def enter_directory(spec: ProcessSpec) -> None:
     """Change to the driver's working directory, if this machine has the driver's files.
 
     Ray starts processes of a joined cluster in its copy of the graph's directory. On a machine that does not have the
@@ -70,10 +70,10 @@ def reserved_gpus() -> list[str]:
     return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-class HostActor:
+class ProcessActor:
     """Wrapped by `ray.remote` in the launcher; every method returns plain data."""
 
-    def __init__(self, spec: HostSpec) -> None:
+    def __init__(self, spec: ProcessSpec) -> None:
         self._collect_every = gc.get_threshold()
         gc.set_threshold(IMPORTING, *self._collect_every[1:])
         os.umask(PRIVATE)
@@ -93,8 +93,8 @@ class HostActor:
         threading.Thread(target=self._watch, name="flowrl-watch", daemon=True).start()
 
     @staticmethod
-    async def _make(spec: HostSpec) -> HostEngine:
-        return HostEngine(spec)
+    async def _make(spec: ProcessSpec) -> ProcessEngine:
+        return ProcessEngine(spec)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

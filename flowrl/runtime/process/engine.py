@@ -174,7 +174,7 @@ REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class HostSpec:
+class ProcessSpec:
     """Everything that a host process needs, as plain data."""
 
     host: str
@@ -194,10 +194,10 @@ class HostSpec:
     """Names and addresses of the run's machines, which are reached without a proxy."""
 
 
-class HostEngine:
+class ProcessEngine:
     """The engine of one host process; used only on its own loop."""
 
-    def __init__(self, spec: HostSpec) -> None:
+    def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
         take_commits(spec.commits)
         self.trace = TraceBuffer()

@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         name="lost_process_holds_tickets",
         fault="tickets wait for a generator whose process has died",
-        function="HostLosses.has_ended",
-        before="self._records.accounting.consumer_died(replica_id)",
+        function="Driver.drop_lost_process",
+        before="self.records.accounting.consumer_died(replica_id)",
         after="pass",
         test="tests/runtime/runs/test_runtime_losses.py::test_a_process_that_dies_costs_requests_and_no_episode",
     ),
@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         name="process_without_gpus_sees_all",
         fault="a process without GPUs sees all of the machine",
-        function="HostActor.wire",
+        function="ProcessActor.wire",
         before="if devices is not None:  # before any node is built: nodes may ask CUDA for its devices",
         after="if devices and devices[self._spec.host]:  # before any node is built: nodes may ask CUDA for its devices",
         test="tests/runtime/driver/test_runtime_devices.py::test_hosts_of_a_real_ray_see_the_gpus_of_their_plan",
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         name="set_up_at_once",
         fault="nodes on a GPU in turns are set up at the same time",
-        function="HostEngine._set_up_nodes",
+        function="ProcessEngine._set_up_nodes",
         before="async with self._lease.setting_up(nodes, on_devices=bool(self.spec.places[0].gpus)):",
         after="async with self._lease.setting_up(nodes, on_devices=False):",
         test="tests/runtime/checkpoints/test_device_leases.py::test_one_node_is_on_the_device_from_its_set_up_to_the_last_checkpoint[0-1]",

@@ -23,7 +23,7 @@ from flowrl.graph.load import rebuild
 from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.process.context import ReplicaPlace
-from flowrl.runtime.process.engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting, RigOrders
 
@@ -72,7 +72,9 @@ async def running(name: str, config: dict[str, Any], directory: Path | None) -> 
         ReplicaPlace(node, int(index), sizes[node], "/tmp", 0, None, (0,), (), None, 0, run_id)
         for node, index in (replica_id.split("/") for replica_id in host.nodes)
     )
-    engine = HostEngine(HostSpec(host.name, run_id, os.getpid(), file, config, places, plan, (0,), IpcTransport()))
+    engine = ProcessEngine(
+        ProcessSpec(host.name, run_id, os.getpid(), file, config, places, plan, (0,), IpcTransport())
+    )
     address = (await engine.open())["address"]
     endpoint.connect(host.name, address)
     await engine.wire({"driver": endpoint.address, host.name: address}, dict.fromkeys(sizes, ""))

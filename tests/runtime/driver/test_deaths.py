@@ -13,7 +13,7 @@ Object store memory usage: [- objects spillable: 0
 - bytes spillable: 0
 ]
 Top 10 memory users: PID\tMEM(GB)\tCOMMAND
-19313\t7.25\tray::HostActor
+19313\t7.25\tray::ProcessActor
 21348\t2.85\tVLLM::EngineCore
 14419\t1.22\tpython -m pytest
 14422\t1.07\tpython -m something.else
@@ -26,7 +26,7 @@ def test_memory_that_has_run_out_is_told_in_one_clause() -> None:
     assert isinstance(error, deaths())
     assert rays_detail(error) == (
         " (Ray killed it because 24.1 of 25.3 GB of the machine's memory were used, most of it by "
-        "ray::HostActor 7.25 GB, VLLM::EngineCore 2.85 GB, python -m pytest 1.22 GB)"
+        "ray::ProcessActor 7.25 GB, VLLM::EngineCore 2.85 GB, python -m pytest 1.22 GB)"
     )
     without_users = OutOfMemoryError(MEMORY.partition("Top 10")[0])
     assert rays_detail(without_users).endswith("of the machine's memory were used)")

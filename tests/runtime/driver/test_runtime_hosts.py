@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from flowrl.errors import FlowrlError, NodeFailed
-from flowrl.runtime.driver.run_processes import Hosts
+from flowrl.runtime.driver.run_processes import RunProcesses
 from flowrl.testing import VirtualClock
 from tests.graph.test_gpu_links import hosts as hosts_module
 
@@ -26,7 +26,7 @@ class Cluster:
         self.killed.append(host)
 
 
-class SlowHosts(Hosts):
+class SlowHosts(RunProcesses):
     """Those whose name begins with "slow" take a minute to close."""
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:

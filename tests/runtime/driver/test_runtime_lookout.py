@@ -17,7 +17,7 @@ from flowrl.errors import Stalled
 from flowrl.runtime.driver import lookout as lookout_module
 from flowrl.runtime.driver import run_processes as processes_module
 from flowrl.runtime.driver.lookout import Lookout, Topology
-from flowrl.runtime.driver.run_processes import Hosts, Orders
+from flowrl.runtime.driver.run_processes import Orders, RunProcesses
 from flowrl.testing import VirtualClock
 
 CYCLE = Topology(
@@ -74,7 +74,7 @@ def watched(body: Body, *, flush: Callable[[dict[str, Process]], Any] = lambda p
         for name in processes:
             endpoints["driver"].connect(name, endpoints[name].address)
             endpoints[name].connect("driver", endpoints["driver"].address)
-        hosts = Hosts(None, endpoints["driver"])  # type: ignore[arg-type]
+        hosts = RunProcesses(None, endpoints["driver"])  # type: ignore[arg-type]
         hosts._actors.update(processes)
         hosts._specs.update(
             {

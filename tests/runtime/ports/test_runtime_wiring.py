@@ -15,7 +15,7 @@ from flowrl.graph.machine import GB
 from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.process.actor import enter_directory
 from flowrl.runtime.process.context import ReplicaPlace
-from flowrl.runtime.process.engine import HostSpec
+from flowrl.runtime.process.engine import ProcessSpec
 from flowrl.runtime.process.replica import Replica, connect_ports
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from tests.graph.graph_nodes import grpo
@@ -50,5 +50,5 @@ def test_relative_paths_are_the_drivers_where_its_files_are(
     if has_graph:
         graph.touch()
     monkeypatch.chdir(copy)
-    enter_directory(HostSpec("A", "run", 1, str(graph), {}, (), None, (), IpcTransport(), directory=str(driver)))
+    enter_directory(ProcessSpec("A", "run", 1, str(graph), {}, (), None, (), IpcTransport(), directory=str(driver)))
     assert Path.cwd() == (driver if has_graph and has_directory else copy)

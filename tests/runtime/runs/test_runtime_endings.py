@@ -20,9 +20,9 @@ from flowrl.runtime.activity import hostloop
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, PreparedRun
-from flowrl.runtime.process.actor import HostActor
+from flowrl.runtime.process.actor import ProcessActor
 from flowrl.runtime.process.context import ReplicaPlace
-from flowrl.runtime.process.engine import HostEngine, HostSpec
+from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
 from flowrl.testing.local_hosts import LocalCluster
 from tests.runtime.runs.graphs_alive.odd import RAISED
@@ -125,7 +125,9 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         ReplicaPlace(node, 0, 1, str(directory), 0, None, (), (), None, 0, run_id, max_staleness=1, window=1)
         for node in (replica_id.split("/")[0] for replica_id in host.nodes)
     )
-    actor = HostActor(HostSpec(host.name, run_id, os.getpid(), str(ODD), config, places, plan, (), IpcTransport()))
+    actor = ProcessActor(
+        ProcessSpec(host.name, run_id, os.getpid(), str(ODD), config, places, plan, (), IpcTransport())
+    )
     address = (await actor.open())["address"]
     endpoint.connect(host.name, address)
     try:
@@ -143,10 +145,10 @@ async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_process_that_does_not_begin_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(engine: HostEngine) -> None:
+    async def never(engine: ProcessEngine) -> None:
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(HostEngine, "open", never)
+    monkeypatch.setattr(ProcessEngine, "open", never)
     monkeypatch.setattr(LocalCluster, "limit_s", 0.05)
     done = ran(tmp_path, "", "")
     assert re.match(r"after 0 s 1 of 1 processes had not begun: \S+; the load of this machine is", str(done.error))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.runtime.process.engine import HostEngine
+from flowrl.runtime.process.engine import ProcessEngine
 from flowrl.runtime.telemetry import trace
 from flowrl.runtime.telemetry.trace import OFF
 from flowrl.testing import run_graph
@@ -25,7 +25,7 @@ def items(run_dir: Path) -> set[str]:
 def test_a_run_keeps_the_limit_and_its_hosts_hear_of_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "LIMIT_BYTES", 30_000)
     heard: list[int] = []
-    monkeypatch.setattr(HostEngine, "_set_trace_level", lambda engine, host, level: heard.append(level))
+    monkeypatch.setattr(ProcessEngine, "_set_trace_level", lambda engine, host, level: heard.append(level))
     quick = {"generate_s": 0.0, "train_s": 0.0}
     for mode in ("sampled", "full", "off"):
         ran = run_graph(STAGES, tmp_path / mode, quick, steps=12, trace=mode)
