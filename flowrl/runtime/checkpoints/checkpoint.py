@@ -86,7 +86,7 @@ RUBBISH = ".tmp"
 
 @dataclass
 class Snapshot:
-    """The parts of a snapshot from one host, or from all hosts."""
+    """The parts of a snapshot from one process, or from all processes."""
 
     messages: list[SavedMessage] = field(default_factory=list)
     parts: dict[tuple[str, bytes], Mapping[str, bytes]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Snapshot:
     """Item in progress -> the record that its node keeps with it."""
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Add a host's answer to "snapshot"."""
+        """Add a process's answer to "snapshot"."""
         self.parts.update({(edge, key): parts for edge, key, parts in part["parts"]})
         self.ended.update((port, key) for port, key in part["ended"])
         self.lost.update({(port, key): load(marker) for port, key, marker in part["lost"]})
@@ -120,7 +120,7 @@ class Snapshot:
         self.states.update({replica_id: bytes(state) for replica_id, state in part["states"].items()})
 
     def take(self, saved: Iterable[SavedMessage]) -> None:
-        """Add messages and records of a host. A record has its item's in port as edge, and its item's id."""
+        """Add messages and records of a process. A record has its item's in port as edge, and its item's id."""
         for one in saved:
             _, edge, _, envelope = one
             if isinstance(envelope.body, Record):

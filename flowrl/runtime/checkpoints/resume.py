@@ -11,7 +11,7 @@ all other changes with a message. What may change:
   with a broadcast: the messages in transit go to the new replicas, and a batch for a gang is split again;
 - everything that the messages in transit do not depend on: rates, prices, evaluations, records.
 
-The run's files are unchanged until the run can begin, that is, until all hosts are set up and have the checkpoint's
+The run's files are unchanged until the run can begin, that is, until all processes are set up and have the checkpoint's
 states and messages. Then `rewind` rewinds the files. If the run is killed at any point, `--resume` starts again from
 the same checkpoint, and a fresh run in the directory is refused.
 """

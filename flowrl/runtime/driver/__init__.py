@@ -1,1 +1,1 @@
-"""The driver's process: it starts the hosts of a run, watches them and writes its records."""
+"""The driver's process: it starts the processes of a run, watches them and writes its records."""

@@ -93,10 +93,10 @@ class Driver:
         self.hosts.may_lose, self.hosts.on_lost = self.may_lose_process, self.drop_lost_process
 
     async def run(self) -> Outcome:
-        """The whole run. Raises NodeFailed or Stalled; hosts and records are closed in any case."""
+        """The whole run. Raises NodeFailed or Stalled; processes and records are closed in any case."""
         try:
             evaluations = await self._work()
-        except BaseException as error:  # the hosts and the records are closed after any failure
+        except BaseException as error:  # the processes and the records are closed after any failure
             if isinstance(error, asyncio.CancelledError) or self._overdue:
                 await self.hosts.stop(within_s=STOP_AT_ONCE_S)
             else:
@@ -116,7 +116,7 @@ class Driver:
         return Outcome(state.version, evaluations, state.interrupted, time.monotonic() - self._start_s)
 
     async def _stop_hosts(self) -> None:
-        """Stop the hosts. Failures of nodes to close do not change how the run ended; they become warnings."""
+        """Stop the processes. Failures of nodes to close do not change how the run ended; they become warnings."""
         for failed in await self.hosts.stop():
             self.view.warning(f"when the run was closed, {failed}")
 
@@ -264,7 +264,7 @@ class Driver:
             await asyncio.gather(*running.values(), return_exceptions=True)
 
     async def _begin(self) -> None:
-        """When all hosts are set up: open the run's files, rewound to the checkpoint if the run resumes."""
+        """When all processes are set up: open the run's files, rewound to the checkpoint if the run resumes."""
         source = self.job.resume_from
         messages = await self.checkpoints.put_back()
         with writing(self.job.run_dir):
@@ -315,7 +315,7 @@ class Driver:
             await self.phases.hold(version)
 
     def _broadcast(self, host: str, body: dict[str, Any]) -> None:
-        """A node has dropped a whole group: tell every host to end its members of the group."""
+        """A node has dropped a whole group: tell every process to end its members of the group."""
         for other in self.hosts:
             self._endpoint.notify(other, "give up", body)
 

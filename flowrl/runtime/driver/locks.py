@@ -17,13 +17,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 LockClaim = tuple[str, int]
-"""(node or host, number of the take)"""
+"""(node or process, number of the take)"""
 
 
 class Locks:
     """Named locks, granted in order of request.
 
-    A lock is held by one holder, or by several hosts of one `party`: the ranks of a gang work in lockstep, so they
+    A lock is held by one holder, or by several processes of one `party`: the ranks of a gang work in lockstep, so they
     must hold it together. A `claim` distinguishes the requests of one node.
     """
 

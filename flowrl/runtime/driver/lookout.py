@@ -192,7 +192,7 @@ LOOK_EVERY_S = 5.0
 FLUSHES = 3
 FLUSHED_WITHIN_S = 5.0
 REPORT_AFTER_S = 10.0
-"""Silence after which a host is named in a warning; the warning repeats each time the silence has doubled."""
+"""Silence after which a process is named in a warning; the warning repeats each time the silence has doubled."""
 SILENT = "it is stopped, or its code does not release the GIL"
 
 
@@ -204,7 +204,7 @@ class AccountingState(Protocol):
 
 
 class Lookout:
-    """Watches the hosts of one run.
+    """Watches the processes of one run.
 
     `warn(text)` shows the user a warning; `progress(replica_id, text)` shows how far the set-up of a node is.
     """
@@ -231,7 +231,7 @@ class Lookout:
         self._blocking: set[str] = set()
         """Lines of code already reported as blocking an event loop."""
         self._report_host_at_s: dict[str, float] = {}
-        """Silent host -> length of silence, in seconds, at which the next warning is due."""
+        """Silent process -> length of silence, in seconds, at which the next warning is due."""
         endpoint.on("ping", self._ping)
         endpoint.on("progress", self._progress)
 
@@ -255,7 +255,7 @@ class Lookout:
             self._doing.remove(what)
 
     async def watch(self, every_s: float) -> None:
-        """Look every `every_s` seconds. Raises Stalled for a deadlock, NodeFailed for a host that has died."""
+        """Look every `every_s` seconds. Raises Stalled for a deadlock, NodeFailed for a process that has died."""
         while True:
             await asyncio.sleep(every_s)
             await self.look()
@@ -270,7 +270,7 @@ class Lookout:
             self._warn(f"nothing has moved for {for_s:.0f} s.\n{self._described(reports)}")
 
     async def describe(self) -> str:
-        """What every node and the driver do and wait for. Takes at most some seconds, in any state of the hosts."""
+        """What every node and the driver do and wait for. Takes at most some seconds, in any state of the processes."""
         return self._described(await self._reports())
 
     def last_described(self) -> str:
@@ -304,14 +304,14 @@ class Lookout:
             async with asyncio.timeout(FLUSHED_WITHIN_S):
                 for _ in range(FLUSHES):
                     await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
-        except (TimeoutError, LaneFailed):  # `RunProcesses` reports the death of a host
+        except (TimeoutError, LaneFailed):  # `RunProcesses` reports the death of a process
             return False
         return True
 
-    # Hosts
+    # Processes
 
     async def _reports(self) -> list[ReplicaReport]:
-        """The reports of all replicas. Replicas in a silent host count as alive."""
+        """The reports of all replicas. Replicas in a silent process count as alive."""
         reports, silent = await self._hosts.reports()
         unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
         return [*reports, *(self._of_silent(replica_id, host, silent[host]) for replica_id, host in unknown)]
@@ -321,14 +321,14 @@ class Lookout:
         return {"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
 
     def _report_blocking(self, reports: list[ReplicaReport]) -> None:
-        """Name code that blocks an event loop now, once per line; the host reports the duration afterwards."""
+        """Name code that blocks an event loop now, once per line; the process reports the duration afterwards."""
         for report in reports:
             if (where := report.get("still")) and where not in self._blocking:
                 self._blocking.add(where)
                 self._warn(f"{report['replica_id']}: its event loop is blocked at {where}")
 
     def _report_silence(self) -> None:
-        """Warn about silent hosts at doubling intervals, and report when they answer again."""
+        """Warn about silent processes at doubling intervals, and report when they answer again."""
         silent = self._hosts.silent()
         for host in [host for host in self._report_host_at_s if host not in silent]:
             del self._report_host_at_s[host]

@@ -24,7 +24,7 @@ from flowrl.runtime.telemetry.view import View
 
 
 class Phases:
-    """Runs the phases of one run, from wired hosts to the last checkpoint.
+    """Runs the phases of one run, from wired processes to the last checkpoint.
 
     `unless_cancelled(task)` ends the run if a task that nobody awaits has failed.
     """
@@ -80,7 +80,7 @@ class Phases:
             await self._gate(open_=False)
 
     async def run(self, running: Mapping[str, asyncio.Task[Any]]) -> dict[str, dict[str, float]]:
-        """Run all phases. Returns the results by phase when every host has ended."""
+        """Run all phases. Returns the results by phase when every process has ended."""
         accounting, state = self._records.accounting, self._state
         results: dict[str, dict[str, float]] = {}
         if self._evaluations and state.version == 0 and not self._is_evaluated():
@@ -164,7 +164,7 @@ class Phases:
         return found if found.beats(self._checkpoints.best) else None
 
     def node_ended(self, host: str, body: Mapping[str, str]) -> None:
-        """Handle a host's report that the body of a node replica has returned."""
+        """Handle a process's report that the body of a node replica has returned."""
         self.has_ended(body["replica_id"])
 
     def has_ended(self, replica_id: str) -> None:

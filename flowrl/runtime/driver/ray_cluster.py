@@ -36,7 +36,7 @@ from flowrl.runtime.driver.resources import START_S, ProcessSlot, environment
 R = TypeVar("R")
 
 PLACEMENT_TIMEOUT_S = 120.0
-"""For a cluster that was joined: other jobs may have what the hosts need. flowrl's own Ray has `limit_s`."""
+"""For a cluster that was joined: other jobs may have what the processes need. flowrl's own Ray has `limit_s`."""
 ANSWER_WITHIN_S = 5.0
 HEAD_AWAY_S = 6.0
 """How long a run continues without the head of its cluster: a head that keeps its state may return. Ray's library
@@ -99,7 +99,7 @@ class RayCluster:
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, gives all others priority
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no prestarted worker has a host's environment
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # none has a process's environment
         self.started = True
         quiet = {"log_to_driver": _prints_logs(), "logging_level": logging.ERROR}
         if not _prints_logs():
@@ -206,7 +206,7 @@ class RayCluster:
         return gpu_names() if self.owned else None
 
     def place(self, slots: Sequence[ProcessSlot]) -> None:
-        """Reserve one bundle per host. Raises ConfigError when the cluster cannot place them."""
+        """Reserve one bundle per process. Raises ConfigError when the cluster cannot place them."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -224,8 +224,8 @@ class RayCluster:
 
     def _cpus(self, slot: ProcessSlot) -> float:
         """Number of cores that Ray reserves. A bundle needs some resource. On a joined cluster that is the machine's
-        own resource, because a share of a core for a host without cores would be too much if other hosts have all
-        cores."""
+        own resource, because a share of a core for a process without cores would be too much if other processes have
+        all cores."""
         return slot.cpus if self._places else max(slot.cpus, 0.01)
 
     def _bundle(self, slot: ProcessSlot) -> dict[str, float]:
@@ -237,7 +237,7 @@ class RayCluster:
         return bundle
 
     def spawn(self, actor_class: type, index: int, slot: ProcessSlot, *args: Any) -> Any:
-        """Create the actor of one host in its bundle. Ray never restarts it."""
+        """Create the actor of one process in its bundle. Ray never restarts it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -293,7 +293,7 @@ class RayCluster:
         )
 
     def kill(self, host: str) -> None:
-        """End one host's process at once."""
+        """End one process at once."""
         import ray
 
         actor = self._actors.pop(host, None)
@@ -301,7 +301,7 @@ class RayCluster:
             ray.kill(actor, no_restart=True)
 
     def stop(self) -> None:
-        """End every host and release the reserved resources; stop Ray if flowrl started it. Later calls do nothing."""
+        """End all processes and release what is reserved; stop Ray if flowrl started it. Later calls do nothing."""
         if not self.started:
             return
         self.started = False

@@ -26,22 +26,22 @@ FORWARDED = ("NCCL_", "VLLM_", "HF_", "CUDA_", "FLOWRL_PLAIN_")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 """Environment variables that make gloo, NCCL and vLLM listen on this machine only."""
 HOST_VARIABLE = "FLOWRL_HOST"
-"""Name of the host, such as generator/0. Ray gives the processes of all hosts the same title; tools read this."""
+"""Name of the process, such as generator/0. Ray gives all processes the same title; tools read this."""
 RAY_PARTS = 10_000
 """Ray counts resources in ten-thousandths. Shares are rounded down, so their sum never exceeds the whole."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What Ray reserves for one host."""
+    """What Ray reserves for one process."""
 
     cpus: float
     gpus: int
 
 
 def claims(hosts: Sequence[HostPlan]) -> dict[str, Claim]:
-    """Host -> its claim. Hosts that share devices by a lease reserve them once: each core in equal parts, each GPU by
-    the first of these hosts."""
+    """Process -> its claim. Processes that share devices by a lease reserve them once: each core in equal parts, each
+    GPU by the first of these processes."""
     taken: set[tuple[int, int]] = set()
     found = {}
     for host in hosts:
@@ -53,7 +53,7 @@ def claims(hosts: Sequence[HostPlan]) -> dict[str, Claim]:
 
 
 def _sharers(host: HostPlan, hosts: Sequence[HostPlan]) -> int:
-    """The largest number of hosts of the same lease that use one of this host's cores."""
+    """The largest number of processes of the same lease that use one of this process's cores."""
     lease = [other for other in hosts if host.lease and other.lease == host.lease and other.machine == host.machine]
     return max((sum(core in other.cores for other in lease) for core in host.cores), default=1) or 1
 
@@ -61,8 +61,8 @@ def _sharers(host: HostPlan, hosts: Sequence[HostPlan]) -> int:
 def visible_devices(
     hosts: Sequence[HostPlan], reserved: Mapping[str, Sequence[str]], own: Sequence[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Host -> ids of the GPUs that it sees, in the order of its plan. `reserved`: host -> ids that Ray reserved for it.
-    `own`: the ids of the devices of the only machine, if all of them are the run's."""
+    """Process -> ids of the GPUs that it sees, in the order of its plan. `reserved`: process -> ids that Ray reserved
+    for it. `own`: the ids of the devices of the only machine, if all of them are the run's."""
     if own is not None:
         return {host.name: tuple(own[gpu] for gpu in host.gpus) for host in hosts}
     names: dict[tuple[int, int], str] = {}
@@ -106,23 +106,23 @@ def malloc_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """The resources that one host needs on its machine; `environment` derives its variables from them."""
+    """The resources that one process needs on its machine; `environment` derives its variables from them."""
 
     host: str
     cpus: float
     gpus: int
-    """Whole devices that Ray reserves; the host sees those of its plan, see `claims`."""
+    """Whole devices that Ray reserves; the process sees those of its plan, see `claims`."""
     cores: tuple[int, ...]
     machine: int = 0
     """Index into the cluster's machines."""
 
 
 def environment(slot: ProcessSlot, *, alone: bool = False, start_s: float = START_S) -> dict[str, str]:
-    """Variables that set every library's thread count to the host's number of cores before anything is imported.
+    """Variables that set every library's thread count to the process's number of cores before anything is imported.
 
-    Hosts that have cores and no GPU compute models on the cores, and keep the memory that they have allocated. `alone`:
-    all hosts are on one machine, so no library has to accept connections from another machine. `start_s`: how long
-    vLLM's engine may take to load, and the ranks of a gang to meet.
+    Processes that have cores and no GPU compute models on the cores, and keep the memory that they have allocated.
+    `alone`: all processes are on one machine, so no library has to accept connections from another machine. `start_s`:
+    how long vLLM's engine may take to load, and the ranks of a gang to meet.
     """
     threads = str(max(1, len(slot.cores)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")

@@ -49,7 +49,7 @@ from flowrl.runtime.telemetry.view import View
 T = TypeVar("T")
 
 ASKED_FOR = 50
-"""Number of rounds in which both messages and waits of the hosts must stop moving; later only messages must."""
+"""Number of rounds in which both messages and waits of the processes must stop moving; later only messages must."""
 
 
 class Snapshotter:
@@ -171,14 +171,14 @@ class Snapshotter:
         await self._orders.on_nodes(chosen, "checkpoint", path=str(directory))
 
     async def _take_kept(self, host: str, snapshot: checkpoint.Snapshot) -> None:
-        """Take the messages and records that the host has set aside for this snapshot; the host runs meanwhile."""
+        """Take the messages and records that the process has set aside for this snapshot; it runs meanwhile."""
         while page := await self._orders.page(host, "kept"):
             snapshot.take(checkpoint.unpage(page))
 
     async def _until_still(self) -> None:
-        """Wait until nothing is in transit between any two hosts: an arriving credit or ack may trigger another.
+        """Wait until nothing is in transit between any two processes: an arriving credit or ack may trigger another.
 
-        The hosts are paused, so this traffic ends. Requests made outside of invocations may continue forever. The
+        The processes are paused, so this traffic ends. Requests made outside of invocations may continue forever. The
         snapshot contains nothing of such requests, so the wait for them is limited to ASKED_FOR rounds.
         """
         before: list[list[int]] = []
@@ -189,7 +189,7 @@ class Snapshotter:
             before = moved
 
     async def put_back(self, state: Mapping[str, Any]) -> None:
-        """Send the states and messages of a checkpoint (`read_state`) to the hosts, before their nodes run."""
+        """Send the states and messages of a checkpoint (`read_state`) to the processes, before their nodes run."""
         orders = self._orders
         messages: dict[str, list[checkpoint.SavedMessage]] = {host: [] for host in orders.hosts}
         for producer, edge, consumer, envelope in state["messages"]:
@@ -201,7 +201,7 @@ class Snapshotter:
         await asyncio.gather(*(self._give(host, kept) for host, kept in messages.items()))
 
     def _kept_of(self, host: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The states and cursors of the replicas in that host, and all ids in "sent", whose sender is not known."""
+        """The states and cursors of the replicas in that process, and all ids in "sent", whose sender is not known."""
         mine = self._orders.replicas_in(host)
         return {
             "sent": state["sent"],
@@ -375,7 +375,7 @@ class RunCheckpoints:
         self._clock.soon()
 
     async def put_back(self) -> list[Any]:
-        """Send the hosts the content of the checkpoint that the run resumes. Returns its messages, or []."""
+        """Send the processes the content of the checkpoint that the run resumes. Returns its messages, or []."""
         if self._job.resume_from is None:
             return []
         state = await asyncio.to_thread(checkpoint.read_state, self._job.resume_from)

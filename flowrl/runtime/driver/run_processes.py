@@ -117,11 +117,11 @@ AFTER_DEATH_S = 3.0
 ANSWER_WITHIN_S = 1.5
 """A live process answers within this time, even while a node blocks its event loop."""
 KILLED_WITHIN_S = 2.0
-"""Time in which a killed host ends: if Ray is alive, it kills a host at once."""
+"""Time in which a killed process ends: if Ray is alive, it kills one at once."""
 
 
 class RunProcesses:
-    """All hosts of one run, by name.
+    """All processes of one run, by name.
 
     `on_death(error)` is called for a death that ends the run, and `on_lost(host, reason)` for one after which the run
     continues. `may_lose(host)` tells which: by default, every death ends the run.
@@ -135,22 +135,22 @@ class RunProcesses:
         self.may_lose: Callable[[str], bool] = lambda host: False
         self.on_lost: Callable[[str, str], None] = lambda host, reason: None
         self._processes = Processes()
-        """The processes of the hosts on this machine."""
+        """Those on this machine."""
         self._rays = Processes()
         self._head: asyncio.Task[None] | None = None
         self._endpoint = endpoint
         self._actors: dict[str, Any] = {}
         self._specs: dict[str, ProcessSpec] = {}
         self._late: dict[str, tuple[float, asyncio.Future[list[dict[str, Any]]]]] = {}
-        """Host whose answer is late -> (time of the question, its pending answer)."""
+        """Process whose answer is late -> (time of the question, its pending answer)."""
         self.pids: dict[str, int] = {}
         self.death: FlowrlError | None = None
         """The first death of a process that ends the run; later failures are its consequences."""
         self.lost: set[str] = set()
-        """Hosts whose processes have died, and without which the run continues."""
+        """Those that have died, and without which the run continues."""
 
     def __iter__(self) -> Iterator[str]:
-        """The hosts that are not lost."""
+        """The processes that are not lost."""
         return iter([host for host in self._actors if host not in self.lost])
 
     async def start(self, slots: Sequence[ProcessSlot], specs: Mapping[str, ProcessSpec]) -> None:
@@ -194,7 +194,7 @@ class RunProcesses:
             await asyncio.gather(*asked.values(), return_exceptions=True)
 
     def _devices(self, opened: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-        """Host -> the GPUs that it sees."""
+        """Process -> the GPUs that it sees."""
         hosts = next(iter(self._specs.values())).plan.hosts
         reserved = {host: answer["gpus"] for host, answer in opened.items()}
         return visible_devices(hosts, reserved, self._cluster.own_devices())
@@ -252,13 +252,13 @@ class RunProcesses:
         }
 
     async def ask(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call `method` on every host at once. Raises the first NodeFailed."""
+        """Call `method` on every process at once. Raises the first NodeFailed."""
         assert not self.lost, "hosts are asked at once before the run; later one by one"
         answers = await asyncio.gather(*(self.ask_one(host, method, *args) for host in self._actors))
         return dict(zip(self._actors, answers, strict=True))
 
     async def ask_one(self, host: str, method: str, *args: Any) -> Any:
-        """Call `method` on one host; None if it is lost. Raises its failure, or the death of its process."""
+        """Call `method` on one process; None if it is lost. Raises its failure, or its death."""
         try:
             answer = await asyncio.wrap_future(getattr(self._actors[host], method).remote(*args).future())
         except asyncio.CancelledError:
@@ -277,9 +277,10 @@ class RunProcesses:
         return ", ".join(place.node for place in self._specs[host].places)
 
     async def reports(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """What the replicas of every host do and wait for, and the silent hosts with the seconds of their silence.
+        """What the replicas of every process do and wait for, and the silent processes with the seconds of their
+        silence.
 
-        Takes at most ANSWER_WITHIN_S. Raises NodeFailed for a host whose process has died.
+        Takes at most ANSWER_WITHIN_S. Raises NodeFailed for a process that has died.
         """
         now = time.monotonic()
         asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self}
@@ -297,17 +298,17 @@ class RunProcesses:
         return asyncio.ensure_future(self.ask_one(host, "waits"))
 
     def silent(self) -> dict[str, float]:
-        """Host that did not answer the last question in time -> seconds since that question."""
+        """Process that did not answer the last question in time -> seconds since that question."""
         now = time.monotonic()
         late = {host: one for host, one in self._late.items() if host not in self.lost}
         return {host: now - since for host, (since, answer) in late.items() if not answer.done()}
 
     def replica_ids(self, host: str) -> list[str]:
-        """The node replicas of a host."""
+        """The node replicas of a process."""
         return [place.replica_id for place in self._specs[host].places]
 
     async def stop(self, *, within_s: float | None = None) -> list[NodeFailed]:
-        """Stop the hosts in order, and kill them after `within_s` seconds. Returns the nodes' failures to close."""
+        """Stop the processes in order, and kill them after `within_s` seconds. Returns the nodes' failures to close."""
         if within_s is None:
             within_s = STOP_WITHIN_S if self.death is None else AFTER_DEATH_S
         self.may_lose = lambda host: False  # from now on, the run need not survive a death
@@ -330,7 +331,7 @@ class RunProcesses:
         return [failed for host, task in tasks.items() for failed in self._ill_closed(host, task, within_s)]
 
     def _ill_closed(self, host: str, task: asyncio.Future[Any], within_s: float) -> list[NodeFailed]:
-        """How the nodes of a host failed to close; nothing if a process has died, which is reported as the cause."""
+        """How the nodes of a process failed to close; nothing if a process has died, which is reported as the cause."""
         if self.death is not None:
             return []
         if task.cancelled():
@@ -353,13 +354,13 @@ def _failure(report: Mapping[str, Any]) -> NodeFailed:
 WARN_AFTER_S = 10.0
 """Time after which a process whose answer is late is named in a warning; the warning repeats in doubled times."""
 LOST = object()
-"""Takes the place of the answer of a lost host."""
+"""Takes the place of the answer of a lost process."""
 
 
 class Orders:
-    """Requests to the hosts of one run. Each request raises the error if the host answers with one.
+    """Requests to the processes of one run. Each request raises the error if the process answers with one.
 
-    `hosts` are the hosts that are not lost; `lost` are those that have died, and without which the run continues.
+    `hosts` are the processes that are not lost; `lost` are those that have died, and without which the run continues.
     """
 
     def __init__(
@@ -379,20 +380,20 @@ class Orders:
 
     @property
     def num_lost(self) -> int:
-        """How many hosts are lost."""
+        """How many processes are lost."""
         return len(self._lost)
 
     async def ask(self, host: str, kind: str, body: Any = None) -> Any:
-        """The answer of one host to `kind`."""
+        """The answer of one process to `kind`."""
         return await self._endpoint.request(host, kind, body if body is not None else {})
 
     async def ask_all(self, kind: str, body: Callable[[str], Any] = lambda host: {}) -> list[Any]:
-        """The answers of all hosts to `kind`, asked with `body(host)`."""
+        """The answers of all processes to `kind`, asked with `body(host)`."""
         asked = {host: self._unless_lost(host, self.ask(host, kind, body(host))) for host in self.hosts}
         return _given(await self._answers(kind, asked))
 
     async def _answers(self, kind: str, asked: Mapping[str, Awaitable[Any]]) -> list[Any]:
-        """The answers of hosts to `kind`. Warns about hosts whose answer is late. Raises the first failure."""
+        """The answers of processes to `kind`. Warns about processes whose answer is late. Raises the first failure."""
         tasks = {host: asyncio.ensure_future(answer) for host, answer in asked.items()}
         began, report_after_s = time.monotonic(), WARN_AFTER_S
         try:
@@ -413,7 +414,7 @@ class Orders:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def page(self, host: str, kind: str) -> list[Any]:
-        """The page that the host answers with; an empty page if the host is lost."""
+        """The page that the process answers with; an empty page if the process is lost."""
         page = await self._unless_lost(host, self.ask(host, kind))
         return [] if page is LOST else list(page)
 
@@ -427,7 +428,7 @@ class Orders:
         return _given(await asyncio.gather(*found))
 
     async def _unless_lost(self, host: str, answer: Awaitable[Any]) -> Any:
-        """The answer, or LOST if the host is lost."""
+        """The answer, or LOST if the process is lost."""
         try:
             return await answer
         except LaneFailed:
@@ -441,15 +442,15 @@ class Orders:
         return sorted(found, key=lambda one: int(one.rpartition("/")[2]))
 
     def host_of(self, replica_id: str) -> str:
-        """The name of the host in which a node replica runs."""
+        """The name of the process in which a node replica runs."""
         return self.plan.host_of(replica_id).name
 
     def replicas_in(self, host: str) -> tuple[str, ...]:
-        """The node replicas that run in a host."""
+        """The node replicas that run in a process."""
         return next(one.nodes for one in self.plan.hosts if one.name == host)
 
     async def on_node(self, replica_id: str, method: str, **arguments: Any) -> Any:
-        """Call a coroutine method of one node replica in its host."""
+        """Call a coroutine method of one node replica in its process."""
         body = {"replica_id": replica_id, "method": method, "arguments": arguments}
         return await self.ask(self.host_of(replica_id), "node", body)
 

@@ -1,6 +1,6 @@
 """The records of one run besides its checkpoints: ledger, metrics, kept samples and episodes, and the trace.
 
-Ledger, metrics and samples are opened when all hosts are set up, so that the run can begin. Trace and episodes are
+Ledger, metrics and samples are opened when all processes are set up, so that the run can begin. Trace and episodes are
 opened before that.
 """
 
@@ -27,7 +27,7 @@ from flowrl.runtime.telemetry.view import View
 
 
 class RunRecords:
-    """`config` is the graph's, for sinks that show it; `send_trace_level(level)` tells the hosts what to trace."""
+    """`config` is the graph's, for sinks that show it; `send_trace_level(level)` tells the processes what to trace."""
 
     accounting: Accounting
     metrics: Metrics
@@ -55,7 +55,8 @@ class RunRecords:
         """The records of steps whose lines are not written yet; None ends `write_lines`."""
 
     def open(self, endpoint: Endpoint, stop_early: Callable[[str], None]) -> None:
-        """Open the records, empty for a fresh run or as the checkpoint left them, and answer the hosts at `endpoint`.
+        """Open the records, empty for a fresh run or as the checkpoint left them, and answer the processes at
+        `endpoint`.
 
         `stop_early(reason)` is called when the metrics say that the run should end.
         """
@@ -111,13 +112,13 @@ class RunRecords:
 
     @property
     def trace_level(self) -> int:
-        """What the hosts trace now."""
+        """What the processes trace now."""
         return self._trace.level
 
-    # Reports of hosts
+    # Reports of processes
 
     def absorb(self, host: str, body: dict[str, Any]) -> None:
-        """Take a host's statistics and trace."""
+        """Take a process's statistics and trace."""
         self.statistics.absorb(body, time.monotonic())
         self._view.statistics(self.statistics, self._tickets.why_waiting)
         with writing(self._job.run_dir):
@@ -150,7 +151,7 @@ class RunRecords:
         self._lines.put_nowait(record | {"ledger_head": self.accounting.ledger.head})
 
     async def write_lines(self, ask_for_reports: Callable[[], Awaitable[Any]]) -> None:
-        """Write one line per batch, in order, with what every host has counted until then. `end_lines` ends this."""
+        """Write one line per batch, in order, with what every process has counted until then. `end_lines` ends this."""
         while (record := await self._lines.get()) is not None:
             try:
                 await ask_for_reports()

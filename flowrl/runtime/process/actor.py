@@ -1,4 +1,4 @@
-"""The Ray actor of a host: Ray places, starts and ends it; messages never pass through Ray.
+"""The Ray actor of a process: Ray places, starts and ends it; messages never pass through Ray.
 
 The engine has its own event loop and thread, so the actor answers Ray's calls even while a node blocks the loop. The
 thread survives exceptions that end other loops (SystemExit in a task); they fail the run. The process is pinned to its
@@ -120,7 +120,7 @@ class ProcessActor:
         gangs: Mapping[str, str],
         devices: Mapping[str, tuple[str, ...]] | None = None,
     ) -> dict[str, Any] | None:
-        """Connect the nodes. `devices`: host -> the GPUs that it sees; None: every GPU of the machine."""
+        """Connect the nodes. `devices`: process -> the GPUs that it sees; None: every GPU of the machine."""
         if devices is not None:  # before any node is built: nodes may ask CUDA for its devices
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[self._spec.host])
         return await self._on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
@@ -133,7 +133,7 @@ class ProcessActor:
         return failure
 
     async def run(self) -> dict[str, Any] | None:
-        """Run until every node here has ended. Returns None, or the failure that ended the host."""
+        """Run until every node here has ended. Returns None, or the failure that ended the process."""
         return await self._on_loop(self._engine.guarded(self._engine.run()))
 
     async def waits(self) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class ReplicaPlace:
     own_clock: bool = False
     in_pieces: bool = False
     lease: str = ""
-    """The lock that a host with shared devices must hold while it works."""
+    """The lock that a process with shared devices must hold while it works."""
     stand_ins: tuple[str, ...] = ()
     """The nodes that continue if they lose a replica."""
     weight_routes: tuple[WeightRoute, ...] = ()

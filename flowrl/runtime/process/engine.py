@@ -48,7 +48,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class NodeError(Exception):
-    """A node's failure as plain data, inside this host."""
+    """A node's failure as plain data, inside this process."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         super().__init__(report["reason"])
@@ -105,7 +105,7 @@ TOLD_EVERY_S = 60.0
 
 
 class Pausing:
-    """`replicas` are the replicas of the host, by id."""
+    """`replicas` are the replicas of the process, by id."""
 
     def __init__(self, replicas: Mapping[str, Replica], endpoint: Endpoint) -> None:
         self._replicas = replicas
@@ -175,7 +175,7 @@ REPORT_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """Everything that a host process needs, as plain data."""
+    """Everything that a process needs, as plain data."""
 
     host: str
     run_id: str
@@ -195,7 +195,7 @@ class ProcessSpec:
 
 
 class ProcessEngine:
-    """The engine of one host process; used only on its own loop."""
+    """The engine of one process; used only on its own loop."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
@@ -212,7 +212,7 @@ class ProcessEngine:
         asyncio.get_running_loop().set_exception_handler(self._unretrieved)
 
     def fail(self, error: BaseException) -> None:
-        """End the run of this host because of an exception that nobody awaits."""
+        """End the run of this process because of an exception that nobody awaits."""
         self._fail(self._host_failure(error if isinstance(error, Exception) else ended_by_itself(error)))
 
     def _fail(self, failure: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class ProcessEngine:
             loop.default_exception_handler(context)
 
     async def open(self) -> dict[str, Any]:
-        """Bind the sockets. The driver forwards the answer to every other host."""
+        """Bind the sockets. The driver forwards the answer to every other process."""
         if self.spec.transport.spans_machines:
             sweep()  # on its own machine the driver sweeps
         address: Address = await self.endpoint.open()
@@ -257,7 +257,7 @@ class ProcessEngine:
         return {"pid": os.getpid(), "pids": pid_space(), "address": address, "meeting": meeting}
 
     async def wire(self, addresses: Mapping[str, Address], gangs: Mapping[str, str]) -> None:
-        """Rebuild the graph, once per replica index, and connect this host's nodes to their lanes."""
+        """Rebuild the graph, once per replica index, and connect this process's nodes to their lanes."""
         require_files(len(addresses))
         for host, address in addresses.items():
             if host != self.spec.host:
@@ -330,7 +330,7 @@ class ProcessEngine:
             raise NodeError(failure_of(replica, failure)) from error
 
     def _died(self, replica: Replica, error: BaseException) -> None:
-        """Fail the host: a task that the node started has died, and nobody awaits it."""
+        """Fail the process: a task that the node started has died, and nobody awaits it."""
         self._fail(failure_of(replica, error))
 
     async def guarded(self, body: Coroutine[Any, Any, Any]) -> Any:
@@ -396,7 +396,7 @@ class ProcessEngine:
             replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
 
     def _peer_lost(self, host: str, body: dict[str, Any]) -> None:
-        """Handle the driver's report that the run continues without another host, whose process has died."""
+        """Handle the driver's report that the run continues without another process, which has died."""
         # Not now: this note may be one of several frames that arrived together. The frames behind it must come before
         # any frame that `peer_left` takes from the sockets. Requests among those frames begin after `_lose`.
         asyncio.get_running_loop().call_soon(self._lose, body)
@@ -425,9 +425,10 @@ class ProcessEngine:
         await self.endpoint.arrived(body["peers"])
 
     async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
-        """This host's part of a snapshot, without messages and records, which "kept" returns after the graph resumes.
+        """This process's part of a snapshot, without messages and records, which "kept" returns after the graph
+        resumes.
 
-        The host is paused, but waits for something outside the graph may end at any time, and their invocations
+        The process is paused, but waits for something outside the graph may end at any time, and their invocations
         continue. So everything is read at one moment, and later reports to the ledger are held back.
         """
         replicas = self.replicas.values()
@@ -460,7 +461,7 @@ class ProcessEngine:
                 raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
 
     async def _next_page(self, host: str, body: Any) -> list[Any]:
-        """The next page of this host's messages and records for the snapshot; empty after the last page."""
+        """The next page of this process's messages and records for the snapshot; empty after the last page."""
         return next(self._kept, [])
 
     async def _restore(self, host: str, body: dict[str, Any]) -> None:
@@ -513,4 +514,4 @@ class ProcessEngine:
 
 
 def _ignored(error: BaseException) -> None:
-    """The host is ending: do not report the exceptions that cancelling its tasks raises."""
+    """The process is ending: do not report the exceptions that cancelling its tasks raises."""

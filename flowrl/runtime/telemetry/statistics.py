@@ -1,4 +1,4 @@
-"""Combines the statistics that the hosts report about once per second, for the whole run.
+"""Combines the statistics that the processes report about once per second, for the whole run.
 
 A report holds running totals, so a lost or late report does no harm. `since_line` returns the growth since the
 previous metrics line; `nodes` and `edges` return fractions of the last WINDOW_S seconds.
@@ -42,7 +42,7 @@ class EdgeNow:
 
 @dataclass
 class _Meter:
-    """A total that a host reports: its newest value, its growth since the last metrics line, and its current rate."""
+    """A total that a process reports: its newest value, its growth since the last metrics line, and its current rate."""
 
     total: float = 0.0
     since_line: float = 0.0
@@ -74,7 +74,7 @@ class _Meter:
 
 
 class Statistics:
-    """Statistics of one run; its input are the bodies of the hosts' "statistics" notifications."""
+    """Statistics of one run; its input are the bodies of the processes' "statistics" notifications."""
 
     def __init__(self) -> None:
         self._busy: dict[str, _Meter] = defaultdict(_Meter)
@@ -91,7 +91,7 @@ class Statistics:
         """The node replicas whose processes are lost; they report nothing more."""
 
     def absorb(self, body: Mapping[str, Any], now_s: float) -> None:
-        """Add one host's report. Both ends of a lane may report it; the sender's blocking counts."""
+        """Add one process's report. Both ends of a lane may report it; the sender's blocking counts."""
         for replica_id, meters in body.get("nodes", {}).items():
             self._busy[replica_id].read(meters["busy_s"], now_s)
             for name, total in meters["counters"].items():

@@ -4,7 +4,7 @@ Every node replica is a track (a "process" of the format). Items on which a repl
 different rows of the track (its "threads"), so slices within one row always nest. An arrow leads from the slice that
 sent a message to the slice that received it. Times come from `time.time_ns`.
 
-Lineage decides what is recorded. Every group has a depth, the same in every host: half of the groups have depth 0, a
+Lineage decides what is recorded. Every group has a depth, the same in every process: half of the groups have depth 0, a
 quarter 1, an eighth 2. At level n a trace contains the groups of depth n and more, from prompt to gradient and with all
 their arrows, and nothing of the other groups. A batch has the depth of its deepest group. A message outside of groups
 gets its depth from its id, and a span that belongs to no message gets it from its number on its track. The driver
@@ -90,7 +90,7 @@ class _Rows:
 
 
 class TraceBuffer:
-    """Events of one host, until `drain` returns them. Only the host's event loop may use it."""
+    """Events of one process, until `drain` returns them. Only the process's event loop may use it."""
 
     def __init__(self) -> None:
         self.level = 0
@@ -199,7 +199,7 @@ def open_trace(mode: TraceMode, path: Path, on_level: Callable[[int], None]) -> 
 
 
 class NoTrace:
-    """The writer of a run without a trace; it discards what hosts recorded before they were told the level."""
+    """The writer of a run without a trace; it discards what processes recorded before they were told the level."""
 
     level = OFF
 
@@ -213,7 +213,7 @@ class NoTrace:
 class TraceWriter:
     """Writes events as they arrive. It continues an existing file, because a resumed run continues its directory.
 
-    `on_level` is called when the level has risen, so that hosts stop sending events that would be dropped.
+    `on_level` is called when the level has risen, so that processes stop sending events that would be dropped.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class TraceWriter:
         return file
 
     def write(self, events: Iterable[Sequence[Any]]) -> None:
-        """Append the drained events of a host."""
+        """Append the drained events of a process."""
         before = self.level
         lines = self._deep(line for event in events for line in self._lines(event))
         while self._is_full(lines):

@@ -339,7 +339,7 @@ class View(Protocol):
     def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
         """Show new statistics; `admission` says why the next group cannot be admitted now, "" if it can.
 
-        Each of hundreds of hosts reports every second, so figures are read only when they are shown.
+        Each of hundreds of processes reports every second, so figures are read only when they are shown.
         """
 
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
