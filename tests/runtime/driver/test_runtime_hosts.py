@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from flowrl.errors import FlowrlError, NodeFailed
+from flowrl.runtime.driver import run_processes as hosts_module
 from flowrl.runtime.driver.run_processes import RunProcesses
 from flowrl.testing import VirtualClock
-from tests.graph.test_gpu_links import hosts as hosts_module
 
 
 class Cluster:

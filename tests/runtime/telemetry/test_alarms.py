@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flowrl.errors import ConfigError
-from flowrl.runtime.telemetry.metrics import FIGURES, NAMES, Alarms, AlarmThresholds, Metrics, read
+from flowrl.runtime.telemetry.metrics import ALARMS, FIGURES, Alarms, AlarmThresholds, Metrics, read
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.view import Board, PlainView, draw
 from tests.runtime.telemetry.test_metrics import Recorder
@@ -88,8 +88,8 @@ def test_lines_and_sinks_tell_of_alarms(tmp_path: Path) -> None:
     assert first["alarms"] == {}
     assert set(second["alarms"]) == set(FIGURES)
     assert second["alarms"]["kl_drift"] == "kl is 0.9, above 0.5"
-    scalars = [{name: values[f"alarm/{name}"] for name in NAMES} for _, values in sink.written]
-    assert scalars == [dict.fromkeys(NAMES, 0.0), {name: float(name in FIGURES) for name in NAMES}]
+    scalars = [{name: values[f"alarm/{name}"] for name in ALARMS} for _, values in sink.written]
+    assert scalars == [dict.fromkeys(ALARMS, 0.0), {name: float(name in FIGURES) for name in ALARMS}]
 
 
 def test_the_live_view_shows_what_rings() -> None:

@@ -21,8 +21,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry import sinks
-from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS, NAMES, Metrics, flat, read, rewind
-from flowrl.runtime.telemetry.metrics import NAMES as ALARMS
+from flowrl.runtime.telemetry.metrics import ALARMS, EVALUATIONS, METRICS, NAMES, Metrics, flat, read, rewind
 from flowrl.runtime.telemetry.sinks import SampleTables, Tracking, Trackio, WandB, markdown, open_sinks
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
 
