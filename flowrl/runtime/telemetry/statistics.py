@@ -42,7 +42,7 @@ class EdgeNow:
 
 @dataclass
 class _Meter:
-    """A total that a process reports: its newest value, its growth since the last metrics line, and its current rate."""
+    """A total that a process reports: its newest value, its growth since the last metrics line, its current rate."""
 
     total: float = 0.0
     since_line: float = 0.0
