@@ -53,7 +53,7 @@ class Curriculum:
         """Whether any prompt is chosen by outcomes."""
         return bool(self.chosen or self.replayed)
 
-    def problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         """Sentences that name a field and say what is wrong with its value."""
         for name in ("chosen", "replayed"):
             if not 0 <= getattr(self, name) < 1:

@@ -138,7 +138,7 @@ class Engine:
         """Whether the layers' matrices are in fp8, quantized while they are loaded."""
         return self.quantization in FP8
 
-    def needs(self, gpus: float) -> dict[str, Any]:
+    def machine_needs(self, gpus: float) -> dict[str, Any]:
         """The facts of a generator with `gpus` GPUs about what its machine has to support."""
         cached_in_fp8 = not gpus and self.kv_cache_dtype.startswith("fp8")
         return {
@@ -147,7 +147,7 @@ class Engine:
             "cpu_flags": CACHE_FLAGS if cached_in_fp8 else frozenset(),
         }
 
-    def problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
+    def find_problems(self, gpus: float, shape: ModelShape | None = None) -> list[str]:
         """What is wrong with these options of a generator with `gpus` GPUs, as complete sentences.
 
         `shape` is the shape of the generator's model; None if it is not known.
@@ -183,7 +183,7 @@ class Engine:
                 yield f"--engine.extra sets {name!r} twice; keep one"
             seen.add(name)
 
-    def arguments(self, *, on_gpu: bool, longest: int | None = None) -> dict[str, Any]:
+    def vllm_arguments(self, *, on_gpu: bool, longest: int | None = None) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs, without the parallel sizes and the dtype.
 
         `longest` is the number of tokens of the longest expected sequence, if that is less than the model's context.
@@ -227,26 +227,26 @@ class Parallel:
     data: int = 1
 
     @classmethod
-    def of(cls, engine: Engine) -> Parallel:
+    def of_engine(cls, engine: Engine) -> Parallel:
         """The sizes among the options of a generator's engine."""
         return cls(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
 
-    def arguments(self, num_gpus: int) -> dict[str, Any]:
+    def size_arguments(self, num_gpus: int) -> dict[str, Any]:
         """Engine arguments for a replica with this number of GPUs, for which there are no `problems`.
 
         Within Ray, vLLM would choose its Ray executor for several workers, and refuse our placement group.
         """
-        sizes = dict(zip(OPTIONS, self.sizes(num_gpus), strict=True))
+        sizes = dict(zip(OPTIONS, self.sizes_on(num_gpus), strict=True))
         return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})
 
-    def sizes(self, num_gpus: int) -> tuple[int, int, int]:
+    def sizes_on(self, num_gpus: int) -> tuple[int, int, int]:
         """(tensor, pipeline, data) of a replica with this number of GPUs."""
         return self.tensor_size(num_gpus), self.pipeline, self.data
 
     def tensor_size(self, num_gpus: int) -> int:
         return self.tensor or max(1, num_gpus) // (self.pipeline * self.data)
 
-    def problems(self, gpus: float) -> list[str]:
+    def find_problems(self, gpus: float) -> list[str]:
         """What is wrong with these sizes on `gpus` GPUs for each replica, as complete sentences."""
         asked = f"tensor {self.tensor or 'any'} × pipeline {self.pipeline} × data {self.data} parallel parts"
         least = (self.tensor or 1) * self.pipeline * self.data
@@ -437,12 +437,12 @@ class AdapterSlots:
     count: int
 
     @classmethod
-    def of(cls, rank: int, max_staleness: int | None) -> AdapterSlots:
+    def slots_for(cls, rank: int, max_staleness: int | None) -> AdapterSlots:
         """Slots for all versions that can be in use at once: from the oldest allowed one, plus the one being loaded."""
         return cls(rank, min(MOST_SLOTS, 2 + (1 if max_staleness is None else max_staleness)))
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def vllm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's AsyncEngineArgs."""
         rank = next(size for size in RANKS if size >= self.rank)
         return {

@@ -112,7 +112,7 @@ class Evaluation(Node):
         self.num_prompts = num_prompts
         self.num_samples = num_samples
         self.every = every
-        self.scored_by = {one.name: ScoredBy.of(one.task, function) for one in self.sets}
+        self.scored_by = {one.name: ScoredBy.of_task(one.task, function) for one in self.sets}
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.reward_concurrency = reward_concurrency
@@ -156,7 +156,7 @@ class Evaluation(Node):
         names = self._set_names
         if not names or len(set(names)) < len(names):
             problems.append("it needs one or more tasks or environments, each once")
-        problems += self.limit.problems()
+        problems += self.limit.find_problems()
         problems += [
             f"the reward of {one.name!r} names reward_model, but episodes have rewards of their own; leave it out"
             for one in self.agent_sets

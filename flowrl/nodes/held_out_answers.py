@@ -158,7 +158,7 @@ class ScoredBy:
     """The parts that decide whether an answer is right, if a model scores; () if the rows have no answers."""
 
     @classmethod
-    def of(cls, task: Task, function: str | Callable[..., Any] | None = None) -> ScoredBy:
+    def of_task(cls, task: Task, function: str | Callable[..., Any] | None = None) -> ScoredBy:
         """The parts of the reward of `task`, or of `function`, which is a function or a reward as text."""
         if function is not None and not isinstance(function, str):
             return cls(reward_parts(task, function))

@@ -121,7 +121,7 @@ def generator_footprint(
         return None
     if not share.gpus:
         return Footprint(tuple(cpu_generator_terms(shape, engine, slots, share.longest_asked, longest_response)))
-    tensor, pipeline, _ = Parallel.of(engine).sizes(max(1, int(share.gpus)))
+    tensor, pipeline, _ = Parallel.of_engine(engine).sizes_on(max(1, int(share.gpus)))
     if shape.heads % tensor:
         problem = (
             f"the engine splits {policy.model} into {tensor} tensor-parallel parts, but the model has {shape.heads} "

@@ -35,7 +35,7 @@ class Sampling:
     ignore_eos: bool = False
     """Ignore the end of sequence and sample up to `max_tokens`: for measurements."""
 
-    def problems(self, *, trained: bool) -> list[str]:
+    def find_problems(self, *, trained: bool) -> list[str]:
         """Problems of these options, as complete sentences; `trained` samples have stricter requirements."""
         found = []
         if self.max_tokens < 1:
@@ -68,7 +68,7 @@ class Sampling:
         most = min(self.max_tokens, max_tokens)
         return replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), stop=(*self.stop, *stop))
 
-    def arguments(self, *, generated: int = 0, seed: int | None = None) -> dict[str, Any]:
+    def vllm_arguments(self, *, generated: int = 0, seed: int | None = None) -> dict[str, Any]:
         """Keyword arguments for vLLM's SamplingParams, if `generated` tokens of the response exist already."""
         return {
             "temperature": self.temperature,
@@ -108,7 +108,7 @@ class Completion:
     """Tokens of the context that vLLM's prefix cache had."""
 
     @classmethod
-    def of(
+    def copy_of(
         cls,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
@@ -125,7 +125,7 @@ class Completion:
         return cls(ids, values, labels, finish_reason, cached_tokens)
 
 
-NOTHING = Completion.of([], [], [], "")
+NOTHING = Completion.copy_of([], [], [], "")
 
 
 @dataclass

@@ -3,8 +3,8 @@
 Invariants
 - A line has one response, or one pair, and the row's other columns.
 - The lines of a group are next to each other, and are written at once, before the group is finished in the ledger.
-  `Written.read` leaves out an incomplete last group, which a killed run may leave and the writer cuts off. All other
-  groups are complete, and `RemainingPrompts` does not ask them again.
+  `Written.read_file` leaves out an incomplete last group, which a killed run may leave and the writer cuts off. All
+  other groups are complete, and `RemainingPrompts` does not ask them again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Written:
     num_bytes: int
 
     @staticmethod
-    def read(path: Path, per_group: int) -> Written:
+    def read_file(path: Path, per_group: int) -> Written:
         """Raises ConfigError for a file with other lines. `per_group`: lines of a complete group, if none failed."""
         counted: Counter[str] = Counter()
         last, start, end = "", 0, 0
@@ -138,7 +138,7 @@ class RemainingPrompts(PromptSource):
         return super().preflight()
 
     def _written_ids(self) -> frozenset[str]:
-        return Written.read(user_path(self.out), self.per_group).prompt_ids
+        return Written.read_file(user_path(self.out), self.per_group).prompt_ids
 
     def num_left(self, seed: int) -> int:
         """Number of prompts for which the file has no group yet; `seed` is the run's."""
@@ -180,13 +180,13 @@ class LineWriter(Node):
         target = user_path(self.path)
         if not target.parent.is_dir():
             raise ConfigError(f"the directory {target.parent} for the {self.noun} does not exist; create it")
-        number = len(Written.read(target, self.per_group).prompt_ids)
+        number = len(Written.read_file(target, self.per_group).prompt_ids)
         return f"{target} has {number} {self.asked_noun} already; the others follow" if number else None
 
     async def open_file(self, rows: Rows) -> None:
         """Open the file after its last complete group, to write of these rows."""
         self._rows = rows_by_id(join_rows(rows.train, rows.held_out))
-        found = await self.blocking(Written.read, user_path(self.path), self.per_group)
+        found = await self.blocking(Written.read_file, user_path(self.path), self.per_group)
         self._file = user_path(self.path).open("ab")
         self._file.truncate(found.num_bytes)
 

@@ -31,7 +31,7 @@ class GroupOptions(ConfigPart):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        yield from (f"--{problem}" for problem in self.curriculum.problems())
+        yield from (f"--{problem}" for problem in self.curriculum.find_problems())
         if not self.filters and self.max_filtered_per_step is not None:
             yield "--max-filtered-per-step is for runs that filter; give --dynamic-sampling or --mean-between too"
 

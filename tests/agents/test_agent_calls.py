@@ -82,7 +82,7 @@ async def chat(client: httpx.AsyncClient, access: SessionAccess, **body: Any) ->
 
 def resumed(log: CallLog) -> CallLog:
     """The log of a run that goes on from a checkpoint of `log`."""
-    return CallLog(log.record(), observation_bytes=64)
+    return CallLog(log.make_record(), observation_bytes=64)
 
 
 def context(*ids: int) -> np.ndarray[Any, Any]:
@@ -90,7 +90,7 @@ def context(*ids: int) -> np.ndarray[Any, Any]:
 
 
 async def called(own: AgentCalls, *ids: int) -> Reply:
-    return await own.reply(context(*ids), 5, (), ())
+    return await own.reply_to_call(context(*ids), 5, (), ())
 
 
 def test_a_program_of_a_resumed_run_gets_the_replies_that_it_had_and_the_open_call_its_tokens() -> None:
@@ -110,7 +110,7 @@ def test_a_program_of_a_resumed_run_gets_the_replies_that_it_had_and_the_open_ca
         first = await called(before, 1, 2)
         second = asyncio.ensure_future(called(calls_after(before, never), 1, 2, 3))
         await asyncio.sleep(0.01)  # until the call is open
-        record = replace(log.record(), prefix_token_ids=context(7))
+        record = replace(log.make_record(), prefix_token_ids=context(7))
         second.cancel()
         assert (record.asked, record.request_ids) == ("g:0/0.1", ("g:0/0.0",))
 
@@ -148,7 +148,7 @@ def test_the_replies_of_calls_that_overlap_are_known_by_their_numbers() -> None:
         await asyncio.sleep(0.01)  # until both are open
         gates[1].set()
         await both[1]
-        assert (log.record().request_ids, log.record().asked) == (("g:0/0.1",), "")
+        assert (log.make_record().request_ids, log.make_record().asked) == (("g:0/0.1",), "")
         gates[0].set()
         await both[0]
 
@@ -165,7 +165,7 @@ def test_a_call_with_another_limit_is_another_call_and_ends_the_attempt_for_all_
         again = calls(answered, log=resumed(log))
         for _ in range(2):
             with pytest.raises(EnvironmentFailed, match="call 0 of the program is not the one that it was before"):
-                await again.reply(context(1, 2), 6, (), ())
+                await again.reply_to_call(context(1, 2), 6, (), ())
         assert not again.replies and resumed(log).calls_left == 1
 
     asyncio.run(life())
@@ -191,7 +191,7 @@ def test_a_program_that_goes_on_otherwise_than_before_voids_the_attempt(what: st
         given_up = what == "a call that was given up"
         async with an_endpoint() as (table, endpoint), httpx.AsyncClient() as client:
             again = calls(answered, log=after)
-            access = endpoint.open_session(table.begin(again))
+            access = endpoint.open_session(table.begin_session(again))
             if given_up:
                 with pytest.raises(EnvironmentFailed, match="call 0 of the program was given up"):
                     await called(again, 1, 2)
@@ -213,7 +213,7 @@ def test_a_call_that_no_generator_can_answer_is_unavailable(gone: Exception) -> 
 
         async with an_endpoint() as (table, endpoint), httpx.AsyncClient() as client:
             own = calls(nobody)
-            response = await chat(client, endpoint.open_session(table.begin(own)))
+            response = await chat(client, endpoint.open_session(table.begin_session(own)))
             assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
             assert f"no generator can answer, and the run ends: {gone}" in response.json()["error"]["message"]
             assert own.broken.exception() is gone, "the attempt, and so the run, ends with it"
@@ -231,7 +231,7 @@ def test_a_session_with_as_many_calls_as_it_may_have_is_told_to_wait() -> None:
             return await answered(asked)
 
         async with an_endpoint(session_calls=2) as (table, endpoint), httpx.AsyncClient() as client:
-            access = endpoint.open_session(table.begin(calls(late)))
+            access = endpoint.open_session(table.begin_session(calls(late)))
             open_calls = [asyncio.ensure_future(chat(client, access, max_tokens=size)) for size in (5, 6)]
             for _ in open_calls:
                 await arrived.acquire()
@@ -265,7 +265,7 @@ def test_agents_are_told_how_their_own_session_is_sampled(stream: bool) -> None:
         settings = {"temperature": agents.sampling.temperature, "top_p": agents.sampling.top_p}
         async with an_endpoint(**settings) as (table, endpoint), httpx.AsyncClient() as client:
             access = endpoint.open_session(
-                table.begin(agents._new_calls(prompt(0), CallLog(observation_bytes=64), ticket))
+                table.begin_session(agents._new_calls(prompt(0), CallLog(observation_bytes=64), ticket))
             )
             return str((await chat(client, access, stream=stream)).headers["x-flowrl-sampling"])
 

@@ -105,7 +105,7 @@ def test_a_second_run_goes_on_behind_the_last_whole_group(task: Task, tmp_path: 
     run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)})
     whole = out.read_bytes()
     out.write_bytes(whole[:-cut])
-    assert len(Written.read(out, 2).prompt_ids) == 3
+    assert len(Written.read_file(out, 2).prompt_ids) == 3
     source = RemainingPrompts(task, Policy("tiny"), part="all", repeat=2, out=str(out), per_group=2)
     assert len(run_node(source, name="prompts").groups("prompts")) == 10 - 3
     run_node(ResponseWriter(str(out), task, size=2), {"samples": answers(task, 4)[6:]})
@@ -143,7 +143,7 @@ def test_no_row_on_disk_is_read_to_find_those_that_are_left(
     async def no_trial(*args: object) -> None: ...
 
     monkeypatch.setattr(Comparisons, "_try_comparison", no_trial)
-    monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.found(index))
+    monkeypatch.setattr(IndexedRows, "__getitem__", lambda rows, index: read.append(index) or rows.read_row(index))
     monkeypatch.setattr(reward_functions, "check_reward", lambda parts, rows: ())
     Comparisons("rules.py:longer", on_disk).preflight()
     assert read == [0], "one row to try the reward on"

@@ -28,7 +28,7 @@ def advantages(group: Group) -> list[list[float]]:
 )
 def test_every_policy_token_gets_its_members_advantage(estimator: str, expected: list[float]) -> None:
     node = GroupAdvantage(estimator, size=4)  # type: ignore[arg-type]
-    group = node.group(members([scored(m, float(m == 0), response=m + 1) for m in range(4)]))
+    group = node.make_group(members([scored(m, float(m == 0), response=m + 1) for m in range(4)]))
     for sample, value in zip(group.samples, expected, strict=True):
         assert sample.advantages.dtype == np.float32
         np.testing.assert_allclose(sample.advantages[~sample.policy_mask], 0.0)
@@ -36,7 +36,7 @@ def test_every_policy_token_gets_its_members_advantage(estimator: str, expected:
 
 
 def test_equal_rewards_give_exactly_nothing() -> None:
-    group = GroupAdvantage(size=4).group(members([scored(m, 0.1) for m in range(4)]))
+    group = GroupAdvantage(size=4).make_group(members([scored(m, 0.1) for m in range(4)]))
     assert advantages(group) == [[0.0] * 5] * 4
 
 
@@ -45,11 +45,11 @@ TURNED = scored(0, 1.0, turn_rewards=((3, 0.5), (4, 0.25)))
 
 def test_rewards_of_turns_stand_at_their_turns() -> None:
     node = GroupAdvantage("reinforce", size=1)
-    assert advantages(node.group(members([TURNED], size=1)))[0][3:] == [1.75, 1.25]
+    assert advantages(node.make_group(members([TURNED], size=1)))[0][3:] == [1.75, 1.25]
 
 
 def test_group_estimators_sum_the_rewards_of_turns_up() -> None:
-    group = GroupAdvantage("rloo", size=2).group(members([TURNED, scored(1, 0.0)], size=2))
+    group = GroupAdvantage("rloo", size=2).make_group(members([TURNED, scored(1, 0.0)], size=2))
     assert advantages(group)[0][3:] == [1.75, 1.75]
 
 
@@ -57,13 +57,13 @@ def test_kl_is_taken_out_of_the_reward_from_each_token_on() -> None:
     # d = -0.5 - ref, so 0.1, then 0.3: a token is charged for itself and for what follows it.
     reference = np.array([0, 0, 0, -0.6, -0.8], np.float32)
     node = GroupAdvantage(Estimate("reinforce", kl_coef=2.0), size=1)
-    (values,) = advantages(node.group(members([scored(0, 1.0, ref_logprobs=reference)], size=1)))
+    (values,) = advantages(node.make_group(members([scored(0, 1.0, ref_logprobs=reference)], size=1)))
     assert values == [0.0, 0.0, 0.0, pytest.approx(1.0 - 2 * 0.4), pytest.approx(1.0 - 2 * 0.3)]
 
 
 def test_kl_without_reference_logprobs_names_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="put a Reference node"):
-        GroupAdvantage(Estimate(kl_coef=0.1), size=2).group(members([scored(0, 1.0), scored(1, 0.0)], size=2))
+        GroupAdvantage(Estimate(kl_coef=0.1), size=2).make_group(members([scored(0, 1.0), scored(1, 0.0)], size=2))
 
 
 def test_kl_estimators_by_hand() -> None:
@@ -98,7 +98,7 @@ def test_the_control_keeps_a_groups_rewards_but_not_their_places() -> None:
     node = GroupAdvantage(Estimate("reinforce", shuffle_rewards=True), size=4)
     placed = set()
     for n in range(40):
-        group = node.group(members([scored(m, float(m == 0), group=f"g{n}") for m in range(4)]))
+        group = node.make_group(members([scored(m, float(m == 0), group=f"g{n}") for m in range(4)]))
         values = [float(sample.advantages[-1]) for sample in group.samples]
         assert sorted(values) == [0.0, 0.0, 0.0, 1.0]
         placed.add(values.index(1.0))

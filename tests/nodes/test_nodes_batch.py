@@ -17,7 +17,7 @@ from tests.nodes.groups import members
 
 def group(name: str, *, rewards: tuple[float, ...] = (1.0, 0.0), response: int = 2) -> Group:
     items = [scored(m, reward, response=response, group=name) for m, reward in enumerate(rewards)]
-    return GroupAdvantage("reinforce", size=len(items)).group(members(items, size=len(items)))
+    return GroupAdvantage("reinforce", size=len(items)).make_group(members(items, size=len(items)))
 
 
 def batches(node: TokenBatch, arrivals: Sequence[tuple[int, Message]], *, window: int | None = 1) -> list[Batch]:

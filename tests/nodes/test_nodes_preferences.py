@@ -49,7 +49,7 @@ def text(sample: Trainable, token_ids: Any, mask: Any) -> str:
 
 def test_a_pair_is_two_neighbours_with_the_completion_alone_in_the_loss() -> None:
     groups, _ = rendered(data("pairs"))
-    assert len(groups) == len(data("pairs").rows().train)
+    assert len(groups) == len(data("pairs").read_rows().train)
     chosen, rejected = groups[0].samples
     assert (chosen.label, rejected.label) == (1, -1)
     assert chosen.pair == rejected.pair == groups[0].group_id
@@ -64,7 +64,7 @@ def test_a_pair_is_two_neighbours_with_the_completion_alone_in_the_loss() -> Non
 
 def test_a_labelled_completion_brings_another_prompts_completion_behind_its_own_prompt() -> None:
     groups, _ = rendered(data("labelled"))
-    rows = {row.prompt_id: row for row in data("labelled").rows().train}
+    rows = {row.prompt_id: row for row in data("labelled").read_rows().train}
     labels = [group.samples[0].label for group in groups]
     assert labels.count(1) == labels.count(-1) == len(groups) / 2
     for group in groups:
@@ -82,7 +82,7 @@ def test_a_row_with_a_long_conversation_is_dropped_whole() -> None:
     record = run_node(PreferenceDataset(short), {"prompts": prompts})
     assert not record.sent("groups")
     assert {one.reason for one in record.lost} == {"too_long"}
-    assert len(record.lost) == 2 * (len(data("pairs").rows().train) - 1)
+    assert len(record.lost) == 2 * (len(data("pairs").read_rows().train) - 1)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "labelled"])

@@ -55,10 +55,10 @@ def test_as_many_are_kept_as_samples_in_progress_may_need() -> None:
 def test_a_checkpoint_keeps_them(tmp_path: Path) -> None:
     references, _ = kept(every=2, mixup=0.5)
     references.add_reference(2, {"weight": torch.zeros(1, 2)})
-    references.save(tmp_path / "state")
+    references.save_references(tmp_path / "state")
     again, layer = kept(every=2, mixup=0.5)
-    again.restore(tmp_path / "state")
-    assert again.newest == 2 and layer.weight.tolist() == [[4.0, 4.0]]
+    again.restore_references(tmp_path / "state")
+    assert again.newest_number == 2 and layer.weight.tolist() == [[4.0, 4.0]]
     again.add_reference(4, {"weight": torch.zeros(1, 2)})
     again.load_reference(4)
     assert layer.weight.tolist() == [[2.0, 2.0]]

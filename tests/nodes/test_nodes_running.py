@@ -21,7 +21,7 @@ D = 0.1
 def group(name: str, estimate: Estimate, *rewards: float) -> Group:
     reference = np.array([0, 0, 0, -0.5 - D, -0.5 - D], np.float32)
     items = [scored(m, reward, group=name, ref_logprobs=reference) for m, reward in enumerate(rewards)]
-    return GroupAdvantage(estimate, size=len(items)).group(members(items, size=len(items)))
+    return GroupAdvantage(estimate, size=len(items)).make_group(members(items, size=len(items)))
 
 
 def batches(node: TokenBatch, *groups: Group) -> list[Batch]:

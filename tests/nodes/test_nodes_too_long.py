@@ -19,7 +19,7 @@ from flowrl.nodes import (
     Preferences,
     PreferenceSource,
 )
-from flowrl.nodes.sources.row_checks import TooLong, shortened
+from flowrl.nodes.sources.row_checks import TooLong, shorten_prompt
 from flowrl.tasks import Task, load_demonstrations
 from flowrl.testing import run_node
 
@@ -27,10 +27,10 @@ from flowrl.testing import run_node
 def test_the_beginning_is_cut_and_never_the_answer() -> None:
     ids = np.arange(10, dtype=np.int32)
     mask = np.array([0, 1, 1, 0, 0, 0, 0, 1, 1, 1], np.bool_)
-    cut, kept = shortened(ids, mask, 6)
+    cut, kept = shorten_prompt(ids, mask, 6)
     assert cut.tolist() == [4, 5, 6, 7, 8, 9] and kept.tolist() == [False] * 3 + [True] * 3
     for most in (3, 2, 10, 12):
-        assert shortened(ids, mask, most)[0] is ids
+        assert shorten_prompt(ids, mask, most)[0] is ids
 
 
 def rows(path: Path, **answers: str) -> Task:
@@ -86,7 +86,7 @@ def test_a_long_pair_is_an_error_before_the_run_if_asked_for(tmp_path: Path) -> 
 def _renderer(data: Preferences) -> object:
     from flowrl.nodes.sources.preferences import Renderer
 
-    return Renderer(data, data.chat(), data.rows().train)
+    return Renderer(data, data.open_chat(), data.read_rows().train)
 
 
 def test_the_loss_is_measured_on_rows_that_are_not_trained(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_preferences_that_are_left_out_are_counted(
     kind: Callable[[Task, Policy], Preferences], bad: str, policy: Policy, tmp_path: Path
 ) -> None:
     given = kind(data(tmp_path / "rows.jsonl", {bad: "BAD"}, "malformed=skip"), policy)
-    rows = given.rows()
+    rows = given.read_rows()
     lost = sum(row.columns[bad] == "BAD" for row in rows.train)
     groups, reasons, _, _ = sent(PreferenceSource(given, epochs=1), PreferenceDataset(given))
     assert len(groups) == len(rows.train) - lost

@@ -93,7 +93,7 @@ def seen(kind: str, task: Task, rows: Rows, chat: Chat) -> Iterator[tuple[Row, S
 
     texts = {"sft": demonstrations._row_texts, "grpo": prompt_texts, "process_reward_model": steps.row_texts}
     for row in every:
-        yield row, Seen(texts.get(kind, data.texts)(row), functools.partial(made, row), data.scored)
+        yield row, Seen(texts.get(kind, data.row_texts)(row), functools.partial(made, row), data.scored)
 
 
 def _whole(ids: Int32) -> Tokens:

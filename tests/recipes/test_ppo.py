@@ -55,7 +55,9 @@ def referenced(member: int, reward: float, group: str, response: int) -> Scored:
 
 def groups(names: str = "ab") -> list[Group]:
     node = JoinedAdvantage(GAE, size=2)
-    return [node.group(members([referenced(m, float(m), name, 2 + m) for m in range(2)], size=2)) for name in names]
+    return [
+        node.make_group(members([referenced(m, float(m), name, 2 + m) for m in range(2)], size=2)) for name in names
+    ]
 
 
 def batches(node: TokenBatch, arrivals: Sequence[Group], critic: Critic) -> list[Batch]:
@@ -115,7 +117,9 @@ def test_values_of_two_versions_in_one_batch_are_refused() -> None:
 
     def valued(name: str, version: int) -> Group:
         one = referenced(0, 1.0, name, 2)
-        return node.group(members([dataclasses.replace(one, values=values_of(one), values_version=version)], size=1))
+        return node.make_group(
+            members([dataclasses.replace(one, values=values_of(one), values_version=version)], size=1)
+        )
 
     arrivals = [valued("a", 1), valued("b", 2)]
     with pytest.raises(FlowrlError, match="values of the critic's versions 1 to 2"):

@@ -75,7 +75,7 @@ def test_sizes_reach_the_nodes(name: str) -> None:
             assert placed.gpus == 1.0, f"{node_name} has a GPU where others have"
         if isinstance(placed.node, Generator):
             assert placed.node.engine.pipeline_parallel_size == 2
-            assert placed.node.parallel.problems(placed.gpus_each) == []
+            assert placed.node.parallel.find_problems(placed.gpus_each) == []
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_further_options_have_the_types_of_vllms_source() -> None:
     }
     assert [parse_extra(text)[1] for text in given] == list(given.values())
     assert ("vllm" in sys.modules) is loaded, "reading the source loads nothing"
-    arguments = Engine(extra=tuple(given), concurrency=4).arguments(on_gpu=True)
+    arguments = Engine(extra=tuple(given), concurrency=4).vllm_arguments(on_gpu=True)
     assert arguments["max_num_seqs"] == 8 and arguments["watermark"] == 0.5
     assert "gpu_memory_utilization" not in arguments, "vLLM's own default"
-    assert (arguments["enforce_eager"], Engine().arguments(on_gpu=False)["enforce_eager"]) == (False, True)
+    assert (arguments["enforce_eager"], Engine().vllm_arguments(on_gpu=False)["enforce_eager"]) == (False, True)
 
 
 def test_without_vllm_any_further_option_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +186,6 @@ def test_vllm_takes_every_option_of_the_engine_under_its_name() -> None:
         gpu_memory_utilization=0.5, max_model_len=64, quantization="fp8", kv_cache_bytes=1, cpu_offload_gb=1.0
     )
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    assert set(engine.arguments(on_gpu=True)) <= names
+    assert set(engine.vllm_arguments(on_gpu=True)) <= names
     known = known_options()
     assert known is not None and set(known) == names, "the source is read completely"

@@ -171,7 +171,7 @@ def config(request: pytest.FixtureRequest, policy: Path, monkeypatch: pytest.Mon
     backend = (oracle.Fp8MoeBackend.TRITON, object)  # it leaves weights and scales as they are
     monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda **options: backend)
     monkeypatch.setattr(oracle, "make_fp8_moe_kernel", lambda **options: NoKernel())
-    engine = Engine(quantization=request.param, dtype="bfloat16").arguments(on_gpu=False)
+    engine = Engine(quantization=request.param, dtype="bfloat16").vllm_arguments(on_gpu=False)
     made = AsyncEngineArgs(model=str(policy), dtype="bfloat16", **engine).create_engine_config()
     with torch.compiler.set_stance("force_eager"):
         yield SimpleNamespace(vllm=made, scales=METHODS[request.param])

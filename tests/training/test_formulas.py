@@ -204,7 +204,7 @@ def test_advantage_node_and_batcher_give_what_advantages_gives(estimator: Any) -
     gamma, lam = (0.9, 0.8) if estimator == "gae" else (1.0, 1.0)
     estimate = Estimate(estimator, gamma=gamma, lam=lam, kl_coef=0.2, kl_estimator="k3")
     node, batcher = GroupAdvantage(estimate, size=4), TokenBatch(3, whiten=_whiten(estimator))
-    made = [node.group(Members(f"g{n}", n, 4, tuple(group), ())) for n, group in enumerate(groups)]
+    made = [node.make_group(Members(f"g{n}", n, 4, tuple(group), ())) for n, group in enumerate(groups)]
     (batch,) = run_node(batcher, {"groups": made}).sent("batches")
     found = batch.samples
 

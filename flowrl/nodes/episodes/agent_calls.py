@@ -93,7 +93,7 @@ class AgentCalls:
         that ended the attempt."""
         self.broken.add_done_callback(lambda broken: broken.exception())  # possibly nothing waits for it any more
 
-    async def reply(self, context_ids: Int32, max_tokens: int, stop: tuple[str, ...], tools: Messages) -> Reply:
+    async def reply_to_call(self, context_ids: Int32, max_tokens: int, stop: tuple[str, ...], tools: Messages) -> Reply:
         """The policy's reply. Raises LimitReached, and the exception that has ended the attempt."""
         if self.broken.done() and (end := self.broken.exception()) is not None:
             raise end
@@ -192,7 +192,7 @@ class AgentCallTable:
         self._calls: dict[str, AgentCalls] = {}
         self._number = 0
 
-    def begin(self, calls: AgentCalls, columns: Mapping[str, Any] | None = None) -> SessionTask:
+    def begin_session(self, calls: AgentCalls, columns: Mapping[str, Any] | None = None) -> SessionTask:
         """The task with which to start a session for these calls; `columns` are for outside workers."""
         self._number += 1
         name = f"session-{self._number}"
@@ -203,7 +203,7 @@ class AgentCallTable:
         self, session: str, context_ids: Int32, *, max_tokens: int, stop: tuple[str, ...], tools: Messages
     ) -> SampledAnswer:
         try:
-            reply = await self._calls[session].reply(context_ids, max_tokens, stop, tools)
+            reply = await self._calls[session].reply_to_call(context_ids, max_tokens, stop, tools)
         except (OutOfService, LaneFailed) as gone:
             raise Unavailable(f"no generator can answer, and the run ends: {gone}", retry_after_s=RETRY_S) from None
         except AttemptFailed as void:
@@ -270,9 +270,9 @@ class CallLog(EpisodeLog):
         self._asked_before = self._asked_call
         self._left = {reply.request_id: (reply, call) for reply, call in zip(replies, self._calls, strict=True)}
 
-    def record(self) -> EpisodeRecord:
+    def make_record(self) -> EpisodeRecord:
         open_call = [self._asked_call] if self._asked else []
-        return replace(super().record(), calls=(*self._calls, *open_call))
+        return replace(super().make_record(), calls=(*self._calls, *open_call))
 
     @property
     def calls_left(self) -> int:

@@ -30,7 +30,7 @@ class AgentPlayer(Protocol):
 
     session_id: str
 
-    async def result(self) -> tuple[AgentResult, str]:
+    async def wait_for_result(self) -> tuple[AgentResult, str]:
         """The agent's result, and "seconds" if its time ended before it had one. Raises AttemptFailed."""
         ...
 
@@ -42,7 +42,7 @@ class AgentPlayer(Protocol):
 class AgentPlayers(Protocol):
     """All players of one node."""
 
-    async def begin(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
+    async def begin_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
         """Wait until a player plays the attempt of `log`. Raises AttemptFailed."""
         ...
 
@@ -66,7 +66,7 @@ class StartedAgents:
         self._open_session = open_session
         self._outside = outside
 
-    async def begin(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
+    async def begin_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
         options = {"task": dict(prompt.columns), "command": self._program.command}
         row = EnvironmentRow(self._program.text, options, turn_seed(prompt.seed, log.attempt, 0))
         with as_agents_failure(self._program), self._outside("an agent's start"):
@@ -87,9 +87,9 @@ class StartedAgent:
         self._outside = outside
         self.session_id = access.session_id
 
-    async def result(self) -> tuple[AgentResult, str]:
+    async def wait_for_result(self) -> tuple[AgentResult, str]:
         try:
-            await self._process.begin()
+            await self._process.log_first()
             step = await self._process.step(Action(text=json.dumps(self._access.environment)))
         except EnvironmentFailed as failed:
             if failed.cause == "env_timed_out":
@@ -121,10 +121,10 @@ class OutsideAgents:
         self._episode_s = episode_s
         self._outside = outside
 
-    async def begin(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
+    async def begin_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int, calls: AgentCalls) -> AgentPlayer:
         if log.first is not None:
             raise EnvironmentFailed("resumed", "the session of its outside worker ended with the run before")
-        task = self._table.begin(calls, dict(prompt.columns))
+        task = self._table.begin_session(calls, dict(prompt.columns))
         try:
             with self._outside("an outside worker"):
                 await self._offers.wait_taken(task, ticket if ticket >= 0 else EVALUATION)
@@ -150,7 +150,7 @@ class OutsideAgent:
         self._calls = calls
         self._episode_s = episode_s
 
-    async def result(self) -> tuple[AgentResult, str]:
+    async def wait_for_result(self) -> tuple[AgentResult, str]:
         await asyncio.wait({self._calls.ended}, timeout=self._episode_s)
         return AgentResult(), "" if self._calls.ended.done() else "seconds"
 

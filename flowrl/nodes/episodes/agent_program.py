@@ -223,7 +223,7 @@ class AgentProgram(EpisodeNode):
     # Lifecycle
 
     async def setup(self) -> None:
-        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
+        await self.prepare_attempts(await self.blocking(resolve, self.policy, progress=self.context.progress))
         tokenizer, offers = self._templates.tokenizer, TaskOffers() if self.outside else None
         self._table = AgentCallTable(tokenizer, offers)
         endpoint = AgentEndpoint(self._table, self._table, tokenizer, self._endpoint_settings())
@@ -239,7 +239,7 @@ class AgentProgram(EpisodeNode):
         self._players = StartedAgents(self._program, pool, self._open_session, outside)
 
     def _open_session(self, calls: AgentCalls) -> SessionAccess:
-        return self._endpoint.open_session(self._table.begin(calls))
+        return self._endpoint.open_session(self._table.begin_session(calls))
 
     @property
     def _key_file(self) -> Path:
@@ -271,7 +271,7 @@ class AgentProgram(EpisodeNode):
     async def play_attempt(self, prompt: Prompt, log: EpisodeLog, ticket: int) -> Played:
         assert isinstance(log, CallLog)
         began_s, calls = time.monotonic(), self._new_calls(prompt, log, ticket)
-        player = await self._players.begin(prompt, log, ticket, calls)
+        player = await self._players.begin_attempt(prompt, log, ticket, calls)
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
             played = await self._play_session(player, calls, log)
@@ -324,7 +324,7 @@ class AgentProgram(EpisodeNode):
 
     async def _wait_for_result(self, player: AgentPlayer, calls: AgentCalls) -> tuple[AgentResult, str]:
         """The agent's result, and "seconds" if its time ended before it had one. Raises what the generator raises."""
-        running = asyncio.ensure_future(player.result())
+        running = asyncio.ensure_future(player.wait_for_result())
         ends: set[asyncio.Future[Any]] = {running, calls.broken}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

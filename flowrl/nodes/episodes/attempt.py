@@ -59,7 +59,7 @@ class Limits:
     """An episode that was cut off by turns, tokens, seconds or malformed calls is trained with the reward it has
     (train), kept out of the loss but compared with its group (mask), or dropped (drop)."""
 
-    def problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         """Sentences that say what is wrong with a value."""
         for name, least in LEAST.items():
             value = getattr(self, name)

@@ -166,7 +166,7 @@ class Environment(EpisodeNode):
     # Lifecycle
 
     async def setup(self) -> None:
-        await self.prepare(await self.blocking(resolve, self.policy, progress=self.context.progress))
+        await self.prepare_attempts(await self.blocking(resolve, self.policy, progress=self.context.progress))
         self._pool = self._new_pool(self.context.progress)
         await self._pool.__aenter__()
         if self.opponent.connected and self._pool.seats == 1:
@@ -196,7 +196,7 @@ class Environment(EpisodeNode):
         self.context.gauge("environment_reset_s", time.monotonic() - began_s)
         try:
             with self.context.outside("an environment's state"):
-                await episode.begin()
+                await episode.log_first()
             attempt = self._new_attempt(ask_turn, log.elapsed_s, self._trained_seats(prompt))
             try:
                 played = await attempt.play_episode(episode)

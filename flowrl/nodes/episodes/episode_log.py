@@ -48,7 +48,7 @@ class EpisodeLog:
         self._num_answered = self._num_stepped = 0
         self._began_s = time.monotonic()
 
-    def record(self) -> EpisodeRecord:
+    def make_record(self) -> EpisodeRecord:
         """What a resumed run needs. The tokens that a checkpoint found for a request stay until the request ends."""
         return replace(
             self._before if self._asked and self._asked == self._before.asked else NEW,
@@ -56,7 +56,7 @@ class EpisodeLog:
             asked=self._asked,
             attempt=self.attempt,
             failed=self.failed,
-            seconds=self.seconds,
+            seconds=self.seconds_played,
             replies=tuple(self._replies),
             context_ids=self._context_ids,
             first=self.first,
@@ -72,13 +72,13 @@ class EpisodeLog:
     # Time
 
     @property
-    def seconds(self) -> float:
+    def seconds_played(self) -> float:
         """Seconds since the attempt started, without the time between a checkpoint and the end of a replay."""
         return self._before.seconds + (0.0 if self._replaying else time.monotonic() - self._began_s)
 
     def elapsed_s(self) -> float:
         """The seconds for the attempt's limit; 0 during a replay, because the replayed turns were in time."""
-        return 0.0 if self._replaying else self.seconds
+        return 0.0 if self._replaying else self.seconds_played
 
     @property
     def _replaying(self) -> bool:
@@ -167,7 +167,7 @@ class LoggedEpisode:
         self._restored = restored
         self._saves = saves
 
-    async def begin(self) -> None:
+    async def log_first(self) -> None:
         """Log what the environment shows first; call this once. Raises EnvironmentFailed if it differs from the log."""
         if not self._restored:
             self._log.note_first(self._episode.observations, await self._saved_state())

@@ -110,7 +110,7 @@ class EpisodeNode(Node):
         )
 
     def check(self, facts: Any) -> list[str]:
-        problems = [*self.limits.problems(), *self.shaping.problems()]
+        problems = [*self.limits.find_problems(), *self.shaping.find_problems()]
         for name in ("processes", "memory_bytes", "episodes_per_process"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}; it needs at least 1")
@@ -130,7 +130,7 @@ class EpisodeNode(Node):
                 "lower it"
             )
 
-    async def prepare(self, model_dir: str) -> None:
+    async def prepare_attempts(self, model_dir: str) -> None:
         """Make what every attempt needs."""
         await self.blocking(self._load_tokenizer, model_dir)
         self._reports = EpisodeReports(self.context, self._templates.tokenizer, name_of=self.row_name)
@@ -151,10 +151,10 @@ class EpisodeNode(Node):
         if self.episodes.was_sent():
             return
         log = self._new_log(prompt.record)
-        began_s, ticket = time.monotonic() - log.seconds, self.prompts.ticket(prompt)
+        began_s, ticket = time.monotonic() - log.seconds_played, self.prompts.ticket(prompt)
         cause, last = "", False
         while not last:
-            self.prompts.keep(prompt, log.record)
+            self.prompts.keep(prompt, log.make_record)
             await self._outcomes.wait_ready()
             with self._outcomes.begin_attempt() as attempt:
                 try:

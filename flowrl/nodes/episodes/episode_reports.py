@@ -218,7 +218,7 @@ class GroupTurns:
     num_ended: int = 0
     """Number of members, not of attempts."""
 
-    def row(self) -> tuple[float, float, float]:
+    def turns_row(self) -> tuple[float, float, float]:
         """(share of attempts that failed, mean turns of finished episodes, mean turns of failed attempts).
 
         A mean over no attempts is NaN. The group needs at least one attempt.
@@ -277,12 +277,12 @@ class FailingByLength:
     def _close_group(self, group_id: str) -> None:
         group = self._open.pop(group_id)
         if group.finished:
-            self._rows.append(group.row())
+            self._rows.append(group.turns_row())
             self.score = score_of(np.array(self._rows))
 
 
 def score_of(rows: Floats) -> float | None:
-    """The larger of both scores; None for too few groups. `rows` has a row of `GroupTurns.row` for each group."""
+    """The larger of both scores; None for too few groups. `rows` has a row of `GroupTurns.turns_row` for each group."""
     both = rows[~np.isnan(rows[:, 2])]
     if len(rows) < LEAST_GROUPS or len(both) < LEAST_FAILED:
         return None

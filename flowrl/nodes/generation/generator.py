@@ -138,7 +138,7 @@ class Generator(Node):
             adapter_rank=self.adapter_rank,
             weights_dtype=self.engine.dtype,
             fixed_weights=self.engine.fixed_weights(adapters=self.adapter_rank > 0),
-            **self.engine.needs(self.gpus),
+            **self.engine.machine_needs(self.gpus),
             optional=("requests", "turns"),
             stands_in=True,
         )
@@ -153,12 +153,14 @@ class Generator(Node):
         )
 
     def check(self, facts: Any) -> list[str]:
-        problems = [f"sampling: {text}" for text in self.sampling.problems(trained=self.trained)]
-        known = self.sampling.problems(trained=False)
-        problems += [f"evaluation: {text}" for text in self.evaluation.problems(trained=False) if text not in known]
+        problems = [f"sampling: {text}" for text in self.sampling.find_problems(trained=self.trained)]
+        known = self.sampling.find_problems(trained=False)
+        problems += [
+            f"evaluation: {text}" for text in self.evaluation.find_problems(trained=False) if text not in known
+        ]
         problems += self._length_problems()
         shape = known_shape(self.policy) if self.engine.in_fp8 else None
-        problems += self.engine.problems(self.gpus, shape) + self.parallel.problems(self.gpus)
+        problems += self.engine.find_problems(self.gpus, shape) + self.parallel.find_problems(self.gpus)
         if self.probe_tolerance is not None and not self.probe_tolerance >= 0:
             problems.append(f"probe_tolerance is {self.probe_tolerance}; it has to be a number of at least 0")
         problems += parser_problems(tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
@@ -196,7 +198,7 @@ class Generator(Node):
     @property
     def parallel(self) -> Parallel:
         """How a replica spreads over its GPUs."""
-        return Parallel.of(self.engine)
+        return Parallel.of_engine(self.engine)
 
     # Lifecycle
 
@@ -218,7 +220,7 @@ class Generator(Node):
         self.context.progress("starting vLLM")
         routes, slots = self.context.weight_routes, None
         if self.adapter_rank:
-            routes, slots = through_hosts(routes), AdapterSlots.of(self.adapter_rank, self.context.max_staleness)
+            routes, slots = through_hosts(routes), AdapterSlots.slots_for(self.adapter_rank, self.context.max_staleness)
         self._receiver = make_receiver(routes, self.replica_name, self.context.run_id)
         self._sampler = await self.blocking(
             VllmSampler.start,

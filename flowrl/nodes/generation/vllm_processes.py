@@ -58,7 +58,7 @@ def stored_problems(model_dir: Path, engine: Engine, gpus: float) -> list[str]:
     """Why an engine cannot use the model in `model_dir` as it is stored, as complete sentences."""
     quantized = read_config(model_dir).get("quantization_config")
     if not quantized:
-        return engine.problems(gpus, read_shape(model_dir))
+        return engine.find_problems(gpus, read_shape(model_dir))
     method = quantized.get("quant_method", "unknown")
     return [
         f"the model in {model_dir} is quantized ({method}), and weight updates lack the scales (weight_scale) of its "
@@ -94,7 +94,7 @@ def engine_arguments(
     engine: Engine,
     longest: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs: ours, then the user's. `longest` as `Engine.arguments` takes it."""
+    """Keyword arguments of AsyncEngineArgs: ours, then the user's. `longest` as `Engine.vllm_arguments` takes it."""
     from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
@@ -110,16 +110,16 @@ def engine_arguments(
         "weight_transfer_config": WeightTransferConfig(backend=transfer.name),
     }
     if slots is not None:
-        arguments |= slots.arguments
+        arguments |= slots.vllm_arguments
     if num_gpus:
-        arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}
+        arguments |= {"enable_sleep_mode": sleeps, **Parallel.of_engine(engine).size_arguments(num_gpus)}
     else:
         arguments |= {
             "block_size": 32,
             "distributed_executor_backend": "uni",
             "kv_cache_memory_bytes": LARGEST_CACHE,  # `kv_cache_room` lowers it
         }
-    return arguments | engine.arguments(on_gpu=bool(num_gpus), longest=longest)
+    return arguments | engine.vllm_arguments(on_gpu=bool(num_gpus), longest=longest)
 
 
 def longest_sequence(model_dir: str | Path, asked: int | None, response: int) -> int | None:

@@ -155,7 +155,7 @@ class VllmSampler:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            **sampling.arguments(generated=generated, seed=seed),
+            **sampling.vllm_arguments(generated=generated, seed=seed),
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -193,7 +193,7 @@ class VllmSampler:
         if self._adapters is not None:
             spans = [(str(version), 0, len(token_ids))]
         sampled = logprobs.logprobs[: len(token_ids)]
-        return Completion.of(token_ids, sampled, spread_versions(spans, len(token_ids)), finish_reason)
+        return Completion.copy_of(token_ids, sampled, spread_versions(spans, len(token_ids)), finish_reason)
 
     async def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(token t | tokens before t) for t = 1 ... T-1 of each sequence, under the current weights."""

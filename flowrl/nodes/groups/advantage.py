@@ -50,7 +50,7 @@ class GroupAdvantage(Node):
             problems.append(
                 f"estimator {self.estimate.estimator!r} compares the members of a group, but the group size is 1"
             )
-        return problems + (self.dynamic.problems() if self.dynamic is not None else [])
+        return problems + (self.dynamic.find_problems() if self.dynamic is not None else [])
 
     def notes(self) -> list[str]:
         return [] if self.dynamic is None else self.dynamic.notes()
@@ -70,9 +70,9 @@ class GroupAdvantage(Node):
                 self.scored.drop(sample, reason, state="filtered")
             self._filter.assert_within(self.name)
         else:
-            await self.groups.send(self.group(members), made_from=taken)
+            await self.groups.send(self.make_group(members), made_from=taken)
 
-    def group(self, members: Members[Scored]) -> Group:
+    def make_group(self, members: Members[Scored]) -> Group:
         """The group of `members` with its advantages."""
         waits = self.estimate.estimator == "gae" and any(sample.values is None for sample in members.items)
         return Group(

@@ -143,7 +143,7 @@ class TokenBatch(Node):
         if self.normalise_rewards and self.estimate is not None and self.estimate.credit == "turn":
             problems.append("normalise_rewards is for whole rewards; with credit='turn' set it to False")
         if self.adaptive_kl is not None:
-            problems += self.adaptive_kl.problems()
+            problems += self.adaptive_kl.find_problems()
             if self.estimate is not None and not self.estimate.kl_coef:
                 problems.append("adaptive_kl steers the KL in the reward; the estimate needs a kl_coef above 0")
         return problems
@@ -213,7 +213,7 @@ class TokenBatch(Node):
         if self.whiten != "off":
             # A batch makes one version, so the version that will train this batch is known here.
             masks = loss_masks(samples, self._mask_staleness, self.context.start_version + self._num_sent)
-            samples = whitened(samples, masks, mean_only=self.whiten == "mean")
+            samples = whiten_samples(samples, masks, mean_only=self.whiten == "mean")
         return self._batch_of(samples, len(groups), metrics=self._batch_figures(groups) | metrics)
 
     def _in_loss(self, groups: Sequence[Group]) -> tuple[Trainable, ...]:
@@ -281,7 +281,7 @@ def without_overlong(sample: Trainable) -> Trainable:
     return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.whole_mask)) if sample.truncated else sample
 
 
-def whitened(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: bool) -> tuple[Trainable, ...]:
+def whiten_samples(samples: Sequence[Trainable], masks: Sequence[Bool], *, mean_only: bool) -> tuple[Trainable, ...]:
     """`samples` with advantages normalised over all tokens of `masks` together, 0 elsewhere."""
     values = whiten_advantages(
         np.concatenate([sample.advantages for sample in samples]).astype(np.float64),
@@ -397,7 +397,7 @@ class AdaptiveKL:
     gain: float = 0.1
     limit: float = 0.2
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
         values = (("target", self.target), ("gain", self.gain), ("limit", self.limit))
         return [f"adaptive_kl.{name} is {value}; it has to be above 0" for name, value in values if not value > 0]

@@ -51,7 +51,7 @@ class DynamicSampling:
         """What `flowrl check` reports about these settings."""
         return [f"the run ends if more than {self.limit} groups are filtered before a batch of {self.groups_per_step}"]
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
         found = []
         if self.max_filtered_per_step is not None and self.max_filtered_per_step < 1:

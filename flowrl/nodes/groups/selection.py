@@ -56,7 +56,7 @@ class Selection(Node):
         return bool(reason)
 
     def _filter_problems(self) -> list[str]:
-        return [] if self.dynamic is None else self.dynamic.problems()
+        return [] if self.dynamic is None else self.dynamic.find_problems()
 
     def notes(self) -> list[str]:
         return [] if self.dynamic is None else self.dynamic.notes()
@@ -98,19 +98,19 @@ class BestOfN(Selection):
             await report_outcome(self.outcomes, members.items)
             if self._drop_filtered(members.items):
                 continue
-            best = ranked(members.items)[0]
+            best = rank_samples(members.items)[0]
             kept = self.least_reward is None or best.raw_reward >= self.least_reward
             self._judged.add_group(members.items, passed_on=[best] if kept else ())
             for sample in members.items:
                 if sample is not best:
                     self.scored.drop(sample, "not_best", state="filtered")
             if kept:
-                await self.groups.send(self.group(members, best), made_from=[best])
+                await self.groups.send(self.make_group(members, best), made_from=[best])
             else:
                 self.scored.drop(best, "below_least", state="filtered")
                 self._judged.assert_some_pass(self.name, "below_least")
 
-    def group(self, members: Members[Scored], best: Scored) -> Group:
+    def make_group(self, members: Members[Scored], best: Scored) -> Group:
         """A group of one sample in which training raises the probability of every policy token."""
         sample = make_trainable(best, best.whole_mask.astype(np.float64))
         return Group(members.group_id, (sample,), members.size, self._judged.take_sums())
@@ -193,7 +193,7 @@ class PairMaker(Selection):
                     self.scored.drop(sample, bad.reason, state="failed")
                 continue
             self._failing.note_scored()
-            pair, reason = self.pair(compared)
+            pair, reason = self.choose_pair(compared)
             pair = tuple(sample for chosen in pair for sample in members.items if sample.sample_id == chosen.sample_id)
             self._judged.add_group(members.items, passed_on=pair)
             paired = {sample.sample_id for sample in pair}
@@ -201,7 +201,7 @@ class PairMaker(Selection):
                 if sample.sample_id not in paired:
                     self.scored.drop(sample, reason, state="filtered")
             if pair:
-                await self.groups.send(self.group(members, *pair), made_from=pair)
+                await self.groups.send(self.make_group(members, *pair), made_from=pair)
             else:
                 self._judged.assert_some_pass(self.name, reason)
 
@@ -213,7 +213,7 @@ class PairMaker(Selection):
             won = await self._comparisons.shares_won(samples)
         return [replace(sample, reward=share) for sample, share in zip(samples, won, strict=True)]
 
-    def pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
+    def choose_pair(self, samples: Sequence[Scored]) -> tuple[tuple[Scored, ...], str]:
         """(chosen, rejected), or () if there is no pair, and the reason why the others are left out."""
         require_one_seat(samples, "a PairMaker")
         require_one_sequence(samples, "a PairMaker")
@@ -221,10 +221,10 @@ class PairMaker(Selection):
             return (), "group_too_small"
         if all_equal([whole_reward(sample) for sample in samples]):
             return (), "tie"
-        order = ranked(samples)
+        order = rank_samples(samples)
         return (order[0], order[-1]), "not_paired"
 
-    def group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
+    def make_group(self, members: Members[Scored], chosen: Scored, rejected: Scored) -> Group:
         """The pair as neighbours that stay together."""
         pair: list[Trainable] = []
         for sample, label in ((chosen, 1), (rejected, -1)):
@@ -235,6 +235,6 @@ class PairMaker(Selection):
         return Group(members.group_id, tuple(pair), members.size, self._judged.take_sums())
 
 
-def ranked(samples: Sequence[Scored]) -> list[Scored]:
+def rank_samples(samples: Sequence[Scored]) -> list[Scored]:
     """The samples, best first; samples with equal rewards keep their order."""
     return sorted(samples, key=lambda sample: -whole_reward(sample))

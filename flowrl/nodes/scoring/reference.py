@@ -177,7 +177,7 @@ class Reference(ScoringNode):
         network = self.scoring.model.network
         kept = KeptReferences(network, every=self.refresh_every, mixup=self.mixup, kept=num)
         if self.context.resume_dir is not None:
-            kept.restore(self._state_dir(self.context.resume_dir))
+            kept.restore_references(self._state_dir(self.context.resume_dir))
         self._published = ModuleWeights(dict(network.named_parameters()))
         return kept
 
@@ -190,7 +190,7 @@ class Reference(ScoringNode):
 
     async def checkpoint(self, path: str) -> None:
         if self._kept is not None and self.context.replica == 0:
-            await self.blocking(self._kept.save, self._state_dir(path))
+            await self.blocking(self._kept.save_references, self._state_dir(path))
 
     async def close(self) -> None:
         await super().close()
@@ -208,7 +208,7 @@ class Reference(ScoringNode):
 
     async def _follow_weights(self, kept: KeptReferences) -> None:
         async for manifest in self.weights:
-            if manifest.version % self.refresh_every == 0 and manifest.version > kept.newest:
+            if manifest.version % self.refresh_every == 0 and manifest.version > kept.newest_number:
                 await self.blocking(self._refresh_reference, kept, manifest)
                 self.context.metric("reference_refreshed", 1)
                 async with self._newest:
@@ -230,7 +230,7 @@ class Reference(ScoringNode):
             wanted = kept.number_for(newest_version(sample))
             with self.context.waiting("the reference of its version"):
                 async with self._newest:
-                    await self._newest.wait_for(lambda: kept.newest >= wanted)
+                    await self._newest.wait_for(lambda: kept.newest_number >= wanted)
         asked = [_Asked(one.token_ids, one.policy_mask, wanted) for one in sample.sequences]
         ref_logprobs = np.concatenate(await asyncio.gather(*map(self._pass.ask_model, asked)))
         await self.referenced.send(dataclasses.replace(sample, ref_logprobs=ref_logprobs))
@@ -303,7 +303,7 @@ class KeptReferences:
         self._loaded = 0
 
     @property
-    def newest(self) -> int:
+    def newest_number(self) -> int:
         """The number of the newest reference."""
         return max(self._weights)
 
@@ -313,7 +313,7 @@ class KeptReferences:
 
     def add_reference(self, version: int, policy: Mapping[str, Tensor]) -> None:
         """Make reference `version` from `policy`: the policy's weights of that version, by parameter name."""
-        own = self._weights[self.newest]
+        own = self._weights[self.newest_number]
         mixed = {
             name: (self._mixup * policy[name].float().cpu() + (1 - self._mixup) * tensor.float()).to(tensor.dtype)
             for name, tensor in own.items()
@@ -334,21 +334,21 @@ class KeptReferences:
             self._loaded = number
         return number
 
-    def save(self, directory: Path) -> None:
+    def save_references(self, directory: Path) -> None:
         """Write all kept references into a checkpoint's new `directory`."""
         import torch
 
         directory.mkdir(parents=True, exist_ok=True)
         torch.save({number: dict(weights) for number, weights in self._weights.items()}, directory / FILE)
 
-    def restore(self, directory: Path) -> None:
+    def restore_references(self, directory: Path) -> None:
         """Load the references that `save` wrote, and the newest of them into the model."""
         import torch
 
         found: dict[int, dict[str, Any]] = torch.load(directory / FILE, map_location="cpu")
         self._weights = dict(found)
         self._loaded = -1
-        self.load_reference(self.newest)
+        self.load_reference(self.newest_number)
 
 
 class PreferenceReference(Node):
@@ -419,7 +419,7 @@ class PreferenceReference(Node):
         model_dir = resolve(self.policy, progress=progress)
         from flowrl.models.references import reference_cache
 
-        chat, rows = self.data.chat(progress), self.data.rows()
+        chat, rows = self.data.open_chat(progress), self.data.read_rows()
         parts = [
             Renderer(self.data, chat, rows.train),
             Renderer(self.data, chat, self._rows_to_judge_on(rows.held_out)),

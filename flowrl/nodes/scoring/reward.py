@@ -69,7 +69,7 @@ class Reward(Node):
         return samples_at_once(self._functions.parts, self._processes)
 
     def check(self, facts: Any) -> list[str]:
-        problems = self.shaping.problems()
+        problems = self.shaping.find_problems()
         if compared := [part.place for part in self.parts if part.convention == "pairwise"]:
             problems.append(
                 f"{compared[0]} compares two responses, but a reward scores one; pass it to PairMaker as prefer="
@@ -152,7 +152,7 @@ class Shaping:
     negate: bool = False
     """A control experiment: the sign of the shaped reward is inverted, so that training makes the policy worse."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
         found = []
         if self.stop_penalty is not None and self.stop_penalty > 1:

@@ -110,7 +110,7 @@ class RewardModel(ScoringNode):
         return Facts(drops=True, concurrency=self.batch, optional=("requests",))
 
     def check(self, facts: Any) -> list[str]:
-        problems = [*self.shaping.problems(), *gpu_problems(self.gpus)]
+        problems = [*self.shaping.find_problems(), *gpu_problems(self.gpus)]
         if not self.model:
             problems.append("its model is empty; name the directory of a reward model, as graphs/reward_model.py makes")
         for name in ("batch", "token_budget"):
@@ -141,7 +141,7 @@ class RewardModel(ScoringNode):
         return self.policy.like(self.model)
 
     async def setup(self) -> None:
-        await self.blocking(self._load)
+        await self.blocking(self._load_model)
         if self._functions is not None:
             await self.blocking(self._functions.open_client, self.context)
 
@@ -150,7 +150,7 @@ class RewardModel(ScoringNode):
         if self._functions is not None:
             await self._functions.close()
 
-    def _load(self) -> None:
+    def _load_model(self) -> None:
         from flowrl.models.scorer import Scorer, labels_of, scorer_load
         from flowrl.models.tokens.chat import load_tokenizer
 

@@ -29,7 +29,7 @@ from flowrl.nodes.sources.row_checks import (
     refuse_long_rows,
     rendered_alone,
     require_rendered,
-    shortened,
+    shorten_prompt,
 )
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_demonstrations
@@ -155,7 +155,7 @@ class Demonstrations(Node):
         """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
         chat = chat.with_tools(row.tools)
         token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(row.turns, row.response)
-        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+        return shorten_prompt(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def make_sample(self, prompt: Prompt) -> Trainable:
         """The sample that a model would make by giving the row's answer."""

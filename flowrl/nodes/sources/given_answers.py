@@ -28,7 +28,7 @@ from flowrl.nodes.sources.row_checks import (
     refuse_long_rows,
     rendered_alone,
     require_rendered,
-    shortened,
+    shorten_prompt,
 )
 from flowrl.nodes.sources.row_source import RowPart
 from flowrl.tasks import Row, Task, load_demonstrations, load_rows
@@ -134,7 +134,7 @@ class GivenAnswers(Node):
     def _render_answer(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
         """(ids, mask) of a prompt with its answer; the mask marks the answer."""
         token_ids, mask = chat.with_tools(row.tools).completion(row.turns, row.response)
-        return shortened(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
+        return shorten_prompt(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def make_sample(self, prompt: Prompt) -> Sample:
         """The sample that a model would make by giving the row's answer."""

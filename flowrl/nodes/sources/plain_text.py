@@ -48,11 +48,11 @@ class Texts:
         if self.cut not in ("split", "wrapped"):
             raise ConfigError(f"cut is {self.cut!r}; choose split or wrapped")
 
-    def read(self) -> Rows:
+    def read_texts(self) -> Rows:
         """All texts; a process reads them only once."""
         return load_texts(self.task, whole=self.part == "all")
 
-    def sequences(self, rows: Sequence[Row], progress: Progress = silent) -> TextPieces:
+    def cut_sequences(self, rows: Sequence[Row], progress: Progress = silent) -> TextPieces:
         """The sequences of these texts, in their order. If the texts stay on disk, their tokens are on disk as well."""
         tokens = text_tokens(tokenizer_of(self.policy, progress=progress), (row.prompt for row in rows))
         store = TokenFile() if isinstance(rows, IndexedRows) else HeldTokens()
@@ -71,16 +71,16 @@ class TextSource(PromptSource):
 
     def preflight(self) -> str | None:
         check_model(self.policy)
-        self.texts.read()
+        self.texts.read_texts()
         return None
 
     def read(self) -> Rows:
-        return self.texts.read()
+        return self.texts.read_texts()
 
     def rows(self) -> TextPieces:  # type: ignore[override]
         found = self.read()
-        self._num_texts = len(rows := self.chosen(found.train, found.held_out))
-        self._pieces = self.texts.sequences(rows)
+        self._num_texts = len(rows := self.chosen_rows(found.train, found.held_out))
+        self._pieces = self.texts.cut_sequences(rows)
         return self._pieces
 
     def _report_rows(self, found: Rows) -> None:
@@ -93,7 +93,7 @@ class TextSource(PromptSource):
 
     def group(self, row: TextPiece, epoch: int) -> list[Prompt]:  # type: ignore[override]
         text = self._chat.tokenizer.decode(row.token_ids[1:])
-        return self.members(row.prompt_id, epoch, text=text, token_ids=row.token_ids)
+        return self.make_members(row.prompt_id, epoch, text=text, token_ids=row.token_ids)
 
 
 class TextDataset(Node):
@@ -132,15 +132,15 @@ class TextDataset(Node):
             await self.groups.send(Group(prompt.group_id, (sample,), 1))
 
     def require_held_out(self) -> None:
-        if not self.texts.read().held_out:
+        if not self.texts.read_texts().held_out:
             raise ConfigError(
                 f"{self.texts.task.name!r} has no held-out text to measure the loss on (one text in eight is held "
                 "out, and a .txt file is one text); name more texts, or leave held_out out"
             )
 
     def held_out_samples(self, most: int, progress: Progress) -> list[Trainable]:
-        rows = lowest_rows(self.texts.read().held_out, None)
-        found = self.texts.sequences(rows, progress).lowest(most)
+        rows = lowest_rows(self.texts.read_texts().held_out, None)
+        found = self.texts.cut_sequences(rows, progress).lowest_pieces(most)
         return [
             text_sample(one.token_ids, "", sample_id=one.prompt_id, group_id=one.prompt_id, prompt_id=one.prompt_id)
             for one in found
@@ -197,7 +197,7 @@ class TextPieces(Sequence[TextPiece]):
         """The `prompt_id` of each sequence, without reading the sequence."""
         return hex_digests(self._ids)
 
-    def lowest(self, most: int) -> list[TextPiece]:
+    def lowest_pieces(self, most: int) -> list[TextPiece]:
         """Up to `most` sequences: those with the lowest ids."""
         return [self[int(index)] for index in np.argsort(self._ids, kind="stable")[:most]]
 

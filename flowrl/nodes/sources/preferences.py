@@ -30,7 +30,7 @@ from flowrl.nodes.sources.row_checks import (
     refuse_long_rows,
     rendered_alone,
     require_rendered,
-    shortened,
+    shorten_prompt,
     within_limit,
 )
 from flowrl.nodes.sources.row_source import PromptSource
@@ -74,16 +74,16 @@ class Preferences:
         """The number of completions of one row."""
         return 2 if self.kind == "pairs" else 1
 
-    def rows(self) -> Rows:
+    def read_rows(self) -> Rows:
         """All rows; a process reads them only once."""
         return load_preferences(self.task, self.kind)
 
-    def texts(self, row: Row) -> RowTexts:
+    def row_texts(self, row: Row) -> RowTexts:
         """What is rendered of a row."""
         names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
         return RowTexts(row.turns, tuple(row.columns[name] for name in names), row.tools)
 
-    def chat(self, progress: Progress = silent) -> Chat:
+    def open_chat(self, progress: Progress = silent) -> Chat:
         """The chat that renders the rows."""
         return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
 
@@ -110,7 +110,7 @@ class PreferenceSource(PromptSource):
         return replace(super().facts(), longest_prompt=None)
 
     def read(self) -> Rows:
-        return self.data.rows()
+        return self.data.read_rows()
 
     def _try_rows(self, rows: Sequence[Row]) -> None:
         """Nothing: the node that renders completions tries them."""
@@ -136,14 +136,14 @@ class PreferenceDataset(Node):
 
     def preflight(self) -> str | None:
         check_model(self.data.policy)
-        rows = self.data.rows()
+        rows = self.data.read_rows()
         both = join_rows(rows.train, rows.held_out)
         check_tools(self.data.policy, both)
         if self.data.kind == "labelled":
             mismatched_rows(rows.train)
         if self.data.too_long == "error" and not self.data.policy.built_in:
-            self._refuse_long(Renderer(self.data, self.data.chat(), rows.train))
-        said = [require_rendered(self.data.policy, self.data.task, both, self.data.texts)]
+            self._refuse_long(Renderer(self.data, self.data.open_chat(), rows.train))
+        said = [require_rendered(self.data.policy, self.data.task, both, self.data.row_texts)]
         said += [] if self.data.scored else [end_problem(self.data.policy)]  # a reward model generates nothing
         return "; ".join(text for text in said if text) or None
 
@@ -152,8 +152,8 @@ class PreferenceDataset(Node):
         refuse_long_rows(lengths, self.data.max_tokens, option="max_tokens", task=self.data.task.name)
 
     async def setup(self) -> None:
-        chat = await self.blocking(self.data.chat, self.context.progress)
-        rows = (await self.blocking(self.data.rows)).train
+        chat = await self.blocking(self.data.open_chat, self.context.progress)
+        rows = (await self.blocking(self.data.read_rows)).train
         self._render = Renderer(self.data, chat, rows)
         self._dropped = DroppedRows(
             len(rows), self.data.max_tokens, option="max_tokens", task=self.data.task.name, context=self.context
@@ -220,7 +220,7 @@ class Renderer:
         sample = self._make_sample(row, 0, row.columns["completion"], label)
         ids, mask = self._render_mismatched(row)
         if self._truncates:  # as the sample itself: the completion stays
-            ids, mask = shortened(ids, mask, self._max_tokens)
+            ids, mask = shorten_prompt(ids, mask, self._max_tokens)
         mismatched = Mismatched(ids[: self._max_tokens], mask[: self._max_tokens])
         return self._shorten_prompts((replace(sample, mismatched=mismatched),))
 
@@ -318,13 +318,13 @@ class HeldOutPreferences(HeldOutBatch):
 
     def preflight(self) -> None:
         check_model(self.data.policy)
-        if not self.data.rows().held_out:
+        if not self.data.read_rows().held_out:
             raise ConfigError(
                 f"{self.data.task.name!r} has no held-out rows to judge by (one prompt in eight is held out); add rows"
             )
 
     def render_samples(self) -> list[Trainable]:
-        chat = self.data.chat(self.context.progress)
-        chosen = lowest_asked(self.data.rows().held_out, self.num_rows)
+        chat = self.data.open_chat(self.context.progress)
+        chosen = lowest_asked(self.data.read_rows().held_out, self.num_rows)
         rendered = Renderer(self.data, chat, chosen)
         return [s for samples in rendered if within_limit(samples, self.data.max_tokens) for s in samples]

@@ -244,7 +244,7 @@ class PromptLimit:
     engine: int | None = None
     """The longest sequence that the generator's engine takes (`Engine.max_model_len`), if it is below the context."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """What is wrong with the limit, as complete sentences."""
         found = (
             [] if self.tokens is None or self.tokens > 0 else [f"{self.option} is {self.tokens}; it needs at least 1"]
@@ -285,7 +285,7 @@ def prompt_length(chat: Chat, row: Row) -> int:
     return len(chat.with_tools(row.tools).prompt(row.turns)[1])
 
 
-def shortened(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool]:
+def shorten_prompt(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool]:
     """The last `most` tokens; all tokens if the last trained turn would lose its beginning or its whole prompt."""
     excess = len(token_ids) - most
     if excess <= 0:

@@ -109,7 +109,7 @@ class RowSource(Node):
         ]
         if self.part not in get_args(RowPart):
             problems.append(f"part is {self.part!r}; choose one of {', '.join(get_args(RowPart))}")
-        return problems + list(self.curriculum.problems() if self.curriculum else ())
+        return problems + list(self.curriculum.find_problems() if self.curriculum else ())
 
     async def setup(self) -> None:
         self._seed = self.context.seed if self.seed is None else self.seed
@@ -122,14 +122,14 @@ class RowSource(Node):
     def _buckets(self, rows: Sequence[Any]) -> list[str] | None:
         """The bucket of each row; None if each row has its own. Raises ConfigError if no row has the column."""
         by = self.curriculum.by if self.curriculum else ""
-        if by and rows and not any(by in self.columns(row) for row in rows):
+        if by and rows and not any(by in self.curriculum_columns(row) for row in rows):
             raise ConfigError(
                 f"curriculum.by is {by!r}, and no row has this column; choose one of "
-                f"{', '.join(sorted(self.columns(rows[0]))) or 'none, and leave it out'}"
+                f"{', '.join(sorted(self.curriculum_columns(rows[0]))) or 'none, and leave it out'}"
             )
-        return [str(self.columns(row).get(by)) for row in rows] if by else None
+        return [str(self.curriculum_columns(row).get(by)) for row in rows] if by else None
 
-    def columns(self, row: Any) -> Mapping[str, Any]:
+    def curriculum_columns(self, row: Any) -> Mapping[str, Any]:
         """The columns by which a curriculum can distinguish rows."""
         return dict(row.columns)
 
@@ -141,14 +141,14 @@ class RowSource(Node):
         """The members of the group of `row` in `epoch`."""
         raise NotImplementedError
 
-    async def offer(self, group: list[Prompt]) -> bool:
+    async def offer_group(self, group: list[Prompt]) -> bool:
         """Admit the group, or skip it; False if no further group is wanted."""
         return await self.prompts.admit(group)
 
     async def run(self) -> None:
         if self._rates is None:
             for epoch, position, row in self._from_cursor():
-                if not await self.offer(self.group(row, epoch)):
+                if not await self.offer_group(self.group(row, epoch)):
                     return
                 self._epoch, self._position = epoch, position + 1
             return
@@ -175,7 +175,7 @@ class RowSource(Node):
             if self._waiting is None:
                 rates.note_asked(found.row)  # before it is sent: its outcome may arrive while the last member is sent
                 self._waiting = found
-            if not await self.offer(self.group(self._rows[found.row], rates.num_visits(found.row) - 1)):
+            if not await self.offer_group(self.group(self._rows[found.row], rates.num_visits(found.row) - 1)):
                 return
             self._waiting = None
             if place is not None:
@@ -194,7 +194,7 @@ class RowSource(Node):
             self.context.gauge("prompts_unsolved", self._rates.num_at(0.0))
         return Noted(is_new)
 
-    def members(self, prompt_id: str, epoch: int, **fields: Any) -> list[Prompt]:
+    def make_members(self, prompt_id: str, epoch: int, **fields: Any) -> list[Prompt]:
         """The prompts of one group; `fields` are the fields that are the same in all of them."""
         group_id = f"{self.name}:{epoch}:{prompt_id}"
         return [
@@ -211,7 +211,7 @@ class RowSource(Node):
             for member in range(self.repeat)
         ]
 
-    def chosen(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
+    def chosen_rows(self, train: Sequence[R], held_out: Sequence[R]) -> Sequence[R]:
         """The rows of `part`, at most `num_prompts`."""
         return self.of_part(train, held_out)[: self.num_prompts]
 
@@ -425,12 +425,12 @@ class PromptSource(RowSource):
                 token_ids = token_ids[-self.max_prompt_tokens :]
         if self._long:
             self.context.gauge("prompts_too_long_share", self._long / self._seen)
-        return self.members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
+        return self.make_members(row.prompt_id, epoch, text=text, token_ids=token_ids, columns=row.columns)
 
-    async def offer(self, group: list[Prompt]) -> bool:
+    async def offer_group(self, group: list[Prompt]) -> bool:
         if not group or not self._dropped.samples_fit(group[:1]):
             return True
-        return await super().offer(group)
+        return await super().offer_group(group)
 
     def _epoch_order(self, epoch: int) -> list[int]:
         return self._order_of_task(self.task, epoch)
@@ -480,7 +480,7 @@ class TaskSource(RowSource):
         return self._rows_of_task(self.task, load_rows(self.task, whole=self.part == "all"))
 
     def group(self, row: Row, epoch: int) -> list[Prompt]:
-        return self.members(row.prompt_id, epoch, **task_fields(self.task, row))
+        return self.make_members(row.prompt_id, epoch, **task_fields(self.task, row))
 
     def _epoch_order(self, epoch: int) -> list[int]:
         return self._order_of_task(self.task, epoch)
@@ -532,10 +532,10 @@ class EnvironmentSource(RowSource):
         return environment_rows(self.environment)
 
     def rows(self) -> Sequence[EnvironmentRow]:
-        return self.chosen(self._read.train, self._read.held_out)
+        return self.chosen_rows(self._read.train, self._read.held_out)
 
     def group(self, row: EnvironmentRow, epoch: int) -> list[Prompt]:
-        return self.members(row.prompt_id, epoch, **prompt_fields(row))
+        return self.make_members(row.prompt_id, epoch, **prompt_fields(row))
 
 
 def prompt_fields(row: EnvironmentRow) -> Mapping[str, Any]:

@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant(
         name="executor_left_to_vllm",
         fault="vLLM chooses its Ray executor for a generator on several GPUs",
-        function="Parallel.arguments",
+        function="Parallel.size_arguments",
         before='return sizes | ({"distributed_executor_backend": "mp"} if num_gpus > 1 else {})',
         after="return sizes | {}",
         test="tests/nodes/generation/test_generator_parallel.py::test_vllm_takes_our_executor_within_a_placement_group",
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         name="half_written_group_is_left",
         fault="a second run keeps the cut group of the first",
-        function="Written.read",
+        function="Written.read_file",
         before="end = start",
         after="end += 0",
         test="tests/commands/test_around_training.py::test_a_second_run_goes_on_behind_the_last_whole_group",
@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         name="parallel_sizes_not_compared",
         fault="parallel sizes whose product is not the number of GPUs are accepted",
-        function="Parallel.problems",
+        function="Parallel.find_problems",
         before="if least != gpus if self.tensor else gpus % least:",
         after="if False:",
         test="tests/nodes/generation/test_generator_parallel.py::test_other_sizes_are_refused",
@@ -385,7 +385,7 @@ MUTANTS = (
         name="sizes_not_passed_on",
         fault="vLLM is not told how a generator spreads over its GPUs",
         function="engine_arguments",
-        before='arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}',
+        before='arguments |= {"enable_sleep_mode": sleeps, **Parallel.of_engine(engine).size_arguments(num_gpus)}',
         after='arguments |= {"enable_sleep_mode": sleeps}',
         test="tests/nodes/generation/test_generator_devices.py::test_vllm_gets_parallel_sizes_and_sleeps_in_turns_alone",
     ),
@@ -393,8 +393,8 @@ MUTANTS = (
         name="sleep_mode_always",
         fault="vLLM is started with its sleep mode outside of turns, too",
         function="engine_arguments",
-        before='arguments |= {"enable_sleep_mode": sleeps, **Parallel.of(engine).arguments(num_gpus)}',
-        after='arguments |= {"enable_sleep_mode": True, **Parallel.of(engine).arguments(num_gpus)}',
+        before='arguments |= {"enable_sleep_mode": sleeps, **Parallel.of_engine(engine).size_arguments(num_gpus)}',
+        after='arguments |= {"enable_sleep_mode": True, **Parallel.of_engine(engine).size_arguments(num_gpus)}',
         test="tests/nodes/generation/test_generator_devices.py::test_vllm_gets_parallel_sizes_and_sleeps_in_turns_alone",
     ),
     Mutant(
@@ -473,8 +473,8 @@ MUTANTS = (
         name="whitening_per_group",
         fault="each group is whitened by itself",
         function="TokenBatch.make_batch",
-        before='samples = whitened(samples, masks, mean_only=self.whiten == "mean")',
-        after="samples = sum((whitened(g.samples, loss_masks(g.samples, self._mask_staleness, self._num_sent), mean_only=False) for g in groups), ())",
+        before='samples = whiten_samples(samples, masks, mean_only=self.whiten == "mean")',
+        after="samples = sum((whiten_samples(g.samples, loss_masks(g.samples, self._mask_staleness, self._num_sent), mean_only=False) for g in groups), ())",
         test="tests/nodes/test_nodes_batch.py::test_whitening_is_over_the_trained_tokens_of_the_whole_batch",
     ),
 )

@@ -235,12 +235,12 @@ def test_what_takes_one_sequence_says_so() -> None:
     with pytest.raises(ConfigError, match=text):
         value_question([Group("g", (made,), 1)])
     with pytest.raises(ConfigError, match=text):
-        PairMaker(size=2).pair([made, trainable(1, [[1]])])
+        PairMaker(size=2).choose_pair([made, trainable(1, [[1]])])
     require_one_sequence([trainable(1, [[1]])], "a critic")
     require_advantages([made])
 
 
 def test_the_best_of_a_group_trains_all_its_sequences() -> None:
     best: Episode = episode(0, THREE, [1.0] * 5)
-    (sample,) = BestOfN(size=1).group(members([best], size=1), best).samples
+    (sample,) = BestOfN(size=1).make_group(members([best], size=1), best).samples
     np.testing.assert_array_equal(sample.advantages, best.whole_mask.astype(np.float32))

@@ -194,7 +194,7 @@ def test_check_says_how_long_a_step_takes_by_the_expected_time_of_an_episode() -
         "agents has places for 32 episodes at a time, of 60 s each, so a step of 64 takes 120 s or more, where its "
         "tickets allow 30 s; raise limits.episodes and processes to 128."
     ]
-    assert "ends an attempt after 1800 s; raise episode_s" in next(Limits(expected_s=2000).problems())
+    assert "ends an attempt after 1800 s; raise episode_s" in next(Limits(expected_s=2000).find_problems())
 
 
 def test_the_preflight_tells_of_the_template_and_refuses_tools_that_it_cannot_take() -> None:

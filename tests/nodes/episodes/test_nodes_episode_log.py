@@ -15,7 +15,7 @@ def resumed() -> EpisodeLog:
     log = EpisodeLog(observation_bytes=64)
     log.note_first([Observation("a")], None)
     log.note_step(BEFORE, None)
-    return EpisodeLog(log.record(), observation_bytes=64)
+    return EpisodeLog(log.make_record(), observation_bytes=64)
 
 
 @pytest.mark.parametrize(

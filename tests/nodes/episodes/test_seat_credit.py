@@ -113,7 +113,7 @@ def test_what_compares_one_reward_of_a_sample_says_so() -> None:
     with pytest.raises(ConfigError, match=text):
         GroupFilter(DynamicSampling(groups_per_step=1)).judge_group([made])
     with pytest.raises(ConfigError, match=text):
-        PairMaker(size=2).pair([made, made])
+        PairMaker(size=2).choose_pair([made, made])
     with pytest.raises(ConfigError, match=text):
         run_node(BestOfN(size=2), {"scored": [made, game(1, (0.0, 1.0))]})
     with pytest.raises(ConfigError, match=text):

@@ -86,7 +86,7 @@ def test_a_turns_advantage_is_that_of_all_its_tokens_through_all_sequences() -> 
         episode(2, [[2], [2]], [0.0, 1.0]),
     ]
     rewards = [[r for _, r in s.rewards_by_turn] for s in samples]
-    group = GroupAdvantage(Estimate(credit="turn", gamma=0.9), size=3).group(members(samples, size=3))
+    group = GroupAdvantage(Estimate(credit="turn", gamma=0.9), size=3).make_group(members(samples, size=3))
     for sample, advantages, sizes in zip(
         group.samples, plain(rewards, "group_norm", 0.9), ([2, 3, 1, 4, 2], [3], [2, 2]), strict=True
     ):
@@ -98,7 +98,7 @@ def test_a_turns_advantage_is_that_of_all_its_tokens_through_all_sequences() -> 
 
 def test_an_episode_that_stays_out_of_the_loss_is_in_the_baseline() -> None:
     samples = [episode(0, [[2], [2]], [1.0, 0.0], masked=True), episode(1, [[2]], [0.0])]
-    masked, trained = GroupAdvantage(Estimate(credit="turn"), size=2).group(members(samples, size=2)).samples
+    masked, trained = GroupAdvantage(Estimate(credit="turn"), size=2).make_group(members(samples, size=2)).samples
     assert masked.loss_mask is not None and masked.loss_mask.size == masked.num_tokens and not masked.loss_mask.any()
     assert trained.advantages[trained.policy_mask][0] == pytest.approx(-0.5 / math.sqrt(0.5))
 
@@ -113,11 +113,11 @@ def test_shaping_keeps_the_sum_and_negates_every_turn() -> None:
 def test_samples_without_turns_are_refused_in_a_sentence() -> None:
     node = GroupAdvantage(Estimate(credit="turn"), size=2)
     with pytest.raises(ConfigError, match=r"has no rewards by turn; connect .* Environment, or set credit='episode'"):
-        node.group(members([scored(0, 1.0), scored(1, 0.0)], size=2))
+        node.make_group(members([scored(0, 1.0), scored(1, 0.0)], size=2))
     late = episode(0, [[2], [2]], [1.0, 0.0])
     cut = type(late)(**{**vars(late), "rewards_by_turn": late.rewards_by_turn[:1]})
     with pytest.raises(ConfigError, match="policy tokens after its last turn"):
-        node.group(members([cut, episode(1, [[2]], [0.0])], size=2))
+        node.make_group(members([cut, episode(1, [[2]], [0.0])], size=2))
 
 
 @pytest.mark.parametrize(

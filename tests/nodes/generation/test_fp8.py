@@ -39,9 +39,9 @@ def test_engines_in_fp8_are_taken_by_every_graph_with_generators(name: str) -> N
 
 
 def test_vllm_is_given_the_name_that_it_quantizes_by() -> None:
-    found = {name: Engine(quantization=name).arguments(on_gpu=True)["quantization"] for name in FP8}
+    found = {name: Engine(quantization=name).vllm_arguments(on_gpu=True)["quantization"] for name in FP8}
     assert found.pop("fp8") == "fp8_per_channel" and found == {name: name for name in found}
-    assert Engine(quantization="awq").arguments(on_gpu=True)["quantization"] == "awq"
+    assert Engine(quantization="awq").vllm_arguments(on_gpu=True)["quantization"] == "awq"
 
 
 @pytest.mark.parametrize(("method", "fixed"), [("mxfp8", True), ("experts_int8", True), ("fp8_per_block", False)])

@@ -21,7 +21,7 @@ from tests.rigs.ticks import ticks
 
 
 def part(*token_ids: int, reason: str = "") -> Completion:
-    return Completion.of(token_ids, [-1.0] * len(token_ids), [3] * len(token_ids), reason)
+    return Completion.copy_of(token_ids, [-1.0] * len(token_ids), [3] * len(token_ids), reason)
 
 
 class Table:

@@ -37,9 +37,9 @@ PP = "pipeline_parallel_size"
 def test_what_is_not_asked_for_is_tensor_parallel(
     engine: dict[str, int], gpus: float, sizes: tuple[int, int, int]
 ) -> None:
-    parallel = Parallel.of(Engine(**engine))
-    assert parallel.problems(gpus) == []
-    found = parallel.arguments(int(gpus))
+    parallel = Parallel.of_engine(Engine(**engine))
+    assert parallel.find_problems(gpus) == []
+    found = parallel.size_arguments(int(gpus))
     assert tuple(found[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "data")) == sizes
     assert found.get("distributed_executor_backend") == ("mp" if gpus > 1 else None)
 
@@ -96,6 +96,6 @@ def test_vllm_takes_our_executor_within_a_placement_group(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: SimpleNamespace(bundle_specs=[]))
     assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"
-    ours = Parallel().arguments(2)
+    ours = Parallel().size_arguments(2)
     assert ParallelConfig(**ours).distributed_executor_backend == "mp"
     assert ParallelConfig(**ours).world_size == 2

@@ -19,7 +19,7 @@ from flowrl.nodes.sampling import Completion, Response, Sampling, continued_seed
 
 
 def test_default_sampling_is_fit_for_training() -> None:
-    assert Sampling().problems(trained=True) == []
+    assert Sampling().find_problems(trained=True) == []
 
 
 @pytest.mark.parametrize(
@@ -35,28 +35,28 @@ def test_default_sampling_is_fit_for_training() -> None:
     ],
 )
 def test_each_wrong_option_is_named(sampling: Sampling, trained: bool, expected: str) -> None:
-    (problem,) = sampling.problems(trained=trained)
+    (problem,) = sampling.find_problems(trained=trained)
     assert expected in problem
 
 
 def test_truncation_and_greed_are_fine_for_evaluation() -> None:
-    assert Sampling(temperature=0, top_p=0.9, top_k=5).problems(trained=False) == []
+    assert Sampling(temperature=0, top_p=0.9, top_k=5).find_problems(trained=False) == []
 
 
 def test_a_continued_response_has_the_rest_of_its_limits() -> None:
-    arguments = Sampling(max_tokens=10, min_tokens=4).arguments(generated=3, seed=7)
+    arguments = Sampling(max_tokens=10, min_tokens=4).vllm_arguments(generated=3, seed=7)
     assert (arguments["max_tokens"], arguments["min_tokens"]) == (7, 1)
-    assert Sampling(min_tokens=2).arguments(generated=3)["min_tokens"] == 0
+    assert Sampling(min_tokens=2).vllm_arguments(generated=3)["min_tokens"] == 0
 
 
 def test_stop_texts_need_vllm_to_decode_and_nothing_else_does() -> None:
-    assert Sampling(stop=("\n",)).arguments()["detokenize"]
-    assert not Sampling().arguments()["detokenize"]
+    assert Sampling(stop=("\n",)).vllm_arguments()["detokenize"]
+    assert not Sampling().vllm_arguments()["detokenize"]
 
 
 def test_seeds() -> None:
-    assert Sampling().arguments(seed=5)["seed"] == 5
-    assert Sampling(temperature=0).arguments(seed=5)["seed"] is None
+    assert Sampling().vllm_arguments(seed=5)["seed"] == 5
+    assert Sampling(temperature=0).vllm_arguments(seed=5)["seed"] is None
     assert continued_seed(2**64 - 1, 0) == 2**63 - 1
     assert len({continued_seed(5, generated) for generated in range(20)}) == 20
     assert continued_seed(5, 3) == continued_seed(5, 3) != continued_seed(6, 3)

@@ -45,7 +45,7 @@ class Letters:
         if self.death is not None:
             raise self.death
         reason = "stop" if len(ids) == len(self.ids) else "length"
-        return Completion.of(ids, [-0.5] * len(ids), [7] * len(ids), reason, 3)
+        return Completion.copy_of(ids, [-0.5] * len(ids), [7] * len(ids), reason, 3)
 
     def required(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -152,7 +152,7 @@ def dying(text: str) -> Letters:
     sampler = Letters("12<|end|>")
     sampler.death = engine_died()
     ids = TOKENIZER(text)["input_ids"]
-    sampler.death.arrived = Completion.of(ids, [-0.5] * len(ids), [7] * len(ids), "")
+    sampler.death.arrived = Completion.copy_of(ids, [-0.5] * len(ids), [7] * len(ids), "")
     return sampler
 
 

@@ -23,11 +23,11 @@ GRAPHS = Path(__file__).parents[3] / "graphs"
 def test_the_longest_sequence_is_the_users_or_the_graphs_or_what_fits_the_cache() -> None:
     """vLLM's -1; without it an engine whose cache is smaller than the model's context does not start."""
     found = [
-        Engine(max_model_len=9).arguments(on_gpu=True, longest=544),
-        Engine().arguments(on_gpu=True, longest=544),
-        Engine().arguments(on_gpu=False, longest=544),
-        Engine().arguments(on_gpu=True),
-        Engine().arguments(on_gpu=False),
+        Engine(max_model_len=9).vllm_arguments(on_gpu=True, longest=544),
+        Engine().vllm_arguments(on_gpu=True, longest=544),
+        Engine().vllm_arguments(on_gpu=False, longest=544),
+        Engine().vllm_arguments(on_gpu=True),
+        Engine().vllm_arguments(on_gpu=False),
     ]
     assert [one["max_model_len"] for one in found] == [9, 544, 544, -1, None]
 

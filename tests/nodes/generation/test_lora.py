@@ -126,11 +126,11 @@ def test_adapters_travel_through_host_memory() -> None:
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_slots_fit_the_rank(rank: int, room: int) -> None:
-    assert AdapterSlots.of(rank, 1).arguments["max_lora_rank"] == room
+    assert AdapterSlots.slots_for(rank, 1).vllm_arguments["max_lora_rank"] == room
 
 
 def test_slots_fit_the_versions_in_use() -> None:
-    assert [AdapterSlots.of(4, staleness).count for staleness in (0, 1, 4, 50)] == [2, 3, 6, 8]
+    assert [AdapterSlots.slots_for(4, staleness).count for staleness in (0, 1, 4, 50)] == [2, 3, 6, 8]
 
 
 class Engine:

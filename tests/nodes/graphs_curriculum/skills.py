@@ -48,7 +48,7 @@ class SkillSource(RowSource):
 
     def group(self, row: Skill, epoch: int) -> list[Prompt]:
         ids = np.zeros(PROMPT_TOKENS, np.int32)
-        return self.members(row.prompt_id, epoch, text="", token_ids=ids, columns=row.columns)
+        return self.make_members(row.prompt_id, epoch, text="", token_ids=ids, columns=row.columns)
 
 
 class Coin(Node):

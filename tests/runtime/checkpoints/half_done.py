@@ -124,7 +124,7 @@ class Clock:
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling, *, generated: int, seed: int, **_: Any
     ) -> Completion:
         key = request_id.partition("#")[0]
-        draws, part = random.Random(sampling.arguments(generated=generated, seed=seed)["seed"]), list[int]()
+        draws, part = random.Random(sampling.vllm_arguments(generated=generated, seed=seed)["seed"]), list[int]()
         if generated:
             SEEN.prefixed[key] = generated
         self.parts[request_id] = part
@@ -153,7 +153,7 @@ class Clock:
 
     def completion(self, part: Sequence[int], reason: str) -> Completion:
         logprobs = [-(1 + at % 7) / 8 for at, _ in enumerate(part)]
-        return Completion.of(part, logprobs, [self.version] * len(part), reason)
+        return Completion.copy_of(part, logprobs, [self.version] * len(part), reason)
 
     def decode_text(self, token_ids: Any) -> str:
         return str(TOKENIZER.decode(token_ids))
