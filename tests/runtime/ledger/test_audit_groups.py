@@ -20,7 +20,7 @@ from flowrl.runtime.audit.audit_rules import GROUP_CHECKS
 from tests.runtime.ledger.small_run import two_trainers, whole_run
 from tests.runtime.ledger.test_audit_falsified import change, columns, remove, repeat, swap
 
-NUM_SEEDS = 750
+NUM_SEEDS = 250
 VALUES: dict[str, Any] = {
     "main": "trainer",
     "several": False,
