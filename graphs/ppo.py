@@ -19,7 +19,7 @@ from typing import Any, Literal
 from flowrl import Graph
 from flowrl.graph.option_types import named
 from flowrl.models import Policy
-from flowrl.models.sizes.model_layout import trainer_layout
+from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import AdaptiveKL, Critic, GroupAdvantage, JoinedAdvantage, Trainer
 from flowrl.options import (
     AnswerSteps,

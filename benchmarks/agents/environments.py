@@ -21,7 +21,7 @@ from flowrl.environments import Action, Episodes, environment_rows
 
 FRESH = """
 import asyncio, sys
-from flowrl.environments.find import find_environment
+from flowrl.environments.environment_row import find_environment
 env = find_environment(sys.argv[1]).made()
 asyncio.run(env.reset({}, int(sys.argv[2])))
 print("ready", flush=True)

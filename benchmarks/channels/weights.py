@@ -28,7 +28,7 @@ import numpy as np
 
 from flowrl.messages import Weights
 from flowrl.models import Policy, resolve
-from flowrl.models.directory import stored_dtype
+from flowrl.models.model_files import stored_dtype
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.generation.responses import UpdateGate, WeightUpdates
 from flowrl.nodes.generation.vllm_sampler import VllmSampler

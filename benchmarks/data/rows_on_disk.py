@@ -33,7 +33,7 @@ from typing import Any
 
 from flowrl.models.token_store import HeldTokens, TokenFile
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.models.tokens.plain_tokens import text_tokens
+from flowrl.models.tokens.text_tokens import text_tokens
 from flowrl.nodes.sources.plain_text import TextPieces
 from flowrl.tasks import Rows, Task, load_demonstrations, load_preferences, load_rows, load_texts
 from flowrl.tasks.row_reading.rows_on_disk import plain_file

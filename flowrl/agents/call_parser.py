@@ -1,4 +1,5 @@
-"""Parses what a policy sampled into an assistant's message, with its tool calls.
+"""Parses what a policy sampled into an assistant's message, with its tool calls: as the chat template says, or with
+vLLM's parsers of tool calls and reasoning, by the names that its server takes.
 
 `reply_parser` chooses the parser: the parsers of vLLM that are named, else the tokenizer's `response_template`, else
 none. Parsing does not raise for any text: if a call in it cannot be read, `ParsedReply.malformed` says why, and the
@@ -6,22 +7,175 @@ message is the text.
 
 A call keeps the policy's own id if the text contains one. Otherwise, its id is a hash of the context and the reply, so
 that the same episode always has the same ids.
+
+The names of vLLM's parsers are read from vLLM's source, because importing vllm takes seconds. If vLLM is not installed,
+or keeps the names elsewhere, no name is known and any name passes; the generator's process, which imports vLLM, then
+refuses wrong names. vLLM's parsers never raise for a call that they cannot read: they log an error with a traceback and
+return the text. The code here takes the error out of the log, where it would appear once for each bad reply.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
+import functools
 import hashlib
+import importlib.util
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flowrl.agents.reply_parts import Extract, ReplyParts, SampledText, UnreadableReply
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 from flowrl.models.tokens.chat import Messages
 from flowrl.tasks.user_code import one_line
+
+START_TOKENS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string")
+"""Attributes with which vLLM's parsers name the text that a call begins with."""
+TRIED_TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
+
+
+class VllmExtraction:
+    """One tokenizer with one or two named parsers. Raises ConfigError if they do not go together."""
+
+    def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._kind = _parser_class(tokenizer, tool_parser, reasoning_parser)
+        try:
+            self(SampledText("a", "a", (), "", TRIED_TOOLS))
+        except NotImplementedError as problem:
+            raise ConfigError(
+                f"the parsers tool_parser={tool_parser} and reasoning_parser={reasoning_parser} do not parse a text "
+                f"({problem}); use a tokenizer with a response_template, and leave them out"
+            ) from None
+
+    def __call__(self, sampled: SampledText) -> ReplyParts:
+        """Raises UnreadableReply if the text has a call that cannot be read."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        tools = [dict(tool) for tool in sampled.tools] or None
+        request = ChatCompletionRequest(messages=[], tools=tools)
+        parser = self._kind(self._tokenizer, request.tools)
+        with _errors_taken(parser.tool_parser) as errors:
+            reasoning, content, calls = parser.parse(
+                sampled.body, request, enable_auto_tools=True, model_output_token_ids=list(sampled.ids)
+            )
+        parts = ReplyParts(
+            content or "",
+            reasoning or "",
+            [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls or ()],
+        )
+        if tools and (why := errors[0] if errors else _unread(parser, sampled.body, parts)):
+            raise UnreadableReply(why)
+        return parts
+
+
+def _parser_class(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> Any:
+    try:
+        from vllm.parser import ParserManager
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as problem:
+        raise ConfigError(f"tool_parser and reasoning_parser name parsers of vLLM ({problem}); install vllm") from None
+    _check_name("tool_parser", tool_parser, ToolParserManager.list_registered())
+    _check_name("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
+    try:
+        return ParserManager.get_parser(
+            tool_parser_name=tool_parser,
+            reasoning_parser_name=reasoning_parser,
+            enable_auto_tools=True,
+            tokenizer=tokenizer,
+        )
+    except (TypeError, ImportError) as problem:
+        why = problem.__cause__ or problem
+        raise ConfigError(
+            f"the parsers tool_parser={tool_parser} and reasoning_parser={reasoning_parser} cannot be used with this "
+            f"tokenizer ({one_line(why)}); name those of its model"
+        ) from None
+
+
+def _check_name(kind: str, name: str | None, known: list[str]) -> None:
+    if name and (problem := name_problem(kind, name, known)):
+        raise ConfigError(problem)
+
+
+def _unread(parser: Any, text: str, parts: ReplyParts) -> str:
+    """Why a call in `text` was not read, where the parser did not say so itself."""
+    if parts.calls:
+        return ""
+    for attribute in START_TOKENS:
+        start = getattr(parser.tool_parser, attribute, None)
+        if start and start in text and start not in parts.reasoning:
+            return f"the text has {start!r}, and no call that could be read"
+    dropped = _after(text, parts, getattr(parser.reasoning_parser, "reasoning_end_str", None))
+    return f"the call {json.dumps(dropped[:80], ensure_ascii=False)} is incomplete" if dropped else ""
+
+
+def _after(text: str, parts: ReplyParts, reasoning_end: str | None) -> str:
+    """The text after everything that the parser returned: some parsers drop an incomplete call."""
+    last = parts.content.strip() or parts.reasoning.strip()
+    _, found, rest = text.rpartition(last) if last else ("", "", text)
+    return rest.strip().removeprefix(reasoning_end or "").strip() if found or not last else ""
+
+
+@contextmanager
+def _errors_taken(parser: object) -> Iterator[list[str]]:
+    """Collect the errors that the parser's modules log within the block; they are not shown."""
+    errors: list[str] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        problem = record.exc_info[1] if record.exc_info else None
+        errors.append(one_line(problem) if problem else record.getMessage())
+        return False
+
+    loggers = [logging.getLogger(kind.__module__) for kind in type(parser).__mro__ if kind is not object]
+    for logger in loggers:
+        logger.addFilter(take)
+    try:
+        yield errors
+    finally:
+        for logger in loggers:
+            logger.removeFilter(take)
+
+
+class UnreadableReply(Exception):
+    """A call in a reply cannot be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class SampledText:
+    """What a parser is given."""
+
+    whole: str
+    """The text with its special tokens, including the end."""
+    body: str
+    """The text without the special token that ended it."""
+    ids: tuple[int, ...]
+    """Empty if the reply was given as text."""
+    context: str
+    tools: Messages
+
+
+@dataclass(frozen=True)
+class ReplyParts:
+    """What a parser found. A call should be a mapping with `name`, `arguments` (a mapping or JSON text) and maybe
+    `id`."""
+
+    content: str
+    reasoning: str = ""
+    calls: Sequence[Any] = ()
+
+
+Extract = Callable[[SampledText], ReplyParts]
+"""May raise any exception, depending on the text."""
+
 
 ID_LENGTH = 9
 """Number of letters and digits in a call's id; the templates of Mistral's models take exactly 9."""
@@ -52,8 +206,6 @@ def reply_parser(tokenizer: Any, *, tool_parser: str | None = None, reasoning_pa
     parser imports vLLM.
     """
     if tool_parser or reasoning_parser:
-        from flowrl.agents.vllm_parser import VllmExtraction
-
         extract = VllmExtraction(tokenizer, tool_parser, reasoning_parser)
         return ReplyParser(tokenizer, extract, reads_calls=bool(tool_parser))
     if getattr(tokenizer, "response_template", None) is not None:
@@ -169,3 +321,51 @@ def _call_id(given: Any, sampled: SampledText, index: int) -> str:
 def _sendable(text: str) -> str:
     """`text` with lone surrogates replaced, which a policy can write as escapes in JSON."""
     return text.encode("utf-8", "replace").decode()
+
+
+TABLES = {
+    "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
+"""Kind of parser -> vLLM's package of them, and the table in it whose keys are the names."""
+OF_RESPONSE_TEMPLATE = "hf"
+"""vLLM's name for the parser that reads the tokenizer's `response_template`."""
+
+
+def parser_problems(*, tool_parser: str | None, reasoning_parser: str | None) -> Iterator[str]:
+    """What is wrong with these names, as sentences. None and "" name no parser."""
+    for kind, name in (("tool_parser", tool_parser), ("reasoning_parser", reasoning_parser)):
+        if name and (problem := name_problem(kind, name, parser_names(kind))):
+            yield problem
+
+
+def name_problem(kind: str, name: str, known: Collection[str]) -> str:
+    """Why `name` is none of the `known` parsers of this kind; "" if it is one, or if none is known."""
+    if name == OF_RESPONSE_TEMPLATE:
+        return f"{kind}={name} is the tokenizer's response_template, which is the default; leave it out"
+    if name in known or not known:
+        return ""
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"vLLM has no {kind} {name!r}; it has {', '.join(sorted(known))}.{hint}"
+
+
+@functools.cache
+def parser_names(kind: str) -> tuple[str, ...]:
+    """vLLM's parsers of a kind of `TABLES`, sorted; none if they are not known."""
+    package, table = TABLES[kind]
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    source = Path(next(iter(spec.submodule_search_locations))) / package / "__init__.py"
+    if not source.is_file():
+        return ()
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _is_named(node, table):
+            names = {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+            return tuple(sorted(names - {OF_RESPONSE_TEMPLATE}))
+    return ()
+
+
+def _is_named(node: ast.Assign, table: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == table for target in node.targets)

@@ -12,10 +12,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from flowrl.agents.call_parser import reply_parser
+from flowrl.agents.call_parser import parser_names, reply_parser
 from flowrl.agents.chat_template import ChatTemplate
 from flowrl.agents.examination import ANY_TOOL, Examination, examine, parsed_back
-from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.errors import ConfigError
 from flowrl.machine.orphans import die_with_parent, run_program
 from flowrl.models import Policy, TokenizerOptions, known_tokenizer

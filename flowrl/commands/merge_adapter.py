@@ -15,8 +15,7 @@ from flowrl.graph.command_line import parse_options
 from flowrl.hub import HubName, fetch_snapshot, gigabytes
 from flowrl.machine.disk import user_path
 from flowrl.models import Policy, check_model, resolve, to_stderr
-from flowrl.models.directory import weight_files
-from flowrl.models.find_model import TOKENIZER_FILE, has_tokenizer
+from flowrl.models.model_files import TOKENIZER_FILE, has_tokenizer, weight_files
 from flowrl.runtime.telemetry.standard_streams import print_text
 
 ADAPTER = "adapter"

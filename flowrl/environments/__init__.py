@@ -2,8 +2,7 @@
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, EnvironmentRows, environment_rows
 from flowrl.environments.episodes import Episodes
-from flowrl.environments.failure import CAUSES, RESUME_CAUSES, Cause, EnvironmentFailed, ZygoteFailed
-from flowrl.environments.open_episode import OpenEpisode
+from flowrl.environments.open_episode import CAUSES, RESUME_CAUSES, Cause, EnvironmentFailed, OpenEpisode, ZygoteFailed
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step, ToolCall
 
 __all__ = [

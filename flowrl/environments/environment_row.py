@@ -1,17 +1,26 @@
-"""Names of environments, and the rows of a task that is played rather than answered."""
+"""Environments by their names: what a name says, the class or adapter that it finds, and the rows of a task that is
+played rather than answered. What is wrong with a name is said before anything starts.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import importlib.util
+import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from flowrl.environments.protocol import Env
 from flowrl.errors import ConfigError
 from flowrl.tasks.rows import digest, is_held_out
 from flowrl.tasks.task_syntax import parse_options, split_name
+from flowrl.tasks.user_code import load_user_module, one_line, refuse_exit
 
 DEFAULT_ROWS = 5120
 """Rows of an environment, held-out ones included."""
@@ -143,3 +152,138 @@ def environment_rows(text: str, *, number: int = DEFAULT_ROWS) -> EnvironmentRow
     options = name.options
     rows = [EnvironmentRow(source, options, seed) for seed in range(number)]
     return EnvironmentRows(tuple(row for row in rows if not row.held_out), tuple(row for row in rows if row.held_out))
+
+
+PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
+"""What `flowrl setup environments` installs."""
+
+
+def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
+    """The module, untyped; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
+    package = f"environment {name.text!r}: the package {distribution}"
+    with refuse_exit(package):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as problem:
+            missing = (problem.name or module).partition(".")[0]
+            if hides := _file_of(missing):
+                raise ConfigError(
+                    f"environment {name.text!r}: {hides} hides the package {missing}, which {distribution} imports; "
+                    "rename it, or move it to another directory"
+                ) from None
+            needs = distribution if missing == module.partition(".")[0] else missing
+            raise ConfigError(
+                f"environment {name.text!r} needs the package {needs}; {_remedy(needs, of=distribution)}"
+            ) from None
+        except Exception as problem:  # the boundary to the package's import
+            raise ConfigError(f"{package} does not import: {one_line(problem)}") from None
+
+
+def _file_of(module: str) -> str | None:
+    """The file that an import of `module` takes for it and that is no package; None if there is none."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a module without a spec
+        return None
+    return None if found is None or found.submodule_search_locations is not None else found.origin
+
+
+def _remedy(package: str, *, of: str) -> str:
+    """How to install a package that the distribution `of` needs: plain pip might replace packages that flowrl needs."""
+    pinned = {_canonical(line.partition("==")[0]) for line in PINS.read_text(encoding="utf-8").splitlines()}
+    known = {_canonical(package), _canonical(of)} & pinned
+    return "flowrl setup environments" if known else f"pip install {package}"
+
+
+def _canonical(distribution: str) -> str:
+    """The canonical spelling of a distribution's name, for which pip accepts several."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+def close_names(wanted: str, known: list[str]) -> str:
+    """The end of a sentence which says that `wanted` is not among the package's names."""
+    close = difflib.get_close_matches(wanted, known, 3)
+    return f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known[:8])}, and others"
+
+
+@dataclass(frozen=True)
+class FoundEnvironment:
+    """An environment's class, with the options of its name."""
+
+    text: str
+    """The name, as the user wrote it."""
+    kind: type[Env]
+    make: Callable[[], Env]
+    """Makes the object for one episode. May raise anything: it runs code of the environment's package."""
+
+    before_fork: Callable[[], None] = lambda: None
+    """Loads what the processes of episodes share. May raise anything."""
+
+    def made(self) -> Env:
+        """The result of `make`. Raises ConfigError for whatever `make` raises, as a mistake of the user."""
+        try:
+            return self.make()
+        except ConfigError:
+            raise
+        except Exception as problem:  # the boundary to the environment's code
+            raise ConfigError(f"environment {self.text!r} cannot be made: {one_line(problem)}") from None
+
+
+def find_environment(text: str) -> FoundEnvironment:
+    """Import what the name needs. Raises ConfigError. Only `made` checks an adapter's options."""
+    name = EnvironmentName(text)
+    if name.adapter:
+        return _adapted(name)
+    kind = _own_class(name)
+    _check_options(name, kind)
+    return FoundEnvironment(
+        text, kind, lambda: kind(**name.options), before_fork=lambda: kind.before_fork(**name.options)
+    )
+
+
+def _adapted(name: EnvironmentName) -> FoundEnvironment:
+    """Imports only the adapter that is named: most adapters import a package."""
+    module, _, wanted = ADAPTERS[name.adapter].partition(":")
+    kind: Any = getattr(importlib.import_module(f"flowrl.environments.{module}"), wanted)
+    return FoundEnvironment(name.text, kind, kind.maker(name))
+
+
+def _own_class(name: EnvironmentName) -> type[Env]:
+    where, _, wanted = name.place.rpartition(":")
+    module = load_user_module(where, owner="environment")
+    kind = getattr(module, wanted, None)
+    if isinstance(kind, type) and issubclass(kind, Env) and kind is not Env:
+        _check_methods(name, kind)
+        return kind
+    if kind is not None:
+        raise ConfigError(f"{wanted} of {where} is no environment; derive the class from flowrl.environments.Env")
+    known = sorted(n for n, one in vars(module).items() if _is_env(one) and one.__module__ == module.__name__)
+    raise ConfigError(f"{where} has no class {wanted!r}; its environments are {', '.join(known) or 'none'}")
+
+
+def _check_methods(name: EnvironmentName, kind: type[Env]) -> None:
+    for method in ("reset", "step"):
+        if getattr(kind, method) is getattr(Env, method):
+            raise ConfigError(f"environment {name.text!r}: {kind.__name__} has no method {method}; define it")
+    for method in ("reset", "step", "close"):
+        if not inspect.iscoroutinefunction(getattr(kind, method)):
+            raise ConfigError(f"environment {name.text!r}: {kind.__name__}.{method} is not async; write async def")
+
+
+def _is_env(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Env)
+
+
+def _check_options(name: EnvironmentName, kind: type[Env]) -> None:
+    """Options are keyword arguments of the class."""
+    parameters = inspect.signature(kind).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for key in name.options:
+        if key not in parameters:
+            close = difflib.get_close_matches(key, parameters, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(parameters) or 'none'}"
+            raise ConfigError(f"environment {name.text!r}: {kind.__name__} has no option {key!r}{hint}")
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in name.options]
+    if missing:
+        raise ConfigError(f"environment {name.text!r}: {kind.__name__} needs the option {', '.join(missing)}")

@@ -14,14 +14,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from flowrl.environments.environment_row import COOPERATIVE, EnvironmentName, EnvironmentRow
-from flowrl.environments.episode_processes.episode_process import EpisodeProcess
-from flowrl.environments.episode_processes.output import with_tail
-from flowrl.environments.episode_processes.process_episode import ProcessEpisode
-from flowrl.environments.episode_processes.zygote import ZygoteClient
-from flowrl.environments.failure import ZygoteFailed
-from flowrl.environments.find import FoundEnvironment, find_environment
-from flowrl.environments.open_episode import LoopEpisode, OpenEpisode
+from flowrl.environments.environment_row import (
+    COOPERATIVE,
+    EnvironmentName,
+    EnvironmentRow,
+    FoundEnvironment,
+    find_environment,
+)
+from flowrl.environments.episode_processes.episode_process import EpisodeProcess, ProcessEpisode
+from flowrl.environments.episode_processes.zygote import ZygoteClient, with_tail
+from flowrl.environments.open_episode import LoopEpisode, OpenEpisode, ZygoteFailed
 from flowrl.environments.protocol import can_save
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import keep_problems, missing_variables

@@ -1,4 +1,7 @@
-"""An episode that is being played, and the kind whose environment runs in this process.
+"""An episode that is being played, the calls to its environment's code, and the causes for which an attempt is void.
+
+`Player` calls the environment and checks what it answers, in the process that has the environment: this one
+(`LoopEpisode`), or one that plays episodes only.
 
 Waits: every call has a limit in seconds. When it passes, or the call is cancelled, the environment's coroutine is
 cancelled, or its process killed with its group.
@@ -7,15 +10,133 @@ cancelled, or its process killed with its group.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
+from typing import Any, Literal, cast, get_args
 
-from flowrl.environments.environment_row import EnvironmentRow
-from flowrl.environments.failure import EnvironmentFailed
-from flowrl.environments.find import FoundEnvironment
-from flowrl.environments.player import Player
-from flowrl.environments.protocol import Action, Observation, Step
+from flowrl.environments.environment_row import EnvironmentRow, FoundEnvironment
+from flowrl.environments.protocol import (
+    Action,
+    Env,
+    MalformedValue,
+    Observation,
+    Step,
+    checked_reset,
+    checked_state,
+    checked_step,
+)
+from flowrl.errors import AttemptFailed, FlowrlError
+
+
+class Player:
+    """One environment object through its one episode. All methods raise EnvironmentFailed."""
+
+    def __init__(self, name: str, make: Callable[[], Env]) -> None:
+        with boundary(f"making {name}"):
+            self.env = make()
+        self._name = type(self.env).__name__
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
+        with boundary(f"{self._name}.reset"):
+            return checked_reset(self.env, await self.env.reset(task, seed))
+
+    async def restore(self, state: bytes) -> None:
+        with boundary(f"{self._name}.restore"):
+            self.env.restore(state)
+
+    async def step(self, action: Action, seat: int) -> Step:
+        with boundary(f"{self._name}.step"):
+            seats: tuple[int, ...] = () if self.env.seats == 1 else (seat,)
+            return checked_step(self.env, await cast(Any, self.env.step)(action, *seats))
+
+    def save(self) -> bytes | None:
+        with boundary(f"{self._name}.save"):
+            return checked_state(self.env, self.env.save())
+
+    async def close(self) -> None:
+        with boundary(f"{self._name}.close"):
+            await self.env.close()
+
+
+def seed_global_state(seed: int) -> None:
+    """Seed the global generators that packages use: Python's, and those of numpy and torch if they are loaded."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+ResumeCause = Literal["replay_differs", "resumed"]
+EnvCause = Literal["env_raised", "env_timed_out", "env_died", "env_out_of_memory", "env_malformed", "env_unreachable"]
+Cause = EnvCause | ResumeCause
+CAUSES: tuple[EnvCause, ...] = get_args(EnvCause)
+"""What an environment can do wrong."""
+RESUME_CAUSES: tuple[ResumeCause, ...] = get_args(ResumeCause)
+"""Why an attempt that was unfinished in a checkpoint does not continue in a resumed run."""
+TAIL = 2_000
+"""Characters of a traceback that are kept, from its end."""
+OWN_FRAMES = 2
+"""Frames of a traceback that belong to `boundary` and its caller."""
+UNREACHABLE = (ConnectionError, socket.gaierror)
+"""What an environment raises when the server behind it cannot be reached."""
+
+
+class EnvironmentFailed(AttemptFailed):
+    """An environment failed."""
+
+    cause: Cause
+
+    def __init__(self, cause: Cause, text: str, *, event: str = "") -> None:
+        super().__init__(cause, text, event=event)
+
+
+class ZygoteFailed(FlowrlError):
+    """The process that starts the processes of episodes died too often: no more episodes can be played."""
+
+
+@contextlib.contextmanager
+def boundary(doing: str) -> Iterator[None]:
+    """Turns what an environment's code raises into EnvironmentFailed. `doing` names the call, as in "FrozenLake.step".
+
+    A cancellation from outside passes through; one that the environment itself raised becomes EnvironmentFailed.
+    """
+    try:
+        yield
+    except EnvironmentFailed:
+        raise
+    except MalformedValue as problem:
+        raise EnvironmentFailed("env_malformed", f"{doing}: {problem}") from None
+    except MemoryError as problem:
+        raise EnvironmentFailed("env_out_of_memory", f"{doing} ran out of memory: {problem}".rstrip(": ")) from None
+    except UNREACHABLE as problem:
+        raise EnvironmentFailed("env_unreachable", f"{doing} lost its server: {_tail(problem)}") from None
+    except SystemExit as problem:
+        raise EnvironmentFailed("env_died", f"{doing} called sys.exit({problem.code!r})") from None
+    except asyncio.CancelledError as problem:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EnvironmentFailed("env_raised", f"{doing} raised: {_tail(problem)}") from None
+    except Exception as problem:  # the boundary to the environment's code
+        raise EnvironmentFailed("env_raised", f"{doing} raised: {_tail(problem)}") from None
+
+
+def _tail(problem: BaseException) -> str:
+    """The end of a traceback, from the environment's own frames on."""
+    trace = problem.__traceback__
+    for _ in range(OWN_FRAMES):
+        trace = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    return "".join(traceback.format_exception(type(problem), problem, trace)).rstrip()[-TAIL:]
 
 
 class TimeLimit:
@@ -130,3 +251,19 @@ class LoopEpisode(OpenEpisode):
         if self._player is not None:
             async with TimeLimit(self._step_s, f"{self._name}: close"):
                 await self._player.close()
+
+
+def num_threads() -> int:
+    """The kernel's number of threads, which includes those that libraries have started."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def one_thread_left(within_s: float) -> bool:
+    """Wait at most `within_s` for all threads but this one to end. Returns whether all have ended."""
+    until_s = time.monotonic() + within_s
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        if not isinstance(thread, threading._DummyThread):  # one that Python did not start, and cannot join
+            thread.join(max(0.0, until_s - time.monotonic()))
+    while num_threads() > 1 and time.monotonic() < until_s:
+        time.sleep(0.001)  # there is no event for a joined thread leaving the kernel
+    return num_threads() == 1

@@ -6,11 +6,12 @@ the environment's fault (the cause `env_malformed`) wherever it is raised in an 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -314,3 +315,90 @@ def _check_text(what: str, value: Any) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+LEAST_BYTES = 64
+"""A shorter limit would leave no room for the mark."""
+
+
+def without_middle(text: str, most_bytes: int) -> str:
+    """`text` in at most `most_bytes` bytes of UTF-8: its beginning and its end, with a mark between them for what is
+    left out.
+
+    Halves of surrogate pairs, which nothing can send, become question marks. `most_bytes` is at least 64.
+    """
+    assert most_bytes >= LEAST_BYTES, most_bytes
+    whole = text.encode("utf-8", "replace")
+    if len(whole) <= most_bytes:
+        return whole.decode()
+    room = most_bytes - len(_mark(len(whole)).encode())
+    head, tail = whole[: room - room // 2], whole[len(whole) - room // 2 :]
+    return f"{head.decode(errors='ignore')}{_mark(len(whole) - room)}{tail.decode(errors='ignore')}"
+
+
+def _mark(num_bytes: int) -> str:
+    return f"\n[{num_bytes} bytes left out]\n"
+
+
+Value = TypeVar("Value")
+
+
+def as_plain(value: Observation | Action | Step) -> dict[str, Any]:
+    """The value as lists, mappings and scalars.
+
+    Tool calls become JSON text: the policy wrote them, and may have written whole numbers beyond 64 bits and halves of
+    surrogate pairs, which the connection cannot carry.
+    """
+    found = dict(vars(value))  # each turn makes several values, and dataclasses.asdict takes ten times as long
+    match value:
+        case Action():
+            found["tool_calls"] = json.dumps([vars(call) for call in value.tool_calls])
+        case Observation():
+            found["messages"] = tuple(map(dict, value.messages))
+            found["tools"] = copy.deepcopy(value.tools)
+            found["metrics"] = dict(value.metrics)
+        case Step():
+            seen = value.observation
+            found["observation"] = as_plain(seen) if isinstance(seen, Observation) else tuple(map(as_plain, seen))
+            found["metrics"] = dict(value.metrics)
+    return found
+
+
+def read_action(found: Mapping[str, Any]) -> Action:
+    """The action that `as_plain` converted into `found`."""
+    return Action(**{**found, "tool_calls": tuple(ToolCall(**call) for call in json.loads(found["tool_calls"]))})
+
+
+def read_observation(found: Any) -> Observation:
+    """The observation that `as_plain` converted into `found`. Raises MalformedValue."""
+    return _made_of(Observation, found)
+
+
+def read_observations(found: Any) -> tuple[Observation, ...]:
+    """The observations of all seats. Raises MalformedValue."""
+    if not isinstance(found, list | tuple) or not found:
+        raise MalformedValue("the process answered without observations")
+    return tuple(map(read_observation, found))
+
+
+def read_step(found: Any) -> Step:
+    """The step that `as_plain` converted into `found`. Raises MalformedValue."""
+    if not isinstance(found, dict):
+        raise MalformedValue("the process answered without a step")
+    seen = found.get("observation")
+    several = isinstance(seen, list | tuple)
+    return _made_of(Step, {**found, "observation": read_observations(seen) if several else read_observation(seen)})
+
+
+def read_state(found: Any) -> bytes | None:
+    """A saved state. Raises MalformedValue."""
+    if found is not None and not isinstance(found, bytes):
+        raise MalformedValue("the process answered with a state that is not bytes")
+    return found
+
+
+def _made_of(kind: type[Value], fields: Any) -> Value:
+    try:
+        return kind(**fields)
+    except TypeError:
+        raise MalformedValue(f"the process answered with what is no {kind.__name__}") from None

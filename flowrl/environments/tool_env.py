@@ -19,8 +19,7 @@ from itertools import chain
 from typing import Any
 
 from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
-from flowrl.environments.middle import without_middle
-from flowrl.environments.protocol import Action, Env, Observation, Step, ToolCall
+from flowrl.environments.protocol import Action, Env, Observation, Step, ToolCall, without_middle
 from flowrl.environments.task_questions import SET, TaskQuestions, load_questions, named_task, question_of
 from flowrl.environments.tools import ToolResult, Tools, named_tools
 from flowrl.errors import ConfigError

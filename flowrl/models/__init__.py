@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.hub import to_stderr
 from flowrl.machine.cache import Progress, cache_dir
-from flowrl.models.directory import check_code, check_directory, context_length
-from flowrl.models.find_model import found_directory, found_tokenizer, known_directory, known_tokenizer_directory
-from flowrl.models.model_with_tokenizer import embedding_rows, model_with_tokenizer
-from flowrl.models.policy import CHARACTER_CONTEXT, CHARACTER_MODELS, SMOLLM2_CONTEXT, TOOL_MODEL, Policy
-from flowrl.models.tokenizer_options import TokenizerOptions
-from flowrl.models.tokens.chat import Chat, load_tokenizer
-from flowrl.models.tokens.special_tokens import with_special_tokens
-from flowrl.models.tokens.template_options import check_template, with_template
+from flowrl.models.chosen_tokenizer import (
+    check_template,
+    embedding_rows,
+    end_token_ids,
+    model_with_tokenizer,
+    with_special_tokens,
+    with_template,
+)
+from flowrl.models.model_files import (
+    check_code,
+    check_directory,
+    context_length,
+    found_directory,
+    found_tokenizer,
+    known_directory,
+    known_tokenizer_directory,
+)
+from flowrl.models.policy import (
+    CHARACTER_CONTEXT,
+    CHARACTER_MODELS,
+    SMOLLM2_CONTEXT,
+    TOOL_MODEL,
+    Policy,
+    TokenizerOptions,
+)
+from flowrl.models.tokens.chat import Chat, load_tokenizer, special_texts, template_end, template_next
 from flowrl.models.tokens.tool_form import tool_form, uses_tools
 from flowrl.models.tokens.vocabulary import difference
 from flowrl.tasks import Row
@@ -29,12 +48,14 @@ __all__ = [
     "check_model",
     "check_prompts",
     "check_tools",
+    "end_problem",
     "known_context",
     "known_directory",
     "known_tokenizer",
     "load_tokenizer",
     "require_same_vocabulary",
     "resolve",
+    "stop_ids",
     "to_stderr",
     "tokenizer_of",
     "with_template",
@@ -60,11 +81,11 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
 def _found(policy: Policy, progress: Progress) -> Path:
     """The directory of the model with its own tokenizer."""
     if policy.model in CHARACTER_MODELS:
-        from flowrl.models.character_models.tiny import tiny_model
+        from flowrl.models.built_in_models import tiny_model
 
         return tiny_model(policy.model, policy.task, progress)
     if policy.model == "smollm2":
-        from flowrl.models.smollm2 import smollm2_model
+        from flowrl.models.built_in_models import smollm2_model
 
         return smollm2_model(progress)
     directory = found_directory(policy, progress)
@@ -87,11 +108,11 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
     """
     check_template(policy)
     if policy.model == "smollm2":
-        from flowrl.models.smollm2 import find_gguf
+        from flowrl.models.built_in_models import find_gguf
 
         find_gguf()
     elif policy.model == TOOL_MODEL and policy.task is not None:
-        from flowrl.models.character_models.tool_traces import check_tool_task
+        from flowrl.models.built_in_models import check_tool_task
 
         check_tool_task(policy.task)
     elif not policy.built_in:
@@ -146,8 +167,7 @@ def _character_tokenizer(model: str) -> Any | None:
     """The tokenizer of a character model; None for any other."""
     if model not in CHARACTER_MODELS:
         return None
-    from flowrl.models.tokens.characters import character_tokenizer
-    from flowrl.models.tokens.tool_characters import tool_tokenizer
+    from flowrl.models.tokens.characters import character_tokenizer, tool_tokenizer
 
     return tool_tokenizer() if model == TOOL_MODEL else character_tokenizer()
 
@@ -186,3 +206,56 @@ def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
         if not tokenizer.chat_template:
             Chat(tokenizer).prompt(row.turns)
         tool_form(tokenizer).require(row.all_turns, row.tools)
+
+
+def end_problem(policy: Policy) -> str | None:
+    """What is wrong with the end of the policy's turns, with the option that mends it; None if nothing is, and if the
+    model has yet to be made."""
+    tokenizer = known_tokenizer(policy)
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    stops = [str(token) for token in tokenizer.convert_ids_to_tokens(stop_ids(policy, tokenizer))]
+    written = template_end(tokenizer)
+    if written is None:
+        return None  # rows are refused, with what the template does
+    if any(stop in written for stop in stops):
+        return None
+    if not written:
+        following = template_next(tokenizer)
+        end = next((stop for stop in stops if following.startswith(stop)), stops[0] if stops else "TOKEN")
+        return (
+            f"the chat template of {policy.model} writes nothing that ends the assistant's turn, so no answer that is "
+            f"trained has an end; with --tokenizer.eos '{end}' that token ends it, and generation stops there"
+        )
+    end = max((token for token in special_texts(tokenizer) if written.endswith(token)), key=len)
+    others = " ".join(f"'{stop}'" for stop in stops)
+    return (
+        f"the chat template of {policy.model} ends the assistant's turn with '{end}', and generation does not stop "
+        f"there (it stops at {others or 'no token'}); with --tokenizer.eos '{end}' {others}".rstrip()
+        + " it does"
+    )
+
+
+def stop_ids(policy: Policy, tokenizer: Any) -> list[int]:
+    """The ids at which generation with the policy stops, the tokenizer's end token first, as vLLM and transformers read
+    them from the policy's files."""
+    if policy.tokenizer.eos:
+        return end_token_ids(tokenizer, policy.tokenizer)
+    named = policy.tokenizer.name
+    directory = known_tokenizer_directory(policy) if named else known_directory(policy)
+    ids: Any = None
+    if directory is not None:
+        ids = _json(directory / "generation_config.json").get("eos_token_id")
+        if ids is None and not named and not (directory / "generation_config.json").is_file():
+            ids = _json(directory / "config.json").get("eos_token_id")
+    found = ids if isinstance(ids, list) else [ids]
+    own = tokenizer.eos_token_id
+    return list({int(one): None for one in (own, *found) if one is not None})
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

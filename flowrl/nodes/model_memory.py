@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flowrl.graph.footprint import Footprint, MemoryTerm, Share, Stay
 from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
-from flowrl.models.sizes.known_shapes import known_shape
+from flowrl.models.model_layout import known_shape
 from flowrl.nodes.engine_options import Engine, Parallel, largest_kv_cache
 from flowrl.training.memory import BYTES, ModelShape, TrainerModel, scoring_bytes, scoring_gathered
 from flowrl.training.settings import Dtype, LoRA, SequenceKind, ZeroSettings

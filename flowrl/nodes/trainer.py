@@ -37,8 +37,8 @@ from flowrl.graph.routes import readers_dtype
 from flowrl.machine.disk import told_if_full
 from flowrl.messages import Batch, Bool, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
-from flowrl.models.directory import stored_dtype
-from flowrl.models.sizes.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
+from flowrl.models.model_files import stored_dtype
+from flowrl.models.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch_stats import BatchStats, loss_masks, trained_mask

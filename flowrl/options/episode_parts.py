@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from flowrl.agents import History
 from flowrl.graph.graph import AFFINITY_MARGIN, Graph
 from flowrl.graph.machine import GB
-from flowrl.models.sizes.size_table import Learning
+from flowrl.models.model_size import Learning
 from flowrl.nodes import (
     AgentProgram,
     Environment,

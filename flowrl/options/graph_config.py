@@ -17,7 +17,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
 from flowrl.graph.option_types import named
 from flowrl.models import Policy, TokenizerOptions
-from flowrl.models.sizes.size_table import Learning
+from flowrl.models.model_size import Learning
 from flowrl.nodes import Engine, Sampling
 from flowrl.options.sizes import Size, size_problems, sizes_of, too_low
 from flowrl.tasks import Task

@@ -19,7 +19,7 @@ from flowrl.graph.graph import Graph, OnLimit, carried
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Sample, Weights
 from flowrl.models import Policy
-from flowrl.models.sizes.size_table import Learning
+from flowrl.models.model_size import Learning
 from flowrl.nodes import (
     BestOfN,
     Generator,

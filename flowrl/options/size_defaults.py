@@ -1,7 +1,7 @@
 """The defaults of a graph's options for the model that it trains.
 
 A default that flowrl declares (in a block or a shipped graph) is meant for `tiny`. For every other model, the defaults
-that depend on the model are replaced from the table of `flowrl.models.sizes.size_table`. An option that the user gives
+that depend on the model are replaced from the table of `flowrl.models.model_size`. An option that the user gives
 takes precedence, and so does a default in the user's own graph file.
 
 On a CPU `engine.dtype` is replaced as well, for every model. vLLM's own choice, the dtype that the model is stored in,
@@ -20,9 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flowrl.graph.option_types import ConfigOption, options_of
-from flowrl.models.policy import CHARACTER_MODELS, Policy
-from flowrl.models.sizes.model_size import model_context, model_size
-from flowrl.models.sizes.size_table import (
+from flowrl.models.model_size import (
     ADAPTER_FACTOR,
     CRITIC_FACTOR,
     EVALUATED,
@@ -30,8 +28,11 @@ from flowrl.models.sizes.size_table import (
     MICRO_BATCH,
     Learning,
     SizeRow,
+    model_context,
+    model_size,
     row_for,
 )
+from flowrl.models.policy import CHARACTER_MODELS, Policy
 
 BY_SIZE = (
     "lr",

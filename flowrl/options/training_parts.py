@@ -13,7 +13,7 @@ from typing import Any, Literal
 from flowrl.graph.graph import Graph
 from flowrl.graph.option_types import named, value_of
 from flowrl.models import Policy
-from flowrl.models.sizes.model_layout import trainer_layout
+from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import (
     Evaluation,
     Generator,

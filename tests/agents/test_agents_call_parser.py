@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.agents import ChatTemplate, Conversation, ParsedReply, ReplyParser, reply_parser
+from flowrl.agents.call_parser import ReplyParts, SampledText
 from flowrl.agents.examination import shown_reply
-from flowrl.agents.reply_parts import ReplyParts, SampledText
 from flowrl.environments import Action, ToolCall
 from flowrl.errors import ConfigError
 from flowrl.models.tokens.characters import character_tokenizer

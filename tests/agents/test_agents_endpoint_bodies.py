@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowrl.agents.endpoint.apis import AnthropicMessages, ApiCall, ChatCompletions, OpenAIResponses, TextCompletions
-from flowrl.agents.endpoint.problems import ApiProblem
+from flowrl.agents.endpoint.apis.api import ApiProblem
 from flowrl.models.tokens.chat import Messages
 from tests.agents.chat_templates import ADD
 from tests.agents.endpoint_fuzz import fuzz

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from flowrl.agents import chat_template
 from flowrl.agents.endpoint.call_sampler import LONG
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.models.tokens.token_extent import BYTE_TOKENS, COMPOSED, most_characters_per_token
+from flowrl.models.tokens.vocabulary import BYTE_TOKENS, COMPOSED, most_characters_per_token
 from tests.agents.endpoint_rig import EndpointRig, an_endpoint
 
 LINES = ["the cat sat on the mat        again and again", "  indented\n\n\n", "été Ångström 東京 한국어", "12345 + 678"]

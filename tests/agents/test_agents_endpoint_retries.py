@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from flowrl.agents.endpoint import Unavailable
-from flowrl.agents.endpoint.call_runs import CallRuns
-from flowrl.agents.endpoint.problems import ApiProblem
+from flowrl.agents.endpoint.apis.api import ApiProblem
+from flowrl.agents.endpoint.session_table import CallRuns
 from tests.agents.endpoint_rig import EndpointRig, an_endpoint
 
 pytestmark = pytest.mark.timeout(30)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from flowrl.agents import ChatTemplate, TokenSequence, examine
 from flowrl.agents.chat_template import MARK, TextBound
 from flowrl.agents.conversation import Span
-from flowrl.agents.endpoint.tree import Asked, MessageTree, RawPrompts, SampledBranches
-from flowrl.agents.endpoint.tree.message_tree import AskedMessages
+from flowrl.agents.endpoint.session_tree import Asked, AskedMessages, MessageTree, RawPrompts, SampledBranches
 from flowrl.agents.examination import shown_reply
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32

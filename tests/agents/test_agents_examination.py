@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowrl.agents import ChatTemplate, Conversation, ReplyParser, examine
-from flowrl.agents.reply_parts import ReplyParts, SampledText
+from flowrl.agents.call_parser import ReplyParts, SampledText
 from flowrl.environments.tools import Tools
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve

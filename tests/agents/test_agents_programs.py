@@ -15,7 +15,7 @@ import pytest
 from flowrl.agents.programs import AGENT_CAUSES, AgentResult, ProgramName
 from flowrl.environments.episode_processes.zygote import ONE_THREAD
 from flowrl.environments.tools import named_tools
-from flowrl.environments.tools.calculator import calculator
+from flowrl.environments.tools.named_tools import calculator
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
@@ -27,8 +27,7 @@ ROOT = Path(__file__).parents[2]
 def test_warming_up_leaves_no_thread_behind() -> None:
     """A process with more than one thread is not forked."""
     code = (
-        "import os\nfrom flowrl.agents.programs.openai_client import warm_up\n"
-        "warm_up()\nprint(len(os.listdir('/proc/self/task')))"
+        "import os\nfrom flowrl.agents.agent_envs import warm_up\nwarm_up()\nprint(len(os.listdir('/proc/self/task')))"
     )
     env = {**os.environ, **dict.fromkeys(ONE_THREAD, "1")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)

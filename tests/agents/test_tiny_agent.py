@@ -18,10 +18,8 @@ from flowrl.agents import ChatTemplate, Conversation, examine
 from flowrl.errors import ConfigError
 from flowrl.machine.cache import RECIPE
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
-from flowrl.models.character_models.lessons import IGNORED
-from flowrl.models.character_models.tool_traces import CALCULATOR, ToolTraces, call_message
-from flowrl.models.tokens.characters import character_tokenizer, character_vocabulary
-from flowrl.models.tokens.tool_characters import TOOL_TOKENS, tool_tokenizer
+from flowrl.models.built_in_models import CALCULATOR, IGNORED, ToolTraces, call_message
+from flowrl.models.tokens.characters import TOOL_TOKENS, character_tokenizer, character_vocabulary, tool_tokenizer
 from flowrl.models.tokens.vocabulary import vocabulary, vocabulary_problem
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.toy_tasks import careless_answer

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents import ChatTemplate, Conversation
-from flowrl.models.character_models.lessons import continued
-from flowrl.models.character_models.tool_traces import CALCULATOR
+from flowrl.models.built_in_models import CALCULATOR, continued
 from flowrl.tasks import Row
 
 SUM = re.compile(r"(\d{1,9})([+-])(\d{1,9})")

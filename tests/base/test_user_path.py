@@ -11,8 +11,8 @@ from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.machine.disk import user_path
 from flowrl.models import Policy, check_model
-from flowrl.models.sizes.known_shapes import known_shape
-from flowrl.models.tokens.template_options import check_template
+from flowrl.models.chosen_tokenizer import check_template
+from flowrl.models.model_layout import known_shape
 from flowrl.nodes import PairWriter, RemainingPrompts, ResponseWriter
 from flowrl.tasks import Task, load_rows
 from flowrl.tasks.reward_calls.judge import load_judge

@@ -20,7 +20,7 @@ from flowrl.commands.talk import ChatOptions, Talk
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Chat, Policy, TokenizerOptions
-from flowrl.models.directory import context_length
+from flowrl.models.model_files import context_length
 from flowrl.nodes import GivenResponses, ProcessReward, RemainingPrompts, ResponseWriter
 from flowrl.nodes.scoring import reward_functions
 from flowrl.nodes.scoring.reward_functions import Comparisons

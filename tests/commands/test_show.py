@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from flowrl.agents import TokenSequence
-from flowrl.agents.token_pieces import TokenPieces
 from flowrl.cli import main
 from flowrl.models.tokens.characters import character_tokenizer
+from flowrl.models.tokens.vocabulary import TokenPieces
 from flowrl.nodes.episodes.episode_reports import fed_roles, spans_of
 from flowrl.runtime.samples import kept_episodes
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes, is_chosen, read_kept, rewind_kept

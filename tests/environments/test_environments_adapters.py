@@ -22,9 +22,9 @@ from flowrl.environments import (
     Step,
     ToolCall,
     environment_rows,
-    rows_apart,
+    task_questions,
 )
-from flowrl.environments.find import find_environment
+from flowrl.environments.environment_row import find_environment
 from flowrl.environments.tool_env import ToolEnv
 from flowrl.errors import ConfigError
 from flowrl.tasks import Row, load_rows
@@ -219,7 +219,7 @@ def test_rows_whose_reading_ends_its_process_are_a_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("")
-    monkeypatch.setattr(rows_apart, "load_rows", lambda task: os._exit(3))
+    monkeypatch.setattr(task_questions, "load_rows", lambda task: os._exit(3))
     with pytest.raises(ConfigError, match=r"reading task .*rows.jsonl' ended its process"):
         find_environment(f"tools/{tmp_path}/rows.jsonl:tools=calculator")
 

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from flowrl.environments import Action, EnvironmentFailed, Episodes, OpenEpisode, ToolCall, environment_rows
 from flowrl.environments.tools import McpServer, ToolResult, Tools, named_tools
-from flowrl.environments.tools.mcp_tools.mcp_server import UNKNOWN
+from flowrl.environments.tools.mcp_server import UNKNOWN
 from flowrl.errors import ConfigError
 from tests.base.small_proxy import small_proxy
 

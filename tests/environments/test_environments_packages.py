@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentName, EnvironmentRow, Episodes, Step
-from flowrl.environments.adapters.minigrid_text import grid_text
-from flowrl.environments.adapters.package import imported
-from flowrl.environments.find import find_environment
+from flowrl.environments.adapters.gymnasium_env import grid_text
+from flowrl.environments.environment_row import find_environment, imported
 from flowrl.errors import ConfigError
 from tests.base.small_proxy import small_proxy
 

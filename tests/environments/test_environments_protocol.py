@@ -22,9 +22,8 @@ from flowrl.environments import (
     ToolCall,
     environment_rows,
 )
-from flowrl.environments.adapters.package import imported
-from flowrl.environments.episode_processes import exchange
-from flowrl.environments.find import find_environment
+from flowrl.environments.environment_row import find_environment, imported
+from flowrl.environments.protocol import as_plain, read_action, read_step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import LENGTH, _unpack_message, pack_message
 
@@ -102,8 +101,8 @@ actions = st.builds(
 
 @given(step=steps, action=actions)
 def test_values_come_through_a_connection_as_they_were(step: Step, action: Action) -> None:
-    assert exchange.step(sent(exchange.plain(step))) == step
-    assert exchange.action(sent(exchange.plain(action))) == action
+    assert read_step(sent(as_plain(step))) == step
+    assert read_action(sent(as_plain(action))) == action
 
 
 def sent(value: Any) -> Any:
@@ -113,7 +112,7 @@ def sent(value: Any) -> Any:
 @pytest.mark.parametrize("found", [None, 3, [], {}, {"observation": None}, {"observation": {"txt": ""}}, {"new": 1}])
 def test_an_answer_that_is_no_step_is_malformed(found: Any) -> None:
     with pytest.raises(MalformedValue):
-        exchange.step(found)
+        read_step(found)
 
 
 def test_a_parsed_message_is_an_action() -> None:

@@ -26,9 +26,9 @@ import pytest
 from flowrl.environments import Action, EnvironmentName, Episodes, ToolCall, environment_rows
 from flowrl.environments.tools import PythonTool, ToolResult, Tools, named_tools
 from flowrl.environments.tools.sandbox import sandbox_process
-from flowrl.environments.tools.sandbox.bounded_output import BoundedOutput
 from flowrl.environments.tools.sandbox.python_tool import LOST
 from flowrl.environments.tools.sandbox.sandbox_process import (
+    BoundedOutput,
     SandboxEnded,
     SandboxProcess,
     SandboxRefused,

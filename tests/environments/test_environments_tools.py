@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.environments import MalformedValue, Observation, ToolCall
-from flowrl.environments.middle import without_middle
+from flowrl.environments.protocol import without_middle
 from flowrl.environments.tools import ToolError, ToolResult, Tools, named_tools
-from flowrl.environments.tools.alarm import within
-from flowrl.environments.tools.calculator import MOST_BITS, calculator
+from flowrl.environments.tools.collection import within
+from flowrl.environments.tools.named_tools import MOST_BITS, calculator
 from flowrl.errors import ConfigError
 from tests.environments.tool_cases import COLLECTION, add, every, misbehaves, waits
 

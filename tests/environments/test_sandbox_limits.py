@@ -14,9 +14,14 @@ import pytest
 
 from flowrl.environments.tools import PythonTool
 from flowrl.environments.tools.code_answers import code
-from flowrl.environments.tools.sandbox import sandbox_cgroup
-from flowrl.environments.tools.sandbox.sandbox_cgroup import SandboxCgroup
-from flowrl.environments.tools.sandbox.sandbox_process import Ran, SandboxEnded, SandboxProcess, SandboxSettings
+from flowrl.environments.tools.sandbox import sandbox_process
+from flowrl.environments.tools.sandbox.sandbox_process import (
+    Ran,
+    SandboxCgroup,
+    SandboxEnded,
+    SandboxProcess,
+    SandboxSettings,
+)
 from flowrl.environments.tools.sandbox.sandbox_start import DENIED, NESTING, NotAllowed, filter_program
 from flowrl.errors import ConfigError
 from tests.environments.test_environments_python_tool import KINDS, refusal
@@ -267,8 +272,8 @@ def hierarchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "fs" / "a" / "own" / "cgroup.subtree_control").write_text("\n")
     (tmp_path / "fs" / "cgroup.subtree_control").write_text("cpu memory pids\n")
     (tmp_path / "self").write_text("9:name=systemd:/x\n0::/a/own\n")
-    monkeypatch.setattr(sandbox_cgroup, "ROOT", tmp_path / "fs")
-    monkeypatch.setattr(sandbox_cgroup, "OWN", tmp_path / "self")
+    monkeypatch.setattr(sandbox_process, "ROOT", tmp_path / "fs")
+    monkeypatch.setattr(sandbox_process, "OWN", tmp_path / "self")
     return tmp_path / "fs" / "a"
 
 

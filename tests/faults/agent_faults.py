@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.environments.episode_processes import process_episode, zygote
+from flowrl.environments.episode_processes import episode_process, zygote
 from flowrl.testing import GraphRun, run_graph
 from flowrl.testing.local_hosts import KeptView
 from tests.faults.fault_parts import GENERATOR, Fault
@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="a file of results to add to")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    for module in (zygote, process_episode):
+    for module in (zygote, episode_process):
         module.KILLED_WITHIN_S = KILLED_WITHIN_S  # type: ignore[attr-defined]
     known, failed = done_before(args.results), 0
     for cell in cells():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.agents.endpoint.calls_over_http import APIS
+from flowrl.agents.endpoint.agent_endpoint import APIS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "endpoint.md").read_text(encoding="utf-8")

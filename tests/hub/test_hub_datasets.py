@@ -192,7 +192,7 @@ def test_an_option_for_the_hub_is_refused_for_a_file(tmp_path: Path) -> None:
 
 
 def test_an_agents_rows_are_read_in_another_process_and_their_commit_is_kept(hub: Hub) -> None:
-    from flowrl.environments.rows_apart import load_rows_apart
+    from flowrl.environments.task_questions import load_rows_apart
 
     assert len(load_rows_apart(Task(TRAIN)).train) > 20
     assert list(pinned_commits()) == ["dataset acme/gsm@main"]

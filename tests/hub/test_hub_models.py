@@ -27,7 +27,7 @@ from flowrl.models import (
     load_tokenizer,
     resolve,
 )
-from flowrl.models.find_model import model_files
+from flowrl.models.model_files import model_files
 from tests.hub.hub_server import Hub, Repo, serving
 
 TOKEN = "hf_this_is_a_secret"

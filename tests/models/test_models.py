@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from flowrl.errors import ConfigError
 from flowrl.machine.cache import cached_model
 from flowrl.models import Chat, Policy, check_model, known_context, load_tokenizer, resolve
-from flowrl.models.character_models.warm_start import Recipe
-from flowrl.models.directory import context_length
+from flowrl.models.built_in_models import Recipe
+from flowrl.models.model_files import context_length
 from flowrl.models.tokens.characters import SPECIAL, character_tokenizer
 from flowrl.tasks import Task
 
@@ -231,10 +231,10 @@ def test_an_untrained_tiny_loads_as_an_ordinary_model() -> None:
 def test_a_warm_start_stops_at_its_target_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from flowrl.models.character_models import tiny
+    from flowrl.models import built_in_models
 
     recipe = Recipe(batch=16, max_steps=300, check_every=20, sampled_target=0.05, greedy_target=0.05)
-    monkeypatch.setitem(tiny.RECIPES, "tiny", recipe)
+    monkeypatch.setitem(built_in_models.RECIPES, "tiny", recipe)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     told: list[str] = []
     resolve(Policy("tiny", task=Task("arithmetic:max_value=9")), progress=told.append)

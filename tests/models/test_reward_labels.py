@@ -15,8 +15,7 @@ import torch
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy, check_model
-from flowrl.models.labels import label_weights, weighted
-from flowrl.models.scorer import Scorer, check_reward_model, load_scorer
+from flowrl.models.scorer import Scorer, check_reward_model, label_weights, load_scorer, weighted
 from flowrl.nodes import ProcessReward, RewardModel
 from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, serve_until_interrupted
 from flowrl.tasks import Task

@@ -21,8 +21,8 @@ from flowrl.models import (
     resolve,
     tokenizer_of,
 )
+from flowrl.models.chosen_tokenizer import with_special_tokens
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.models.tokens.special_tokens import with_special_tokens
 from flowrl.models.tokens.vocabulary import vocabulary_problem
 from flowrl.training.model.policy_model import read_companions
 

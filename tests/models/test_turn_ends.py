@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.models import Policy, TokenizerOptions, resolve, tokenizer_of
+from flowrl.models import Policy, TokenizerOptions, end_problem, resolve, stop_ids, tokenizer_of
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.models.tokens.chat import Chat, template_end
-from flowrl.models.turn_ends import end_problem, stop_ids
 from flowrl.nodes import Demonstrations, Generator, PreferenceDataset, Preferences
 from flowrl.tasks import Task
 from tests.agents.chat_templates import merging, templates, with_template
@@ -125,8 +124,8 @@ def test_the_nodes_that_train_or_sample_say_it_before_a_run(tmp_path: Path, monk
 @pytest.mark.parametrize("name", sorted(templates()))
 def test_with_the_option_every_template_trains_an_end_once(name: str) -> None:
     """The templates of TRL's wheel; one that cannot be trained on this conversation is refused as before."""
+    from flowrl.models.chosen_tokenizer import with_template as with_options
     from flowrl.models.tokens.chat import Unrendered
-    from flowrl.models.tokens.template_options import with_template as with_options
 
     tokenizer = with_template(merging(), templates()[name])
     own = template_end(tokenizer)

@@ -16,7 +16,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.models.tokens.plain_tokens import pieces, text_tokens
+from flowrl.models.tokens.text_tokens import pieces, text_tokens
 from flowrl.nodes import HeldOutDemonstrations, TextDataset, Texts, TextSource
 from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.tasks import Task, load_rows, load_texts

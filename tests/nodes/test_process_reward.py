@@ -16,7 +16,7 @@ from flowrl.graph.load import load_file
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, load_tokenizer
 from flowrl.models.scorer import load_scorer
-from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
+from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.nodes import ProcessReward, StepDataset
 from flowrl.nodes.scoring.reward_model import reward_of_steps, score_question
 from flowrl.nodes.scoring.reward_service import ServeOptions, open_scorer

@@ -18,8 +18,7 @@ from flowrl.graph.option_types import has_option, value_of
 from flowrl.graph.shipped import shipped_names
 from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
 from flowrl.models import Policy
-from flowrl.models.sizes.model_size import ModelSize, model_size
-from flowrl.models.sizes.size_table import TABLE, row_for
+from flowrl.models.model_size import TABLE, ModelSize, model_size, row_for
 from flowrl.options import OnlineConfig, SamplingOptions, TrainerOptions
 from flowrl.options.size_defaults import BY_SIZE, ENGINE_DTYPE, SLOW, size_defaults
 from flowrl.runtime.driver.job import RunOptions

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.agents import ReplyParser, examine, parser_trial, reply_parser
+from flowrl.agents.call_parser import parser_names
 from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
-from flowrl.agents.vllm_parser_names import parser_names
 from flowrl.environments import Action
 from flowrl.errors import ConfigError
 from flowrl.models import Policy, load_tokenizer, resolve

@@ -21,8 +21,7 @@ import pytest
 
 from flowrl.episode import Reply, Turn
 from flowrl.messages import Sample
-from flowrl.models import Policy, tokenizer_of
-from flowrl.models.turn_ends import stop_ids
+from flowrl.models import Policy, stop_ids, tokenizer_of
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.nodes.engine_options import Engine
 from flowrl.nodes.sampling import Sampling

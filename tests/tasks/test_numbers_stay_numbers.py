@@ -16,9 +16,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from flowrl.agents.endpoint.problems import ApiProblem
-from flowrl.agents.endpoint.sessions_over_http import checked_reward
-from flowrl.agents.programs.agent_result import AgentResult
+from flowrl.agents.endpoint.agent_endpoint import checked_reward
+from flowrl.agents.endpoint.apis.api import ApiProblem
+from flowrl.agents.programs import AgentResult
 from flowrl.environments.protocol import MalformedValue, Observation, Step
 from flowrl.message_base import number_in
 from flowrl.nodes import TaskSource

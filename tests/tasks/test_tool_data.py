@@ -13,8 +13,7 @@ import pytest
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
 from flowrl.models import Chat, Policy
-from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.models.tokens.tool_characters import tool_tokenizer
+from flowrl.models.tokens.characters import character_tokenizer, tool_tokenizer
 from flowrl.models.tokens.tool_form import plain_tools, tool_form
 from flowrl.nodes import (
     Demonstrations,

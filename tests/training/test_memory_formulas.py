@@ -14,7 +14,7 @@ import torch
 
 from flowrl.graph.footprint import Share
 from flowrl.models import Policy
-from flowrl.models.sizes.known_shapes import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
+from flowrl.models.model_layout import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.training import memory
 from flowrl.training.engine import zero
@@ -89,7 +89,7 @@ def test_published_models_have_their_published_sizes(name: str, parameters: int)
 
 
 def test_the_built_in_models_have_the_shapes_that_are_predicted_from() -> None:
-    from flowrl.models.character_models.tiny import _random_model
+    from flowrl.models.built_in_models import _random_model
     from flowrl.models.tokens.characters import character_tokenizer
 
     tiny = _random_model(character_tokenizer())

@@ -16,7 +16,7 @@ from flowrl import ConfigError, Graph, check
 from flowrl.graph.analysis.report import render
 from flowrl.messages import Batch
 from flowrl.models import Policy
-from flowrl.models.sizes.model_layout import trainer_layout
+from flowrl.models.model_layout import trainer_layout
 from flowrl.nodes import TokenBatch, Trainer
 from flowrl.training.layouts import decide_layout, find_tree_obstacle
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model

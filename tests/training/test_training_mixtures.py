@@ -15,7 +15,7 @@ from torch import nn
 from flowrl import Cluster, ConfigError, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
-from flowrl.models.sizes.model_layout import balance_problems
+from flowrl.models.model_layout import balance_problems
 from flowrl.nodes import Trainer
 from flowrl.training.engine.zero import expert_layers, gather_at_once
 from flowrl.training.model.policy_model import PolicyModel, find_balance, load_policy_model

@@ -22,7 +22,7 @@ from flowrl.graph.routes import (
     world_size,
 )
 from flowrl.messages import Weights
-from flowrl.models.sizes.known_shapes import CHARACTER_SHAPE
+from flowrl.models.model_layout import CHARACTER_SHAPE
 from flowrl.nodes.engine_options import Engine as EngineOptions
 from flowrl.nodes.engine_options import EngineDtype
 from flowrl.options import EvaluationOptions, GeneratorOptions, RewardKLLoss, Size

@@ -1,9 +1,10 @@
 """An HTTP endpoint for agent code, in front of a backend that samples. `nodes.agent_program` uses it in graphs."""
 
-from flowrl.agents.endpoint.agent_endpoint import AgentEndpoint
+from flowrl.agents.endpoint.agent_endpoint import AgentEndpoint, SessionAccess
 from flowrl.agents.endpoint.backend import (
     Backend,
     Busy,
+    EndpointSettings,
     FinishedSession,
     LimitReached,
     RunEnded,
@@ -12,8 +13,6 @@ from flowrl.agents.endpoint.backend import (
     SessionTask,
     Unavailable,
 )
-from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
-from flowrl.agents.endpoint.sessions_over_http import SessionAccess
 
 __all__ = [
     "AgentEndpoint",

@@ -1,8 +1,14 @@
 """The endpoint: an HTTP server through which agent code reaches the policy.
 
-/v1/…          a session's own key names the session
-/s/SESSION/v1/…  the URL names it, and either key opens it
-/sessions      see `sessions_over_http`
+Agents call the APIs of `apis`: a call is authorized, read, joined with an earlier attempt, and answered at once or as a
+stream. Workers that flowrl does not start also take tasks and give rewards:
+
+/v1/…                        a session's own key names the session
+/s/SESSION/v1/…              the URL names it, and either key opens it
+POST /sessions               201 {"id", "task", "api_key", "openai_base_url", "anthropic_base_url"}
+POST /sessions/ID/reward     {"reward": number}
+POST /sessions/ID/end, DELETE /sessions/ID
+                             {"id", "reward", "cause"}
 
 By default it listens only on this machine's loopback address. Programs that its process starts later reach it without
 a proxy.
@@ -10,25 +16,266 @@ a proxy.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flowrl.agents.endpoint.apis.api import dumped
-from flowrl.agents.endpoint.backend import Backend, FinishedSession, Sessions, SessionTask
+from flowrl.agents.endpoint.apis import (
+    AnthropicMessages,
+    Api,
+    ApiCall,
+    CallAnswer,
+    ChatCompletions,
+    OpenAIResponses,
+    TextCompletions,
+)
+from flowrl.agents.endpoint.apis.api import ApiProblem, dumped, invalid
+from flowrl.agents.endpoint.apis.fields import check_fields, short
+from flowrl.agents.endpoint.backend import (
+    Backend,
+    Busy,
+    EndpointSettings,
+    FinishedSession,
+    RunEnded,
+    Sessions,
+    SessionTask,
+    Unavailable,
+)
 from flowrl.agents.endpoint.call_sampler import CallSampler
-from flowrl.agents.endpoint.calls_over_http import APIS, CallsOverHttp, key_of
-from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
-from flowrl.agents.endpoint.problems import ApiProblem
-from flowrl.agents.endpoint.session_table import SessionTable
-from flowrl.agents.endpoint.sessions_over_http import SessionAccess, SessionsOverHttp, checked_reward
+from flowrl.agents.endpoint.session_table import AgentSession, CallRun, SampledCall, SessionTable
 from flowrl.errors import ConfigError
 from flowrl.machine.proxies import reach_directly
+from flowrl.message_base import number_in
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+
+AnswerRun = CallRun[SampledCall, CallAnswer]
+APIS: Mapping[str, Api] = {
+    "chat/completions": ChatCompletions(),
+    "completions": TextCompletions(),
+    "messages": AnthropicMessages(),
+    "responses": OpenAIResponses(),
+}
+"""Path below v1 -> API."""
+
+
+class CallsOverHttp:
+    """Handles a POST to one of `APIS`. Its errors are ApiProblem."""
+
+    def __init__(self, table: SessionTable, sampler: CallSampler, settings: EndpointSettings) -> None:
+        self._table = table
+        self._sampler = sampler
+        self._settings = settings
+
+    async def answer(self, request: web.Request, path: str) -> web.StreamResponse:
+        api = APIS[path]
+        session = self._table.named(key_of(request), request.match_info.get("session"))
+        raw = await request.read()
+        call = api.read(json_object(raw), session)
+        self._sampler.check(call)
+        key = hashlib.sha256(path.encode() + b"\n" + raw).digest()
+        async with session.runs.joined(
+            key,
+            lambda: self._sampler.sample(session, call),
+            lambda sampled: self._sampler.deliver(session, call, sampled),
+            retried=_is_retry(request),
+        ) as run:
+            send = self._stream if call.stream else self._whole
+            return await send(request, api, call, run, self._headers(session, call))
+
+    async def count(self, request: web.Request) -> web.StreamResponse:
+        """`messages/count_tokens`: a body of messages, whose limit may be left out."""
+        from aiohttp import web
+
+        session = self._table.named(key_of(request), request.match_info.get("session"))
+        body = json_object(await request.read())
+        call = APIS["messages"].read({**body, "max_tokens": body.get("max_tokens") or 1}, session)
+        counted = dumped({"input_tokens": await self._sampler.count(session, call)})
+        return web.Response(text=counted, content_type="application/json")
+
+    async def _whole(
+        self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        from aiohttp import web
+
+        answer = await run.delivered()
+        body, said = dumped(api.answer(call, answer)).encode(), _with_limit(headers, answer)
+        response = web.Response(body=body, content_type="application/json", headers=said)
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+
+    async def _stream(
+        self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        """Before the first keep-alive is sent, an error has its own HTTP status; after it, an error is an event of the
+        stream."""
+        response: web.StreamResponse | None = None
+        while not await run.done_within(self._settings.keep_alive_s):
+            response = response or await self._begun(request, headers)
+            await response.write(api.keep_alive)
+        try:
+            answer = await run.delivered()
+        except ApiProblem as problem:
+            if response is None:
+                raise
+            await response.write(api.error_event(problem))
+        else:
+            response = response or await self._begun(request, _with_limit(headers, answer))
+            await response.write(b"".join(api.events(call, answer)))
+        await response.write_eof()
+        return response
+
+    async def _begun(self, request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
+        from aiohttp import web
+
+        kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers={**kind, **headers})
+        await response.prepare(request)
+        return response
+
+    def _headers(self, session: AgentSession, call: ApiCall) -> dict[str, str]:
+        """What the graph decides, even if the call asks for something else."""
+        temperature, top_p = session.task.temperature, session.task.top_p
+        temperature = self._settings.temperature if temperature is None else temperature
+        top_p = self._settings.top_p if top_p is None else top_p
+        headers = {"x-flowrl-sampling": f"temperature={temperature}, top_p={top_p}"}
+        return {**headers, "x-flowrl-strict-tools": "not enforced"} if call.strict_tools else headers
+
+
+def _with_limit(headers: dict[str, str], answer: CallAnswer) -> dict[str, str]:
+    """`headers` with the limit of the reply, which is known only with the answer."""
+    return {**headers, "x-flowrl-max-tokens": str(answer.max_tokens)}
+
+
+def key_of(request: web.Request) -> str:
+    """The key that a request came with. Raises ApiProblem (401) if there is none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if not key:
+        raise ApiProblem(401, "there is no key; send Authorization: Bearer KEY, or x-api-key: KEY")
+    return key
+
+
+def json_object(raw: bytes) -> Mapping[str, Any]:
+    """The body. Raises ApiProblem (400) if it is not a JSON object, or contains text that cannot be encoded."""
+    try:
+        body = json.loads(raw.decode())
+        if b"\\ud" in raw.lower():
+            dumped(body).encode()
+    except (ValueError, RecursionError) as problem:
+        raise ApiProblem(400, f"the body is not valid JSON ({problem})") from None
+    if not isinstance(body, dict):
+        raise ApiProblem(400, f"the body is a {type(body).__name__}; it needs an object")
+    return body
+
+
+def _is_retry(request: web.Request) -> bool:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and count.strip("0") != ""
+
+
+@dataclass(frozen=True)
+class SessionAccess:
+    """How an agent reaches its session: by base URL, or only by key."""
+
+    session_id: str
+    api_key: str
+    url: str
+    """Base URL of the endpoint."""
+
+    @property
+    def openai_base_url(self) -> str:
+        return f"{self.url}/s/{self.session_id}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Without v1, which Anthropic's SDK adds."""
+        return f"{self.url}/s/{self.session_id}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for an agent's process, which SDKs read."""
+        return {
+            "OPENAI_BASE_URL": self.openai_base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+
+class SessionsOverHttp:
+    """Handles the requests above. Their errors are ApiProblem."""
+
+    def __init__(self, table: SessionTable, source: Sessions) -> None:
+        self._table = table
+        self._source = source
+        self._waiting = 0
+
+    async def begin(self, request: web.Request) -> web.StreamResponse:
+        self._table.check_run_key(key_of(request))
+        if self._table.is_full_with(self._waiting):
+            raise ApiProblem(429, "as many sessions are open as there may be; end one first", retry_after_s=5)
+        self._waiting += 1
+        try:
+            task = await self._source.next_task()
+        except Unavailable as problem:
+            raise ApiProblem(503, str(problem), retry_after_s=problem.retry_after_s) from None
+        except Busy as problem:
+            raise ApiProblem(429, str(problem), retry_after_s=problem.retry_after_s) from None
+        except RunEnded as problem:
+            raise ApiProblem(410, str(problem), code="run_ended") from None
+        finally:
+            self._waiting -= 1
+        session = self._table.open(task)
+        access = SessionAccess(session.session_id, session.key, f"{request.scheme}://{request.host}")
+        return _response(
+            {
+                "id": access.session_id,
+                "task": dict(task.task),
+                "api_key": access.api_key,
+                "openai_base_url": access.openai_base_url,
+                "anthropic_base_url": access.anthropic_base_url,
+            },
+            status=201,
+        )
+
+    async def reward(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = json_object(await request.read())
+        check_fields(body, {"reward"}, {})
+        session.give_reward(checked_reward(body.get("reward")))
+        return _response({"id": session.session_id, "reward": session.reward})
+
+    async def end(self, request: web.Request) -> web.StreamResponse:
+        finished = self._table.end(self._session(request))
+        return _response({"id": finished.session_id, "reward": finished.reward, "cause": finished.cause})
+
+    def _session(self, request: web.Request) -> AgentSession:
+        return self._table.named(key_of(request), request.match_info["session"])
+
+
+def checked_reward(reward: object) -> float:
+    """Raises ApiProblem unless it is a finite number, or true or false."""
+    number = number_in(reward)
+    if number is None or not math.isfinite(number):
+        raise invalid("reward", f"reward is {short(reward)}; it needs a finite number")
+    return number
+
+
+def _response(value: dict[str, object], *, status: int = 200) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(body=dumped(value).encode(), content_type="application/json", status=status)
+
 
 SHUTDOWN_S = 1.0
 """Seconds for responses that are still being written when the endpoint closes."""

@@ -12,14 +12,11 @@ import numpy as np
 
 from flowrl.agents.chat_template import TooMuchText
 from flowrl.agents.conversation import Span
-from flowrl.agents.endpoint.agent_session import AgentSession, SampledCall
 from flowrl.agents.endpoint.apis import ApiCall, CallAnswer, Choice
-from flowrl.agents.endpoint.backend import Backend, Busy, LimitReached, SampledAnswer, Unavailable
-from flowrl.agents.endpoint.endpoint_settings import EndpointSettings
-from flowrl.agents.endpoint.problems import ApiProblem, invalid
-from flowrl.agents.endpoint.tree import Asked
-from flowrl.agents.endpoint.tree.message_tree import AskedMessages
-from flowrl.agents.endpoint.tree.raw_prompts import AskedPrompt
+from flowrl.agents.endpoint.apis.api import ApiProblem, invalid
+from flowrl.agents.endpoint.backend import Backend, Busy, EndpointSettings, LimitReached, SampledAnswer, Unavailable
+from flowrl.agents.endpoint.session_table import AgentSession, SampledCall
+from flowrl.agents.endpoint.session_tree import Asked, AskedMessages, AskedPrompt
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.environments.adapters.package import close_names, imported
-from flowrl.environments.environment_row import EnvironmentName
+from flowrl.environments.environment_row import EnvironmentName, close_names, imported
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 

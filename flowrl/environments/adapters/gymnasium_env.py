@@ -5,7 +5,9 @@ else its value. The first observation also lists the actions. An action is the l
 the reply; a reply without one changes nothing, and the third in a row truncates the episode.
 
 The option `actions` names the actions: `gymnasium/FrozenLake-v1:actions=left/down/right/up`. All other options are
-those of the package. Environments of minigrid are shown as their grid, and their actions have names.
+those of the package. Environments of minigrid are shown as their whole grid with the agent in it, its direction and
+what it carries, and their actions have names. A cell is two characters: a letter for the object and one for its colour.
+The package's own `pprint_grid` uses the same letter for grey and green, and does not show what the agent carries.
 """
 
 from __future__ import annotations
@@ -14,11 +16,58 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.environments.adapters import minigrid_text
-from flowrl.environments.adapters.package import imported
-from flowrl.environments.environment_row import EnvironmentName
+from flowrl.environments.environment_row import EnvironmentName, imported
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
+
+FAMILIES = ("MiniGrid-", "BabyAI-")
+"""Beginnings of the names of the package's environments."""
+GRID_ACTIONS = "left/right/forward/pickup/drop/toggle/done"
+FACING = ("right", "down", "left", "up")
+AGENT = (">>", "vv", "<<", "^^")
+PLAIN = {"wall": "##", "floor": "..", "lava": "~~"}
+LETTERS = {"key": "K", "ball": "A", "box": "B", "goal": "G"}
+COLOURS = {"red": "r", "green": "g", "blue": "b", "purple": "p", "yellow": "y", "grey": "e"}
+GRID_LEGEND = (
+    "A cell of the grid has two characters: ## is a wall, .. the floor, ~~ lava, and >> vv << ^^ is you, facing right, "
+    "down, left or up. Others are a thing and its colour: K a key, A a ball, B a box, G the goal, D a closed door, L a "
+    "locked one, O an open one; r red, g green, b blue, p purple, y yellow, e grey."
+)
+
+
+def is_minigrid(place: str) -> bool:
+    """Whether the name is of one of the package's environments."""
+    return place.startswith(FAMILIES)
+
+
+def register_minigrid(name: EnvironmentName) -> None:
+    """Make the package's names known to gymnasium. Raises ConfigError if the package is missing."""
+    imported(name, "minigrid", distribution="minigrid")
+
+
+def grid_text(env: Any) -> str:
+    """The mission, the grid, and the agent's state, of a MiniGridEnv."""
+    rows = [" ".join(_cell(env, column, row) for column in range(env.width)) for row in range(env.height)]
+    carried = f"a {env.carrying.color} {env.carrying.type}" if env.carrying else "nothing"
+    state = f"You face {FACING[env.agent_dir]} and carry {carried}."
+    return "\n".join([f"Mission: {env.mission}", "", *rows, "", state])
+
+
+def _cell(env: Any, column: int, row: int) -> str:
+    if (column, row) == tuple(env.agent_pos):
+        return AGENT[env.agent_dir]
+    thing = env.grid.get(column, row)
+    if thing is None:
+        return PLAIN["floor"]
+    if thing.type in PLAIN:
+        return PLAIN[thing.type]
+    letter = _door(thing) if thing.type == "door" else LETTERS[thing.type]
+    return letter + COLOURS[thing.color]
+
+
+def _door(door: Any) -> str:
+    return "O" if door.is_open else "L" if door.is_locked else "D"
+
 
 MOST_MALFORMED = 3
 """Replies in a row without an action; this many truncate the episode."""
@@ -34,8 +83,8 @@ class GymnasiumEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
         """Imports the package. Raises ConfigError if the package or the environment is missing."""
         gymnasium = imported(name, "gymnasium", distribution="gymnasium")
-        if minigrid_text.plays(name.place):
-            minigrid_text.register(name)
+        if is_minigrid(name.place):
+            register_minigrid(name)
         try:
             spec = gymnasium.spec(name.place)
             if isinstance(spec.entry_point, str):
@@ -46,8 +95,8 @@ class GymnasiumEnv(Env):
 
     def __init__(self, name: EnvironmentName) -> None:
         options = dict(name.options)
-        self._is_grid = minigrid_text.plays(name.place)
-        names = str(options.pop("actions", minigrid_text.ACTIONS if self._is_grid else ""))
+        self._is_grid = is_minigrid(name.place)
+        names = str(options.pop("actions", GRID_ACTIONS if self._is_grid else ""))
         self._env = _made(name, options)
         self._first, self._number = _discrete_actions(name, self._env)
         self._names = tuple(part.strip() for part in names.split("/")) if names else ()
@@ -62,7 +111,7 @@ class GymnasiumEnv(Env):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         found, _ = self._env.reset(seed=seed)
-        legend = f"{minigrid_text.LEGEND}\n\n" if self._is_grid else ""
+        legend = f"{GRID_LEGEND}\n\n" if self._is_grid else ""
         return Observation(f"{legend}{self._text(found)}\n\n{self._actions}")
 
     async def step(self, action: Action) -> Step:
@@ -102,7 +151,7 @@ class GymnasiumEnv(Env):
 
     def _text(self, found: Any) -> str:
         if self._is_grid:
-            return minigrid_text.grid_text(self._env.unwrapped)
+            return grid_text(self._env.unwrapped)
         if self._env.render_mode != "ansi":
             return f"Observation: {_plain(found)}"
         rendered = CODE.sub("", MARKED.sub(r"[\1]", str(self._env.render())))

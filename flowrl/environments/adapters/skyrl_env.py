@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.adapters.package import close_names, imported
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, close_names, imported
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions
 from flowrl.errors import ConfigError

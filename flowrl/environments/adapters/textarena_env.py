@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.adapters.package import close_names, imported
-from flowrl.environments.environment_row import EnvironmentName
+from flowrl.environments.environment_row import EnvironmentName, close_names, imported
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import one_line

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.adapters.package import imported
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, imported
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import load_user_module, one_line

@@ -9,15 +9,22 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flowrl.environments.episode_processes.output import Output, with_tail
-from flowrl.environments.episode_processes.zygote import KILLED_WITHIN_S, Exit, ZygoteClient
-from flowrl.environments.failure import CAUSES, EnvironmentFailed
-from flowrl.environments.open_episode import TimeLimit
-from flowrl.environments.protocol import MalformedValue
+from flowrl.environments.environment_row import EnvironmentRow
+from flowrl.environments.episode_processes.zygote import KILLED_WITHIN_S, Exit, Output, ZygoteClient, with_tail
+from flowrl.environments.open_episode import CAUSES, EnvironmentFailed, OpenEpisode, TimeLimit
+from flowrl.environments.protocol import (
+    Action,
+    MalformedValue,
+    Step,
+    as_plain,
+    read_observations,
+    read_state,
+    read_step,
+)
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import Garbage, pack_message, receive_message
 
@@ -137,3 +144,66 @@ def _status(ended: Exit) -> str:
     if ended.status >= 0:
         return f"status {ended.status}"
     return f"signal {signal.Signals(-ended.status).name}"
+
+
+class ProcessEpisode(OpenEpisode):
+    """An episode that `process` plays. `keep` gets the process afterwards if it can play another one; None: the process
+    ends with this episode.
+
+    `left` is called if the process cannot play another episode because of what this one has left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: EpisodeProcess,
+        *,
+        step_s: float,
+        keep: Callable[[EpisodeProcess], None] | None,
+        left: Callable[[], None],
+    ) -> None:
+        super().__init__(name, step_s=step_s)
+        self._process, self._keep, self._left = process, keep, left
+        process.begin()
+
+    async def try_making(self, *, limit_s: float) -> tuple[int, bool, bool]:
+        """Make an environment and close it: its `seats`, `replays`, and whether it can save its state.
+
+        Raises ConfigError if it cannot be made.
+        """
+        answer = await self._process.ask({"call": "try"}, limit_s, "making it")
+        return int(answer["seats"]), bool(answer["replays"]), bool(answer["saves"])
+
+    async def begin(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
+        if state is not None:
+            await self._process.ask({"call": "restore", "state": state, "seed": row.seed}, limit_s, "restore")
+            return
+        answer = await self._process.ask({"call": "reset", "task": row.task, "seed": row.seed}, limit_s, "reset")
+        with self._process.refusing():
+            self.observations = read_observations(answer)
+
+    async def save(self) -> bytes | None:
+        state = await self._process.ask({"call": "save"}, self._step_s, "save")
+        with self._process.refusing():
+            return read_state(state)
+
+    async def _step(self, action: Action, seat: int) -> Step:
+        request = {"call": "step", "action": as_plain(action), "seat": seat}
+        answer = await self._process.ask(request, self._step_s, "step")
+        with self._process.refusing():
+            return read_step(answer)
+
+    async def _close(self) -> None:
+        again = None
+        try:
+            if not self._process.killed:
+                request = {"call": "close", "again": self._keep is not None}
+                again = await self._process.ask(request, self._step_s, "close")
+        finally:
+            if again is True and self._keep is not None:
+                self._keep(self._process)
+            else:
+                self._process.kill()
+                await self._process.gone()
+        if again is False:
+            self._left()

@@ -2,6 +2,12 @@
 
 The policy gets a text as the answer to an unknown name, to arguments that do not fit, and to a function that raises or
 takes too long. None of these is a failure of the environment.
+
+A function runs in the main thread of the episode's process, and an alarm raises an exception inside it when its time is
+over. So it leaves nothing behind. A thread that is given up would instead continue during the next call, with the same
+objects, and a loop in it would keep the interpreter busy. The alarm cannot end code that never returns to the
+interpreter, or that keeps catching every exception; `step_s` then ends the process, and the attempt is void. A function
+that sets SIGALRM itself, as some packages do for limits of their own, switches this limit off.
 """
 
 from __future__ import annotations
@@ -9,21 +15,60 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import signal
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import FrameType
 from typing import Any
 
 from pydantic import ValidationError
 
-from flowrl.environments.failure import EnvironmentFailed
-from flowrl.environments.middle import LEAST_BYTES, without_middle
-from flowrl.environments.protocol import ToolCall
-from flowrl.environments.tools.alarm import OutOfTime, within
-from flowrl.environments.tools.tool import CALL_S, OBSERVATION_BYTES, Tool, ToolError, ToolResult
-from flowrl.environments.tools.tool_description import ToolDescription, describe
-from flowrl.environments.tools.tool_source import ToolSource
+from flowrl.environments.open_episode import EnvironmentFailed
+from flowrl.environments.protocol import LEAST_BYTES, ToolCall, without_middle
+from flowrl.environments.tools.tool import (
+    CALL_S,
+    OBSERVATION_BYTES,
+    Tool,
+    ToolDescription,
+    ToolError,
+    ToolResult,
+    ToolSource,
+    describe,
+)
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import one_line
+
+AGAIN_S = 1.0
+"""Seconds after which the alarm is repeated, in case the function has caught it."""
+
+
+class OutOfTime(BaseException):
+    """Raised inside the function. It does not derive from Exception, so the function's own handlers let it pass."""
+
+
+def within(limit_s: float, function: Callable[[], Any]) -> Any:
+    """The function's result. Raises OutOfTime, and what the function raises. Only for the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "a synchronous tool runs in the main thread of its process alone, which has the alarm that ends it; make "
+            "the tool `async def`, or leave the environment's `cooperative` False"
+        )
+    here = sys._getframe()
+
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        if frame is not here:  # else the function has returned already, and the alarm came a moment too late
+            raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
+        return function()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
 
 SHOWN = 60
 """The most characters of a name or value from the policy that are repeated to it."""

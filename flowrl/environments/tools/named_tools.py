@@ -1,21 +1,111 @@
-"""Finds tools by name: built-in ones, and a user's as `FILE.py:NAME` or `package.module:NAME`."""
+"""Finds tools by name: built-in ones, and a user's as `FILE.py:NAME` or `package.module:NAME`. The tool `calculator` is
+here: arithmetic in bounded time and memory.
+
+Its expression is parsed with `ast` and never executed as code. Whole numbers are exact, and the quotient of two is
+whole if the division has no remainder. All operands and results are bounded; a power that is certainly too large is
+refused before it is computed.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from flowrl.environments.tools.calculator import calculator
 from flowrl.environments.tools.collection import Tools
-from flowrl.environments.tools.mcp_tools import McpServer
+from flowrl.environments.tools.mcp_server import McpServer
 from flowrl.environments.tools.sandbox import PythonTool
-from flowrl.environments.tools.tool_source import ToolSource
+from flowrl.environments.tools.tool import ToolError, ToolSource
 from flowrl.errors import ConfigError
 from flowrl.tasks.task_syntax import parse_options
 from flowrl.tasks.user_code import load_user_module
+
+MOST_CHARACTERS = 1000
+MOST_BITS = 10_000
+"""Maximum bits of a whole number: some 3,000 digits, which Python still prints."""
+DIGITS = 15
+"""Significant digits of a number that is not whole."""
+
+Number = int | float
+
+
+def calculator(expression: str) -> str:
+    """Calculates the value of an arithmetic expression. Whole numbers are exact.
+
+    Args:
+        expression: Numbers, the operators + - * / // % **, and parentheses, as in (3 + 4) * 12.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise ToolError(f"The expression has {len(expression)} characters; at most {MOST_CHARACTERS} are allowed.")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        raise ToolError(f"This is no arithmetic expression: {expression[:80]!r}. {KNOWN}") from None
+    except (RecursionError, MemoryError):
+        raise ToolError("The expression is nested too deep.") from None
+    except ZeroDivisionError:
+        raise ToolError("Division by zero.") from None
+    except OverflowError:
+        raise ToolError(TOO_LARGE) from None
+    return str(value) if isinstance(value, int) else f"{value:.{DIGITS}g}"
+
+
+TOO_LARGE = "The result is too large."
+KNOWN = "Use numbers, + - * / // % ** and parentheses."
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return _bounded(OPERATIONS[type(op)](_value(left), _value(right)))
+    raise ToolError(f"{ast.unparse(node)[:80]!r} is not allowed here. {KNOWN}")
+
+
+def _bounded(number: Number) -> Number:
+    fits = number.bit_length() <= MOST_BITS if isinstance(number, int) else math.isfinite(number)
+    if not fits:
+        raise ToolError(TOO_LARGE)
+    return number
+
+
+def _divided(a: Number, b: Number) -> Number:
+    whole = isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0
+    return a // b if whole else a / b
+
+
+def _power(a: Number, b: Number) -> Number:
+    if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > 2 * MOST_BITS:
+        raise ToolError(
+            TOO_LARGE
+        )  # n bits to the power of b give more than (n - 1) * b bits, which is at least half of n * b
+    power = a**b
+    if isinstance(power, complex):
+        raise ToolError(f"{a} ** {b} is no real number.")
+    return power
+
+
+OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divided,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+"""Operands are bounded, so all operations but a power are quick, and their results have at most twice the bits."""
+
 
 PLUS_OUTSIDE_QUOTES = re.compile(r"""\+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
 from flowrl.environments import Action, Observation, Step
-from flowrl.environments.middle import LEAST_BYTES, without_middle
+from flowrl.environments.protocol import LEAST_BYTES, without_middle
 from flowrl.episode import Reply
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32

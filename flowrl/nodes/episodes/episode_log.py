@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes, Observation, OpenEpisode, Step
-from flowrl.environments.episode_processes import exchange
-from flowrl.environments.middle import without_middle
+from flowrl.environments.protocol import as_plain, read_observation, read_step, without_middle
 from flowrl.episode import EpisodeRecord, Reply, Turn
 from flowrl.messages import Record
 from flowrl.nodes.episodes.attempt import AskedTurn
@@ -136,7 +135,7 @@ class EpisodeLog:
     def note_step(self, step: Step, state: bytes | None) -> None:
         """Note a step of the environment, or compare it with the step in the log."""
         seen = tuple({**self._plain_shown(observation), "tools": ()} for observation in step.observations)
-        shown = {**exchange.plain(step), "observation": seen}
+        shown = {**as_plain(step), "observation": seen}
         known = self.known_step()
         if known is None:
             self._steps.append(shown)
@@ -151,7 +150,7 @@ class EpisodeLog:
 
     def _plain_shown(self, observation: Observation) -> dict[str, Any]:
         """The observation as plain data, with the middle of long texts left out."""
-        most, found = self._observation_bytes, exchange.plain(observation)
+        most, found = self._observation_bytes, as_plain(observation)
         found["text"] = without_middle(found["text"], most)
         for message in found["messages"]:
             message["content"] = without_middle(message["content"], most)
@@ -176,14 +175,14 @@ class LoggedEpisode:
     def observations(self) -> tuple[Observation, ...]:
         """What each seat sees first."""
         assert self._log.first is not None, "`begin` has logged it"
-        return tuple(exchange.observation(shown) for shown in self._log.first)
+        return tuple(read_observation(shown) for shown in self._log.first)
 
     async def step(self, action: Action, seat: int = 0) -> Step:
         """Play one action of a seat. Raises EnvironmentFailed, also if a replayed step differs from the log."""
         known = self._log.known_step()
         if known is not None and self._restored:
             self._log.pass_step()
-            return exchange.step(dict(known))
+            return read_step(dict(known))
         step = await self._episode.step(action, seat)
         self._log.note_step(step, None if step.over else await self._saved_state())
         return step

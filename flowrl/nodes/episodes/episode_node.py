@@ -31,7 +31,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Branch, Prompt, Record
 from flowrl.models import Policy, known_context, known_tokenizer, load_tokenizer, with_template
-from flowrl.models.directory import context_length
+from flowrl.models.model_files import context_length
 from flowrl.models.tokens.chat import Messages
 from flowrl.nodes.episodes.attempt import AskedTurn, Limits, Played, Templates
 from flowrl.nodes.episodes.attempt_outcomes import AttemptOutcomes, BegunAttempt

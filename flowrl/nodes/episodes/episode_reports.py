@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flowrl.agents import TokenSequence
-from flowrl.agents.token_pieces import TokenPieces
 from flowrl.graph.node import Context
 from flowrl.messages import Prompt
+from flowrl.models.tokens.vocabulary import TokenPieces
 from flowrl.nodes.episodes.attempt import Played
 from flowrl.training.batch_stats import length_name
 

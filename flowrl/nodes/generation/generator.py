@@ -37,9 +37,8 @@ from flowrl.graph.node import Context, Node
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
-from flowrl.models import Policy, check_model, known_context, known_directory, resolve, with_template
-from flowrl.models.sizes.known_shapes import known_shape
-from flowrl.models.turn_ends import end_problem
+from flowrl.models import Policy, check_model, end_problem, known_context, known_directory, resolve, with_template
+from flowrl.models.model_layout import known_shape
 from flowrl.nodes.engine_options import AdapterSlots, Engine, Parallel, method_note
 from flowrl.nodes.generation.responses import (
     Prefix,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.models.directory import context_length, stored_dtype
+from flowrl.models.model_files import context_length, stored_dtype
 from flowrl.nodes.engine_options import LARGEST_CACHE, AdapterSlots, Engine, Parallel, largest_kv_cache, read_config
 from flowrl.nodes.sampling import NOTHING, Completion
 from flowrl.training.memory import read_shape

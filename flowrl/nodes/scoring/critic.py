@@ -23,7 +23,7 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Float32, ValueQuestion, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
-from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
 from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.model.trainable import check_scalar

@@ -35,7 +35,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Float32, Group, Int32, Sample, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
-from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, open_scoring_model
 from flowrl.nodes.sources.demonstrations import batch_of_samples

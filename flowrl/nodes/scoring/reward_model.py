@@ -27,9 +27,9 @@ from flowrl.graph.facts import Facts
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.messages import Bool, Int32, Message, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
-from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.models.tokens.chat import Unrendered
-from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
+from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.models.tokens.tool_form import uses_tools
 from flowrl.nodes.scoring.reward import Shaping
 from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions
@@ -58,7 +58,7 @@ class RewardModel(ScoringNode):
     from its config.json; the raw reward is the unchanged score. At most `batch` samples wait for a pass, which takes
     at most `token_budget` tokens, padding included, or a single longer sample. `layout` says whether prefixes that
     samples share are computed once, see `ZeroSettings`. `label` says which of several labels are the score, see
-    `flowrl.models.labels.label_weights`; each label is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
+    `flowrl.models.scorer.label_weights`; each label is logged as `reward_model/LABEL`. `timeout_s`, `concurrency` and
     `away_s` are for the functions and servers of a sum, as in `Reward`.
 
     `requests` serves the scores of held-out answers to the rows of any task with the same system prompt.

@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
 from flowrl.models import Policy, check_model, resolve
 from flowrl.models.tokens.chat import Messages, Unrendered
-from flowrl.models.tokens.steps import separator_of, split_steps, step_tokens
+from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.nodes.scoring.reward_model import OfSteps, reward_of_steps
 from flowrl.runtime.telemetry.standard_streams import print_text
 from flowrl.tasks.reward_calls.http import Patience, RewardServer

@@ -12,7 +12,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
-from flowrl.models.sizes.model_layout import note, scoring_layout
+from flowrl.models.model_layout import note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, require_one_sequence
 from flowrl.training.advantages import Array, distillation_advantages, make_trainable

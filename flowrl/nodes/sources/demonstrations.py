@@ -20,8 +20,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Batch, Bool, Group, Int32, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, check_tools, tokenizer_of
-from flowrl.models.turn_ends import end_problem
+from flowrl.models import Chat, Policy, check_model, check_tools, end_problem, tokenizer_of
 from flowrl.nodes.sources.row_checks import (
     DroppedRows,
     RowTexts,

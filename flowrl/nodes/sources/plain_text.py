@@ -18,7 +18,7 @@ from flowrl.machine.cache import Progress
 from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, silent, tokenizer_of
 from flowrl.models.token_store import HeldTokens, TokenFile, TokenStore
-from flowrl.models.tokens.plain_tokens import pieces, text_tokens
+from flowrl.models.tokens.text_tokens import pieces, text_tokens
 from flowrl.nodes.sources.demonstrations import given_sample
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_texts

@@ -19,9 +19,8 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, check_tools, silent, tokenizer_of
+from flowrl.models import Chat, Policy, check_model, check_tools, end_problem, silent, tokenizer_of
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered
-from flowrl.models.turn_ends import end_problem
 from flowrl.nodes.sources.demonstrations import HeldOutBatch
 from flowrl.nodes.sources.row_checks import (
     DroppedRows,

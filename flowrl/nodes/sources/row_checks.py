@@ -32,7 +32,7 @@ from flowrl.machine.orphans import die_with_parent
 from flowrl.messages import Bool, Int32, Prompt, Sample, Trainable
 from flowrl.models import Policy, known_tokenizer
 from flowrl.models.tokens.chat import Chat, Messages, ReplyMessage, Unrendered
-from flowrl.models.tokens.steps import require_steps
+from flowrl.models.tokens.text_tokens import require_steps
 from flowrl.tasks import Row, Task
 from flowrl.tasks.row_reading.rows_on_disk import pick_rows
 from flowrl.tasks.rows import OF_TASK

@@ -15,7 +15,7 @@ from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of
-from flowrl.models.tokens.steps import require_steps, separator_of, split_steps, step_tokens
+from flowrl.models.tokens.text_tokens import require_steps, separator_of, split_steps, step_tokens
 from flowrl.nodes.sources.demonstrations import HeldOutBatch
 from flowrl.nodes.sources.row_checks import (
     DroppedRows,

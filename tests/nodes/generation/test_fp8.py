@@ -15,7 +15,7 @@ from flowrl.graph.analysis.check import Report, check
 from flowrl.graph.analysis.quantized_rules import gap_warnings
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
-from flowrl.models.sizes.known_shapes import SMOLLM2_SHAPE
+from flowrl.models.model_layout import SMOLLM2_SHAPE
 from flowrl.nodes import BestOfN, Generator
 from flowrl.nodes.engine_options import FP8, Engine
 from flowrl.training.loss.function_objective import FunctionObjective

@@ -15,7 +15,7 @@ from flowrl.agents import reply_parser
 from flowrl.episode import Reply, Turn
 from flowrl.errors import OutOfService
 from flowrl.models import Policy
-from flowrl.models.tokens.tool_characters import tool_tokenizer
+from flowrl.models.tokens.characters import tool_tokenizer
 from flowrl.nodes.generation.generator import Generator, Standby
 from flowrl.nodes.generation.responses import Responses
 from flowrl.nodes.generation.vllm_processes import EngineDied, engine_died

@@ -8,13 +8,14 @@ from typing import Any
 from flowrl.agents.endpoint.apis import fields
 from flowrl.agents.endpoint.apis.api import (
     ApiCall,
+    ApiProblem,
     CallAnswer,
     Choice,
     KnownResponses,
     arguments_text,
     data_event,
+    invalid,
 )
-from flowrl.agents.endpoint.problems import ApiProblem, invalid
 
 READ = {
     *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream"),

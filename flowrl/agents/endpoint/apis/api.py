@@ -1,4 +1,4 @@
-"""What the APIs have in common: a call as it is sampled, its answer, and the interface of an API."""
+"""What the APIs have in common: a call as it is sampled, its answer, errors, and the interface of an API."""
 
 from __future__ import annotations
 
@@ -10,9 +10,55 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flowrl.agents.endpoint.backend import SampledAnswer
-from flowrl.agents.endpoint.problems import ApiProblem
-from flowrl.agents.endpoint.tree.raw_prompts import RawPrompt
+from flowrl.agents.endpoint.session_tree import RawPrompt
 from flowrl.models.tokens.chat import Messages
+
+OPENAI_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "gone_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+ANTHROPIC_TYPES = {**OPENAI_TYPES, 500: "api_error", 503: "overloaded_error"}
+
+
+@dataclass(eq=False)
+class ApiProblem(Exception):
+    """What went wrong with a request; `status` is the HTTP status."""
+
+    status: int
+    message: str
+    param: str | None = None
+    """The field of the body."""
+    code: str | None = None
+    retry_after_s: int | None = None
+    details: Mapping[str, Any] | None = None
+    """What Anthropic's SDK reads from an error to continue on its own."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response's headers. Clients retry a 409 on their own, which is pointless here."""
+        if self.retry_after_s is not None:
+            return {"Retry-After": str(self.retry_after_s)}
+        return {"x-should-retry": "false"} if self.status == 409 else {}
+
+    def openai(self) -> Mapping[str, Any]:
+        kind = OPENAI_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> Mapping[str, Any]:
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
+
+
+def invalid(param: str, message: str) -> ApiProblem:
+    """A 400 that names the field."""
+    return ApiProblem(400, message, param=param)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from typing import Any
 from flowrl.agents.endpoint.apis import fields
 from flowrl.agents.endpoint.apis.api import (
     ApiCall,
+    ApiProblem,
     CallAnswer,
     Choice,
     KnownResponses,
     arguments_text,
     data_event,
+    invalid,
     token_logprobs,
     usage,
 )
-from flowrl.agents.endpoint.problems import ApiProblem, invalid
 
 READ = {
     *("model", "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "logprobs"),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrl.agents.endpoint.problems import ApiProblem, invalid
+from flowrl.agents.endpoint.apis.api import ApiProblem, invalid
 
 MOST_REPLIES = 128
 

@@ -3,16 +3,156 @@ open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flowrl.agents.endpoint.apis import fields
-from flowrl.agents.endpoint.apis.api import ApiCall, CallAnswer, KnownResponses, data_event
-from flowrl.agents.endpoint.apis.chat_completions import check_tool_choice
-from flowrl.agents.endpoint.apis.response_input import read_input
-from flowrl.agents.endpoint.apis.response_output import output_events, output_items
-from flowrl.agents.endpoint.problems import ApiProblem, invalid
+from flowrl.agents.endpoint.apis.api import (
+    ApiCall,
+    ApiProblem,
+    CallAnswer,
+    KnownResponses,
+    arguments_text,
+    data_event,
+    invalid,
+    token_logprobs,
+)
+from flowrl.agents.endpoint.apis.chat_completions import ROLES, check_tool_choice
 from flowrl.models.tokens.chat import Messages
+
+OutputItem = Mapping[str, Any]
+
+
+def output_items(call: ApiCall, answer: CallAnswer) -> list[OutputItem]:
+    """The reasoning, text and calls of the reply, as far as it has them."""
+    (choice,) = answer.choices
+    status = "completed" if choice.answer.finish_reason == "stop" else "incomplete"
+    items: list[OutputItem] = []
+    if choice.reasoning:
+        content = [{"type": "reasoning_text", "text": choice.reasoning}]
+        items.append({"id": f"rs_{answer.ident}", "type": "reasoning", "summary": [], "content": content})
+    if choice.text or not choice.calls:
+        text: dict[str, Any] = {"type": "output_text", "text": choice.text, "annotations": []}
+        text["logprobs"] = token_logprobs(choice) if call.logprobs else []
+        said = {"id": f"msg_{answer.ident}", "type": "message", "role": "assistant", "status": status}
+        items.append({**said, "content": [text]})
+    for n, one in enumerate(choice.calls):
+        called = {"id": f"fc_{answer.ident}_{n}", "type": "function_call", "call_id": one["id"], "status": status}
+        items.append({**called, "name": one["function"]["name"], "arguments": arguments_text(one)})
+    return items
+
+
+def output_events(items: Sequence[OutputItem]) -> Iterator[dict[str, Any]]:
+    for n, item in enumerate(items):
+        yield {"type": "response.output_item.added", "output_index": n, "item": _begun(item)}
+        at = {"item_id": item["id"], "output_index": n}
+        if item["type"] == "function_call":
+            yield from _call_events(item, at)
+        else:
+            yield from _text_events(item, {**at, "content_index": 0})
+        yield {"type": "response.output_item.done", "output_index": n, "item": item}
+
+
+def _begun(item: OutputItem) -> OutputItem:
+    if item["type"] == "function_call":
+        return {**item, "arguments": "", "status": "in_progress"}
+    return {**item, "content": [], "status": "in_progress"}
+
+
+def _call_events(item: OutputItem, at: OutputItem) -> Iterator[dict[str, Any]]:
+    kind = "response.function_call_arguments"
+    yield {"type": f"{kind}.delta", **at, "delta": item["arguments"]}
+    yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": item["arguments"]}
+
+
+def _text_events(item: OutputItem, at: OutputItem) -> Iterator[dict[str, Any]]:
+    (part,) = item["content"]
+    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
+    yield {"type": "response.content_part.added", **at, "part": empty}
+    yield {"type": f"response.{part['type']}.delta", **at, "delta": part["text"], **logprobs}
+    yield {"type": f"response.{part['type']}.done", **at, "text": part["text"], **logprobs}
+    yield {"type": "response.content_part.done", **at, "part": part}
+
+
+TEXTS = ("input_text", "output_text", "text")
+ITEM = {
+    "message": {"type", "role", "content", "id", "status", "phase"},
+    "reasoning": {"type", "id", "summary", "content", "status"},
+    "function_call": {"type", "id", "call_id", "name", "arguments", "status"},
+    "function_call_output": {"type", "id", "call_id", "output", "status"},
+}
+EMPTY: Mapping[str, tuple[Any, ...]] = {"encrypted_content": ("",), "caller": ({"type": "direct"},)}
+
+
+def read_input(given: Any) -> list[Mapping[str, Any]]:
+    """Messages as chat templates know them. Raises ApiProblem."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for n, item in enumerate(fields.items("input", given)):
+        name, kind = f"input[{n}]", _kind(f"input[{n}]", item)
+        read = READERS[kind](name, item)
+        if _belong_together(messages, read):
+            messages[-1] = _joined(messages[-1], read)
+        else:
+            messages.append(read)
+    return list(messages)
+
+
+def _belong_together(messages: list[dict[str, Any]], read: Mapping[str, Any]) -> bool:
+    """Whether the last message is a reply that `read` continues: reasoning, then text, then calls."""
+    if not messages or messages[-1]["role"] != "assistant" or read["role"] != "assistant":
+        return False
+    last = messages[-1]
+    if read.get("tool_calls"):
+        return True
+    return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
+
+
+def _joined(message: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    joined = {**message, **read, "content": message["content"] + read["content"]}
+    calls = [*message.get("tool_calls", ()), *read.get("tool_calls", ())]
+    return {**joined, "tool_calls": calls} if calls else joined
+
+
+def _kind(name: str, item: Any) -> str:
+    kind = fields.one_of(f"{name}.type", fields.mapping(name, item).get("type", "message"), ITEM)
+    fields.check_fields(item, ITEM[kind], EMPTY, f"{name}.")
+    return kind
+
+
+def _message(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    role = fields.one_of(f"{name}.role", item.get("role"), ROLES.keys() - {"tool"})
+    return {"role": ROLES[role], "content": fields.content_text(f"{name}.content", item.get("content"), TEXTS)}
+
+
+def _reasoning(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    content = fields.content_text(f"{name}.content", item.get("content"), ("reasoning_text",))
+    return {"role": "assistant", "content": "", "reasoning_content": content}
+
+
+def _call(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {
+        "name": fields.text(f"{name}.name", item.get("name")),
+        "arguments": fields.parsed_arguments(f"{name}.arguments", item.get("arguments")),
+    }
+    call = {"id": fields.text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _output(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    content = fields.content_text(f"{name}.output", item.get("output"), TEXTS)
+    return {"role": "tool", "content": content, "tool_call_id": fields.text(f"{name}.call_id", item.get("call_id"))}
+
+
+READERS = {
+    "message": _message,
+    "reasoning": _reasoning,
+    "function_call": _call,
+    "function_call_output": _output,
+}
+
 
 READ = {
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "max_output_tokens"),

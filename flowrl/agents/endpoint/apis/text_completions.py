@@ -7,10 +7,18 @@ from itertools import accumulate
 from typing import Any
 
 from flowrl.agents.endpoint.apis import fields
-from flowrl.agents.endpoint.apis.api import ApiCall, CallAnswer, Choice, KnownResponses, data_event, usage
+from flowrl.agents.endpoint.apis.api import (
+    ApiCall,
+    ApiProblem,
+    CallAnswer,
+    Choice,
+    KnownResponses,
+    data_event,
+    invalid,
+    usage,
+)
 from flowrl.agents.endpoint.apis.chat_completions import NO_INFLUENCE, includes_usage
-from flowrl.agents.endpoint.problems import ApiProblem, invalid
-from flowrl.agents.endpoint.tree.raw_prompts import RawPrompt
+from flowrl.agents.endpoint.session_tree import RawPrompt
 
 READ = {
     *("model", "prompt", "n", "max_tokens", "stop", "logprobs", "stream", "stream_options"),

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrl.environments.failure import EnvironmentFailed
+from flowrl.environments.open_episode import EnvironmentFailed
 from flowrl.environments.tools.sandbox.sandbox_process import (
     Ran,
     SandboxEnded,
@@ -23,9 +23,7 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxRefused,
     SandboxSettings,
 )
-from flowrl.environments.tools.tool import CALL_S, Tool, ToolError
-from flowrl.environments.tools.tool_description import describe
-from flowrl.environments.tools.tool_source import ToolSource
+from flowrl.environments.tools.tool import CALL_S, Tool, ToolError, ToolSource, describe
 from flowrl.errors import ConfigError
 
 LOST = "Its variables and files are lost; the next call has a new interpreter."

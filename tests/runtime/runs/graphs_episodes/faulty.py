@@ -11,7 +11,7 @@ from flowrl import Graph
 from flowrl.episode import Reply, Turn
 from flowrl.graph.facts import Facts
 from flowrl.models import Policy
-from flowrl.models.tokens.tool_characters import tool_tokenizer
+from flowrl.models.tokens.characters import tool_tokenizer
 from flowrl.nodes import AgentProgram, Environment, EnvironmentSource, GroupAdvantage, Limits, TaskSource, TokenBatch
 from flowrl.tasks import Task
 from tests.faults import fault_parts
