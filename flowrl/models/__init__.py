@@ -210,7 +210,12 @@ def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
 
 def end_problem(policy: Policy) -> str | None:
     """What is wrong with the end of the policy's turns, with the option that mends it; None if nothing is, and if the
-    model has yet to be made."""
+    model has yet to be made.
+
+    A chat template may write nothing that ends the assistant's turn (GLM's turns end where the next role begins), or a
+    token at which generation does not stop (base models have the end token of texts, templates that of turns). A policy
+    that is trained so does not learn to stop, or is not stopped.
+    """
     tokenizer = known_tokenizer(policy)
     if tokenizer is None or not tokenizer.chat_template:
         return None

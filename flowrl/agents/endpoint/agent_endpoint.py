@@ -237,7 +237,7 @@ class SessionsOverHttp:
             self._waiting -= 1
         session = self._table.open(task)
         access = SessionAccess(session.session_id, session.key, f"{request.scheme}://{request.host}")
-        return _response(
+        return _json(
             {
                 "id": access.session_id,
                 "task": dict(task.task),
@@ -253,11 +253,11 @@ class SessionsOverHttp:
         body = json_object(await request.read())
         check_fields(body, {"reward"}, {})
         session.give_reward(checked_reward(body.get("reward")))
-        return _response({"id": session.session_id, "reward": session.reward})
+        return _json({"id": session.session_id, "reward": session.reward})
 
     async def end(self, request: web.Request) -> web.StreamResponse:
         finished = self._table.end(self._session(request))
-        return _response({"id": finished.session_id, "reward": finished.reward, "cause": finished.cause})
+        return _json({"id": finished.session_id, "reward": finished.reward, "cause": finished.cause})
 
     def _session(self, request: web.Request) -> AgentSession:
         return self._table.named(key_of(request), request.match_info["session"])
@@ -269,12 +269,6 @@ def checked_reward(reward: object) -> float:
     if number is None or not math.isfinite(number):
         raise invalid("reward", f"reward is {short(reward)}; it needs a finite number")
     return number
-
-
-def _response(value: dict[str, object], *, status: int = 200) -> web.Response:
-    from aiohttp import web
-
-    return web.Response(body=dumped(value).encode(), content_type="application/json", status=status)
 
 
 SHUTDOWN_S = 1.0
