@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from flowrl.runtime.driver import run_processes
 from flowrl.testing import graph_run
 from flowrl.testing.local_hosts import LocalCluster, LocalHost, LocalMethod
-from tests.graph.test_gpu_links import hosts
 
 
 class Died(Exception):
@@ -110,4 +110,4 @@ def let_die(monkeypatch: pytest.MonkeyPatch, deaths: Mapping[str, Death]) -> Non
     """Let these hosts die in the runs of `run_graph`."""
     monkeypatch.setattr(MortalCluster, "deaths", deaths)
     monkeypatch.setattr(graph_run, "LocalCluster", MortalCluster)
-    monkeypatch.setattr(hosts, "deaths", lambda: (Died,))
+    monkeypatch.setattr(run_processes, "deaths", lambda: (Died,))
