@@ -114,10 +114,11 @@ def _of_system(error: OSError) -> str:
 
 
 def setup(args: Sequence[str]) -> int:
-    """`flowrl setup`. Only `python -m flowrl.cli setup` gets here; for the command, see `flowrl_setup.entry`."""
-    from flowrl_setup import main as set_up
-
-    return set_up(args)
+    """`flowrl setup`: the command `flowrl` runs it before it imports this module, see `flowrl_setup.entry`."""
+    raise ConfigError(
+        "setup installs what this module imports, so it begins without it; run flowrl setup cpu, or python -m "
+        "flowrl_setup cpu"
+    )
 
 
 def graphs(args: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ def test_the_packages_of_environments_are_installed_without_what_they_ask_for(
             return 0
 
     monkeypatch.setattr(flowrl_setup.subprocess, "Popen", Pip)
-    assert main(["setup", "environments"]) == 0
+    assert flowrl_setup.main(["environments"]) == 0
     (command,) = commands
     pins = [word for word in command if "==" in word]
     assert "--no-deps" in command and {pin.split("==")[0] for pin in pins} >= {"TextArena", "verifiers", "gem-llm"}
@@ -70,14 +70,20 @@ def test_torch_is_that_of_the_package() -> None:
 
 @pytest.mark.parametrize("args", [(), ("gpu",), ("cpu", "--fast"), ("environments", "cpu")])
 def test_what_it_does_not_take_is_told(args: Sequence[str], capsys: Capture) -> None:
-    assert main(["setup", *args]) == 2
+    assert flowrl_setup.main([*args]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert "it takes cpu" in captured.err and "pip install '.[gpu]'" in captured.err
 
 
+def test_the_module_of_the_other_commands_names_the_way(capsys: Capture) -> None:
+    """`flowrl.cli` and `flowrl_setup` do not import each other."""
+    assert main(["setup", "cpu"]) == 2
+    assert "run flowrl setup cpu, or python -m flowrl_setup cpu" in capsys.readouterr().err
+
+
 def test_help_is_its_own(capsys: Capture) -> None:
-    assert main(["setup", "--help"]) == 0
+    assert flowrl_setup.main(["--help"]) == 0
     assert flowrl_setup.TORCH_INDEX in capsys.readouterr().out
 
 
