@@ -6,10 +6,9 @@ deepspeed. The built-in nodes are in `flowrl.nodes`, tasks in `flowrl.tasks`, mo
 
 from flowrl.errors import ConfigError, FlowrlError, GraphError, NodeFailed, SampleFailed
 from flowrl.graph.analysis.check import check
-from flowrl.graph.facts import Facts
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Join, Members, Out, Serve, join
 from flowrl.messages import Batch, Group, Message, Prompt, Sample, Scored, Tombstone, Trainable, Weights
 

@@ -23,8 +23,8 @@ from flowrl.commands.run_graph import print_preflight, print_report, proposal, r
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
+from flowrl.graph.load import shipped_names, summary
 from flowrl.graph.machine import Cluster
-from flowrl.graph.shipped import shipped_names, summary
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.telemetry.standard_streams import flush, let_go, open_closed, print_text, replace_unwritable, say
 
@@ -148,7 +148,7 @@ def quickstart(args: Sequence[str]) -> int:
 
 def check(args: Sequence[str]) -> int:
     """`flowrl check GRAPH`: problems to stderr and status 2, or the plan to stdout."""
-    from flowrl.graph.drawing.draw import draw
+    from flowrl.graph.drawing import draw
 
     prepared = prepare("check", (CheckOptions,), args)
     (options,) = prepared.own

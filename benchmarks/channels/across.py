@@ -19,7 +19,7 @@ import torch
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out
 from flowrl.channel.links.address import this_machine
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.messages import Message, Weights
 from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.weights.publish import Publisher

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowrl import Batch, Graph, Group, In, Node, Out, Prompt, Sample, Trainable, Weights
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.settings import Accumulate

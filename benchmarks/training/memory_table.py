@@ -16,10 +16,10 @@ from pathlib import Path
 
 from flowrl.commands.fit import fitting, option_text
 from flowrl.graph.analysis.check import Report, check
-from flowrl.graph.analysis.memory_report import TERMS, gib
-from flowrl.graph.footprint import Footprint
+from flowrl.graph.analysis.memory_use import TERMS, gib
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
+from flowrl.graph.node import Footprint
 from flowrl.graph.option_types import changed_config
 
 SHAPES = Path(__file__).parents[2] / "tests" / "graph" / "shapes"

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from docs._site.option_tables import option_tables
 from flowrl.graph.analysis.check import check
-from flowrl.graph.drawing.svg import svg
-from flowrl.graph.load import load_file
+from flowrl.graph.drawing import svg
+from flowrl.graph.load import load_file, shipped_names, source, summary
 from flowrl.graph.machine import Cluster
-from flowrl.graph.shipped import shipped_names, source, summary
 
 MACHINE = "1x cpus=8 memory=64"
 """What the plans of the pictures are made for."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from docs._site import graph_pages, reference_pages
 from docs._site.links import OF_THE_ROOT, ROOT, sources_linked
 from flowrl.cli import USAGE
-from flowrl.graph.shipped import shipped_names
+from flowrl.graph.load import shipped_names
 
 
 def made_pages() -> Iterator[tuple[str, str]]:

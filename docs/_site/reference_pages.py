@@ -70,7 +70,7 @@ API = {
         (
             "flowrl.graph.graph.Graph",
             "flowrl.graph.node.Node",
-            "flowrl.graph.facts.Facts",
+            "flowrl.graph.node.Facts",
             "flowrl.graph.ports.In",
             "flowrl.graph.ports.Out",
             "flowrl.graph.ports.Call",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.graph.shipped import FOLDER, companions, shipped_names, source
+from flowrl.graph.load import FOLDER, companions, shipped_names, source
 
 FROM = "--from"
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
+from flowrl.graph.analysis.memory_use import memory_problems
 from flowrl.graph.analysis.numbers import derive
 from flowrl.graph.analysis.place import need, pools
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.analysis.residents import memory_problems
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile
 from flowrl.graph.machine import Cluster

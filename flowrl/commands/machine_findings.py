@@ -14,9 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution, requires, ver
 from flowrl.channel.links.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError
-from flowrl.graph.gpu_links import GpuLinks
-from flowrl.graph.machine import GB, Cluster, gpu_names
-from flowrl.graph.open_files import ENOUGH, most_files
+from flowrl.graph.machine import ENOUGH, GB, Cluster, GpuLinks, gpu_names, most_files
 from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
 from flowrl.machine.orphans import run_program
 from flowrl.nodes.generation.vllm_processes import check_vllm_version

@@ -18,12 +18,11 @@ from flowrl.commands.origins import origins, values_given
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import GraphFile, dump, load_file
+from flowrl.graph.load import GraphFile, dump, load_file, shipped_names
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_groups, option_groups
 from flowrl.graph.option_types import filled, leaves_of, options_of
 from flowrl.graph.run_file import RunFile
-from flowrl.graph.shipped import shipped_names
 from flowrl.machine.cpu import is_slow_in_bfloat16
 from flowrl.options.size_defaults import size_defaults
 from flowrl.runtime.telemetry.standard_streams import print_text

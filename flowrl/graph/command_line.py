@@ -1,4 +1,8 @@
-"""Command-line options of a configuration dataclass: tyro parses them; each mistake becomes one sentence."""
+"""Command-line options of a configuration dataclass: tyro parses them; each mistake becomes one sentence.
+
+An option whose value is a mapping takes `--zero.deepspeed zero_optimization.overlap_comm=true wall=3`: dots in a name
+separate the names of nested mappings, and a value is read as JSON if it is valid JSON, else as text.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,84 @@ import difflib
 import functools
 import io
 import itertools
+import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from flowrl.errors import ConfigError
-from flowrl.graph.mapping_option import registry
 from flowrl.graph.option_help import asked_for_help, help_text, option_groups
 from flowrl.graph.option_types import compose, is_composed, options_of
+
+METAVAR = "NAME=VALUE"
+
+
+def parse_mapping(texts: Sequence[str]) -> dict[str, Any]:
+    """The mapping of `NAME=VALUE` texts. Raises ConfigError for a text that is not one, and for a name given twice."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        path = name.split(".")
+        if not equals or not all(path):
+            raise ConfigError(f"{text!r} is not NAME=VALUE, such as zero_optimization.overlap_comm=true")
+        within = found
+        for part in path[:-1]:
+            within = within.setdefault(part, {})
+            if not isinstance(within, dict):
+                raise ConfigError(f"{name} is given as a value and as a block of values; keep one of them")
+        if path[-1] in within:
+            raise ConfigError(f"{name} is given twice; keep one")
+        within[path[-1]] = _value(value)
+    return found
+
+
+def mapping_texts(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The inverse of `parse_mapping`."""
+    for name, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            yield from mapping_texts(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def registry() -> Any:
+    """tyro's registry with a rule for fields of the type `Mapping[str, Any]`."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    rules = ConstructorRegistry()
+
+    @rules.primitive_rule
+    def mapping_rule(info: Any) -> Any:
+        if info.type != Mapping[str, Any]:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar=f"[{METAVAR} [{METAVAR} ...]]",
+            instance_from_str=_parsed,
+            is_instance=lambda value: isinstance(value, Mapping),
+            str_from_instance=lambda value: list(mapping_texts(value)),
+        )
+
+    return rules
+
+
+def _parsed(texts: list[str]) -> dict[str, Any]:
+    try:
+        return parse_mapping(texts)
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from None  # tyro adds the name of the option
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+    except RecursionError:
+        raise ConfigError(f"{text[:20]}… has lists or mappings that are nested too deeply") from None
+
 
 REWORDED = (
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", "{0} is {1}; it needs an integer"),

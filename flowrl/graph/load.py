@@ -1,8 +1,10 @@
 """Loads a graph file: finds it, runs it, and reads its configuration from the command line or a plain dict.
 
-A graph file defines `graph(cfg)`, whose parameter is annotated with one frozen dataclass. Hosts build
+A graph file defines `graph(cfg)`, whose parameter is annotated with one frozen dataclass. Other processes build
 the graph again from (path, configuration as a dict). A process runs a file only once, even if it builds
 the graph several times, so that the file's message classes exist once.
+
+The graphs that come with flowrl are found by name: `grpo` is the file `flowrl/recipes/grpo.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +31,55 @@ from flowrl.graph.annotations import declared_types
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.option_types import adapter_of, compose, options_of
-from flowrl.graph.shipped import find_graph, shipped_names
 from flowrl.message_base import name_module
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def shipped_names() -> list[str]:
+    """The names of the graphs that come with flowrl."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def find_graph(graph: str | Path) -> Path:
+    """The file of a graph that is named by path or by name. Raises ConfigError if it is neither.
+
+    Text that ends in .py or contains a folder is a path, and the file need not exist.
+    """
+    text = str(graph)
+    if text in shipped_names():
+        return FOLDER / f"{text}.py"
+    if text.endswith(".py") or os.sep in text or Path(text).exists():
+        return Path(text)
+    here = [path.name for path in Path.cwd().glob("*.py")]
+    near = difflib.get_close_matches(text.lower().replace("-", "_"), [*shipped_names(), *here], 1)
+    hint = f"did you mean {near[0]}?" if near else "flowrl graphs lists those of flowrl; a file of your own ends in .py"
+    raise ConfigError(f"there is no graph {text!r}; {hint}")
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether this is the file of a graph that comes with flowrl."""
+    return path.resolve().parent == FOLDER.resolve()
+
+
+def summary(name: str) -> str:
+    """The first line of the graph's docstring. The file is not run."""
+    text = ast.get_docstring(ast.parse(source(name))) or ""
+    return text.partition("\n")[0]
+
+
+def source(name: str) -> str:
+    """The text of the graph's file."""
+    return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+
+
+def companions(name: str) -> Iterator[Path]:
+    """Files in folders next to the graphs that this graph names in its text, relative to the graphs' folder."""
+    texts = {node.value for node in ast.walk(ast.parse(source(name))) if isinstance(node, ast.Constant)}
+    for path in sorted(FOLDER.glob("*/**/*.py")):
+        if path.name in texts:
+            yield path.relative_to(FOLDER)
+
 
 EXAMPLE = "def graph(cfg: MyConfig) -> Graph, with MyConfig a frozen dataclass"
 

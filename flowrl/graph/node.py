@@ -15,18 +15,24 @@ A node is a plain class with annotated ports and `async def run(self)`:
 
 Every process that builds the graph creates the instances (the command line, `flowrl check`, every host),
 so `__init__` only stores settings. Imports of heavy packages and other expensive work belong in `setup`.
+
+A node tells about itself without being run: `Node.facts()` is what `flowrl check` needs to know, `Node.footprint` the
+memory that a replica takes, predicted from sizes by the formulas of docs/memory.md. Every process that builds the
+graph calls both, so they only read the node's own settings: no files, no heavy imports. `None` in `Facts` means "does
+not apply here".
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    Literal,
     ParamSpec,
     Protocol,
     Self,
@@ -36,12 +42,163 @@ from typing import (
 )
 
 from flowrl.graph.annotations import declared_types
-from flowrl.graph.facts import Facts
-from flowrl.graph.footprint import Footprint, Share
 from flowrl.graph.ports import Call, In, Out, Port, Serve
+from flowrl.graph.routes import WeightTransport
 
 if TYPE_CHECKING:
     from flowrl.graph.routes import WeightRoute
+
+
+MemoryPlace = Literal["device", "host", "shm"]
+"""device: the memory of each GPU of the replica, or of the machine if the replica has no GPU; host: the memory of the
+machine; shm: the machine's /dev/shm."""
+Stay = Literal["always", "lease", "away", "loading", "export"]
+"""When a term takes memory. always; lease: while the replica holds its lease, or always if it shares no devices; away:
+while it does not hold the lease; loading: while it loads; export: while a checkpoint is exported."""
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """One thing that takes memory."""
+
+    name: str
+    num_bytes: int
+    place: MemoryPlace = "device"
+    stay: Stay = "always"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is known about a replica's place when its memory is predicted."""
+
+    replicas: int
+    first: bool
+    """Whether it is replica 0, which publishes and exports for its gang."""
+    gpus: float
+    device_bytes: int
+    """Memory of each of its GPUs; 0: it has none, or that is unknown."""
+    time_shared: bool
+    token_budget: int | None
+    """The most tokens of a micro-batch that it receives; None: no node declares a number."""
+    longest_sample: int | None
+    longest_asked: int | None = None
+    """Tokens of the longest prompt or context that it is asked to continue; None: unknown."""
+    sends: tuple[WeightTransport, ...] = ()
+    """The transport to each reader of its weights."""
+    readers: tuple[str, ...] = ()
+    """Dtypes of the readers' parameters, as `Facts.weights_dtype` says."""
+    receives: tuple[WeightTransport, ...] = ()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of one replica."""
+
+    terms: tuple[MemoryTerm, ...]
+    problems: tuple[str, ...] = ()
+    """Problems that exist even if no other replica takes memory, as complete sentences."""
+
+    def num_bytes(self, *stays: Stay, place: MemoryPlace = "device") -> int:
+        return sum(term.num_bytes for term in self.terms if term.place == place and term.stay in stays)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One node's declaration; the default of every field states nothing."""
+
+    group_size: int | None = None
+    """K. A source: members it sends per group. A node that collects groups: members it waits for."""
+    groups_per_batch: int | None = None
+    """P. Batchers: groups in one batch."""
+    token_budget: int | None = None
+    """Batchers and trainers: tokens in one micro-batch; no sample may be longer."""
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt this node lets through."""
+    longest_context: int | None = None
+    """Nodes that call a generator: the most tokens that they ask it to continue; None: `longest_prompt` applies."""
+    context_by: str = "max_prompt_tokens"
+    """Nodes that call a generator: the option that sets `longest_context` or `longest_prompt`."""
+    context_with_reply: bool = False
+    """Nodes that call a generator: whether `longest_context` limits a context and the reply to it together."""
+    longest_response: int | None = None
+    """The most policy tokens that this node samples for one prompt."""
+    longest_answer: int | None = None
+    """Generators: the most tokens that are sampled at once, held-out answers included; None: `longest_response`."""
+    max_model_len: int | None = None
+    """Generators: the most tokens of prompt and response together, if a user has set it."""
+    concurrency: int | None = None
+    """Items that one replica works on at a time (a generator's slots); `flowrl check` warns if some stay idle."""
+    episodes: int | None = None
+    """Episodes that one replica plays at a time; `flowrl check` warns if more than these are admitted."""
+    processes: int | None = None
+    """Episodes for which one replica has a process, or an outside worker, at a time; None: for all."""
+    expected_s: float | None = None
+    """Seconds that an episode takes on average, by the user's estimate."""
+    publish_every: int = 1
+    """Trainers: every nth version is published."""
+    adapter_rank: int | None = None
+    """Trainers and generators: versions are sent as LoRA adapters of this rank; 0: as whole weights."""
+    saves: str | None = None
+    """Trainers: the name of their model's directory in a checkpoint."""
+    held_out_sets: tuple[str, ...] = ()
+    """Evaluations: the names under which answers are recorded; two nodes of a graph may not share one."""
+    layout: str | None = None
+    """Batchers: how they pack micro-batches. Trainers: which packing they compute. rows: one row for each sequence."""
+    ranks_per_part: int = 1
+    """Gangs: number of consecutive ranks that take the same part of each message; must divide the number of ranks."""
+    parted_by: str = "sequence_parallel_size"
+    """Gangs: the name of the argument that sets `ranks_per_part`."""
+    accumulate: str = ""
+    """Trainers: whether they begin with those groups of a batch that have arrived: auto, on or off."""
+    whole_batches: str | None = None
+    """Batchers and trainers: why a batch has to be whole, "" if it may come in pieces; None: it always comes whole."""
+    drops: bool = False
+    """Whether it may drop, filter or fail samples: `flowrl check` shows on which branches a loss ends a sample."""
+    trains: bool = False
+    """Whether it records steps in the ledger. Gangs and nodes that send weights count as trainers; any other trainer
+    has to declare this."""
+    sharded: bool = False
+    """Sources: each replica sends its own groups, so there may be several replicas."""
+    joins: tuple[str, ...] = ()
+    """In ports whose messages are matched by sample: they must come from one fan-out."""
+    keeps_lineage: bool = True
+    """True: sends one message for each that it takes, of the same sample. False: merges, splits or renames samples."""
+    optional: tuple[str, ...] = ()
+    """Ports that may stay unconnected."""
+    unconnected: Mapping[str, str] = field(default_factory=dict)
+    """Port -> the error if it has no edge, even if it is ignored, because the node's settings need an edge."""
+    weights_in_host_memory: bool = False
+    """Readers of weights: the node takes them from host memory even on a GPU, because it is not a vLLM engine."""
+    weights_dtype: str = ""
+    """Readers of weights: dtype of their parameters; auto: the one in the model's config.json. "": not known."""
+    takes_every: int = 0
+    """Readers of weights: the node takes every nth version without fail; the trainer waits until the node holds it."""
+    without_devices: tuple[str, ...] = ()
+    """In ports whose items are handled without the node's time-shared devices, so they do not wait for the lease."""
+    fixed_weights: str = ""
+    """Readers of weights: why this node cannot take any, "" if it can."""
+    quantization: str = ""
+    """Generators: how the engine's weights are quantized, so that it samples from another policy than the trainer's."""
+    least_capability: float = 0.0
+    """The least compute capability that each GPU of the node has to have."""
+    cpu_flags: frozenset[str] = frozenset()
+    """Without GPUs: flags, by the kernel's names, of which the node's CPU needs one or more for its KV cache in fp8."""
+    stands_in: bool = False
+    """Servers: each replica can answer the requests of another replica whose process has died (`analysis.stand_ins`).
+    For a turn that is not held out, it reports the request before it answers (`context.ledger.request`)."""
+    correction: str | None = None
+    """Nodes that take a sample's behavior logprobs for those of a policy: what corrects the gap between the two, "" if
+    nothing does; None: the gap does not matter to the node."""
+    correct_by: str = "set --objective.correction tis, or weigh the tokens in your own loss by behavior_logprobs"
+    """The change that would correct the gap."""
+    as_data: bool = False
+    """Samples that the node lets through are learned like data, whichever policy has sampled them: a loss that gets all
+    its samples from such nodes, directly or through others, needs no correction."""
+    memory_bytes: int = 0
+    """Host memory of one replica, 0 if unknown."""
+    message_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Largest message by Out port, if the default estimate (from the token lengths) is far off."""
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,13 +6,19 @@
     lr: 1e-5
     steps: 200
 
-Keys are the names of options. Options of a block are nested or written with dots, `task.name`; a block may be given by
-the value of its first option, as on the command line. Only plain data are read: a tag that makes an object is an error.
+Keys are the names of options. Options of a block are nested or written with dots, `task.name`; a block may be given
+by the value of its first option, as on the command line. Only plain data are read: a tag that makes an object is an
+error.
+
+Scalars are those of YAML 1.2: `1e-5` is a number, `off`, `010` and dates are text.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +27,132 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.option_types import blocks_of, check_value, leaves_of
-from flowrl.graph.yaml_text import is_mapping, parse_yaml, plain, to_yaml
+
+SCALARS = (
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+)
+"""(tag, its texts as a regular expression, the characters that they begin with)"""
+MOST_BYTES = 1 << 20
+"""The largest file that is read: PyYAML takes some 10 s for 1 MiB, and people write a few KiB."""
+MOST_VALUES = 100_000
+"""The most values that a node may stand for. Aliases of aliases make 10^10 values of a line."""
+TOO_DEEP = "its lists or mappings are nested too deeply"
+
+
+def parse_yaml(path: Path) -> Any:
+    """The `yaml.MappingNode` of a file, whose nodes know their lines. Raises ConfigError."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8") if (size := path.stat().st_size) <= MOST_BYTES else None
+        if text is None:
+            raise ConfigError(
+                f"{path} has {size} bytes, and a file of options has at most {MOST_BYTES}; is it another?"
+            )
+        root = yaml.compose(text, _loader())
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path} is not text in UTF-8 (byte {problem.start}); save it as UTF-8") from None
+    except OSError as problem:
+        raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
+    except yaml.MarkedYAMLError as problem:
+        line = problem.problem_mark.line + 1 if problem.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: {problem.problem}; write one `option: value` a line") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: {TOO_DEEP}; write one `option: value` a line") from None
+    except yaml.YAMLError as problem:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(problem).split())}") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path} has no options; write one `option: value` a line")
+    return root
+
+
+def plain(node: Any) -> Any:
+    """The data of a node. Raises ConfigError, without file and line, if they are not plain or have a key twice."""
+    import yaml
+
+    try:
+        _count_values(node, {})
+        return _loader()("").construct_document(node)
+    except RecursionError:
+        raise ConfigError(f"is not plain data ({TOO_DEEP})") from None
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as problem:  # AttributeError: PyYAML on a wrong tag
+        text = problem.problem if isinstance(problem, yaml.MarkedYAMLError) else str(problem).partition(";")[0]
+        raise ConfigError(f"is not plain data ({text})") from None
+
+
+def is_mapping(node: Any) -> bool:
+    """Whether the node is a mapping, not a scalar or a list."""
+    return str(node.id) == "mapping"
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """The YAML text of `data`, plain data, in their order. `parse_yaml` and `plain` restore equal data from it."""
+    import yaml
+
+    text = yaml.dump(dict(data), Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=10**6)
+    assert isinstance(text, str)
+    return text
+
+
+def _count_values(node: Any, known: dict[int, int]) -> int:
+    """How many values the node stands for, where each alias counts as what it stands for.
+
+    `known` has the counts of the nodes visited before, so that a node with many aliases is visited once. Raises
+    ValueError for more than MOST_VALUES, for a mapping that has a key twice, and for a node that contains itself.
+    """
+    if isinstance(node.value, str):
+        return 1
+    if id(node) in known:
+        if not known[id(node)]:
+            raise ValueError("it contains itself")
+        return known[id(node)]
+    known[id(node)] = 0  # until it is counted
+    keys = [key.value for key, _ in node.value if isinstance(key.value, str)] if is_mapping(node) else []
+    if twice := [key for key, times in Counter(keys).items() if times > 1]:
+        raise ValueError(f"it has {twice[0]} twice")
+    count = 1
+    for inner in (part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))):
+        count += _count_values(inner, known)
+        if count > MOST_VALUES:
+            raise ValueError(f"its lists and aliases stand for more than {MOST_VALUES} values")
+    known[id(node)] = count
+    return count
+
+
+@functools.cache
+def _loader() -> Any:
+    """PyYAML's safe loader with the scalars of YAML 1.2."""
+    import yaml
+
+    loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
+    for tag, texts, first in SCALARS:
+        loader.add_implicit_resolver(tag, re.compile(texts), first)
+    return loader
+
+
+@functools.cache
+def _dumper() -> Any:
+    """PyYAML's safe dumper. It quotes text that this loader, or a YAML 1.1 loader, would read as something else."""
+    import yaml
+
+    dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+    dumper.add_representer(str, _text)
+    for tag, texts, first in SCALARS:
+        dumper.add_implicit_resolver(tag, re.compile(texts), first)
+    return dumper
+
+
+def _text(dumper: Any, data: str) -> Any:
+    style = None if data.isprintable() else '"'  # PyYAML writes some line breaks unescaped, and reads them as spaces
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
 
 GRAPH = "graph"
 

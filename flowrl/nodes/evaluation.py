@@ -18,8 +18,7 @@ from typing import Any
 from flowrl.environments import EnvironmentRow, environment_rows
 from flowrl.episode import Episode
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
 from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowrl.graph.footprint import Footprint, MemoryTerm, Share, Stay
+from flowrl.graph.node import Footprint, MemoryTerm, Share, Stay
 from flowrl.graph.routes import WeightTransport, readers_dtype
 from flowrl.models import Policy
 from flowrl.models.model_layout import known_shape

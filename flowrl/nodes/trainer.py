@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.graph.facts import Facts
-from flowrl.graph.footprint import Footprint, Share
-from flowrl.graph.node import Node, Saved
+from flowrl.graph.node import Facts, Footprint, Node, Saved, Share
 from flowrl.graph.ports import In, Out
 from flowrl.graph.routes import readers_dtype
 from flowrl.machine.disk import told_if_full

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowrl.errors import ConfigError
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In
 from flowrl.machine.disk import user_path
 from flowrl.messages import Group, Sample, Scored, Trainable

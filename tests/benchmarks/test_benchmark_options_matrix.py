@@ -22,9 +22,8 @@ from benchmarks.training.options_matrix import (
     refused_by_check,
     table,
 )
-from flowrl.graph.load import load_file
+from flowrl.graph.load import load_file, shipped_names
 from flowrl.graph.option_types import options_of
-from flowrl.graph.shipped import shipped_names
 
 ROOT_PAGE = options_matrix.PAGE
 VALUES = {"reward_model": "a/reward/model", "url": "http://127.0.0.1:1/score"}

@@ -18,7 +18,7 @@ from flowrl.cli import CheckOptions, main
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names
-from flowrl.graph.load import load_file
+from flowrl.graph.load import load_file, shipped_names
 from flowrl.graph.option_help import (
     FIRST,
     GRAPH,
@@ -31,7 +31,6 @@ from flowrl.graph.option_help import (
     option_groups,
 )
 from flowrl.graph.option_types import blocks_of, filled, options_of
-from flowrl.graph.shipped import shipped_names
 from flowrl.runtime.driver.job import RunOptions
 from tests.house.documents import ROOT
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.commands.machine_findings import links_finding
-from flowrl.graph.analysis.linked import linked, neighbours
-from flowrl.graph.analysis.place import HostPlan, spare_cores
+from flowrl.graph.analysis.place import HostPlan, linked, neighbours, spare_cores
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.gpu_links import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, parse_links, read_links
-from flowrl.graph.machine import gpu_names
+from flowrl.graph.machine import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, gpu_names, parse_links, read_links
 from flowrl.runtime.driver.resources import visible_devices
 from tests.graph.graph_nodes import grpo
 

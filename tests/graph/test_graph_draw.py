@@ -10,9 +10,7 @@ import pytest
 
 from flowrl import ConfigError, Graph
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.drawing.draw import draw, mermaid
-from flowrl.graph.drawing.layout import columns
-from flowrl.graph.drawing.svg import svg
+from flowrl.graph.drawing import columns, draw, mermaid, svg
 from flowrl.graph.graph import Edge
 from tests.graph.graph_nodes import MACHINE, Evaluation, Grpo, Teacher, Trainer, grpo
 

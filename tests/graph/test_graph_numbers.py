@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, longest_asked, message_bytes
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.messages import Batch, Group, Sample
 from tests.graph.graph_nodes import Evaluation, grpo
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl import Cluster, Machine
+from flowrl.graph.analysis.branches import may_end
 from flowrl.graph.analysis.plan import Plan, make_plan
-from flowrl.graph.analysis.stand_ins import may_end
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB
 

@@ -15,9 +15,9 @@ import pytest
 from flowrl import Cluster
 from flowrl.channel.links.link import Authenticator
 from flowrl.errors import ConfigError
-from flowrl.graph import open_files
+from flowrl.graph import machine
 from flowrl.graph.analysis.check import check
-from flowrl.graph.open_files import ENOUGH, OF_A_PEER, files_needed, most_files, raise_limit, require_files
+from flowrl.graph.machine import ENOUGH, OF_A_PEER, files_needed, most_files, raise_limit, require_files
 from flowrl.machine.orphans import has_ended
 from tests.channel.channel_rig import opened, via
 from tests.graph.graph_nodes import MACHINE, grpo
@@ -38,7 +38,7 @@ def raised() -> Iterator[None]:
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
     def told(soft: int, hard: int) -> None:
-        monkeypatch.setattr(open_files.resource, "getrlimit", lambda which: (soft, hard))
+        monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (soft, hard))
 
     return told
 
@@ -83,7 +83,7 @@ def test_the_soft_limit_is_raised_up_to_the_hard_one_and_to_enough(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[int, int]] = []
-    monkeypatch.setattr(open_files.resource, "setrlimit", lambda which, limit: made.append(limit))
+    monkeypatch.setattr(machine.resource, "setrlimit", lambda which, limit: made.append(limit))
     unlimited = resource.RLIM_INFINITY
     for soft, hard in ((1024, 4096), (1024, 1 << 20), (1024, unlimited), (4096, 4096), (1 << 20, 1 << 20), (64, 64)):
         limits(soft, hard)

@@ -18,11 +18,9 @@ from flowrl.cli import main
 from flowrl.commands.prepare import prepare
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.errors import ConfigError
-from flowrl.graph.load import dump, load_file
+from flowrl.graph.load import dump, load_file, shipped_names
 from flowrl.graph.option_types import filled, leaves_of
-from flowrl.graph.run_file import RunFile, run_file_text, write_run_file
-from flowrl.graph.shipped import shipped_names
-from flowrl.graph.yaml_text import parse_yaml, plain
+from flowrl.graph.run_file import RunFile, parse_yaml, plain, run_file_text, write_run_file
 from flowrl.runtime.driver.job import RunOptions
 
 Capture = pytest.CaptureFixture[str]

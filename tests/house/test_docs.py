@@ -13,7 +13,7 @@ import pytest
 import flowrl
 import flowrl.nodes
 from flowrl.graph.analysis.check import check
-from flowrl.graph.drawing.draw import draw
+from flowrl.graph.drawing import draw
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.models import Policy

@@ -26,9 +26,8 @@ from flowrl.commands.talk import ChatOptions
 from flowrl.commands.tune.tune import TuneOptions
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
-from flowrl.graph.load import load_file
+from flowrl.graph.load import load_file, shipped_names
 from flowrl.graph.option_help import asked_for_help
-from flowrl.graph.shipped import shipped_names
 from flowrl.nodes.scoring.reward_service import ServeOptions
 from flowrl.runtime.driver.job import RunOptions
 from tests.house.documents import DOCUMENTS, PAGES, ROOT, Shown, commands, options_named

@@ -22,9 +22,8 @@ from docs._site.made_pages import made_pages
 from docs._site.option_tables import option_row
 from flowrl.cli import COMMANDS
 from flowrl.graph.command_line import option_names
-from flowrl.graph.load import load_file
+from flowrl.graph.load import load_file, shipped_names
 from flowrl.graph.option_help import option_groups
-from flowrl.graph.shipped import shipped_names
 from tests.house.documents import PAGES, ROOT
 from tests.house.test_requirements import pins
 

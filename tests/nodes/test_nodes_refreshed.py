@@ -152,7 +152,7 @@ from dataclasses import dataclass
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Weights
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.nodes import TokenBatch
 
 

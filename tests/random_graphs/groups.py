@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowrl import Group, In, Join, Out, Sample, Trainable, join
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from tests.random_graphs.dice import lot
 from tests.random_graphs.nodes import STATES, Played, key_of
 

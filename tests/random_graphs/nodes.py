@@ -15,7 +15,7 @@ import numpy as np
 
 from flowrl import Call, Group, In, Message, Node, Out, Prompt, Sample, Serve, Weights
 from flowrl.errors import SampleFailed
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from tests.random_graphs.dice import lot
 from tests.random_graphs.record import Record, record_of
 from tests.random_graphs.shape import Part, Shape

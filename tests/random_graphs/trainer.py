@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl import Batch, In, Out, Trainable, Weights
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.messages import Bool
 from flowrl.nodes.groups.batch import Pace, TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use

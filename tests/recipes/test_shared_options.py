@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from flowrl import Cluster, Graph, Machine, check
 from flowrl.errors import ConfigError
-from flowrl.graph.command_line import option_names
+from flowrl.graph.command_line import mapping_texts, option_names, parse_mapping
 from flowrl.graph.graph import port_name
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB
-from flowrl.graph.mapping_option import mapping_texts, parse_mapping
 from flowrl.nodes import (
     AdaptiveKL,
     Evaluation,

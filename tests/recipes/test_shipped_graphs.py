@@ -11,8 +11,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
-from flowrl.graph.load import load_file
-from flowrl.graph.shipped import find_graph, is_shipped, shipped_names, summary
+from flowrl.graph.load import find_graph, is_shipped, load_file, shipped_names, summary
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ import pytest
 from flowrl.cli import CheckOptions, main
 from flowrl.commands import prepare as preparing
 from flowrl.commands.prepare import Prepared, prepare
+from flowrl.graph.load import shipped_names
 from flowrl.graph.option_types import has_option, value_of
-from flowrl.graph.shipped import shipped_names
 from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
 from flowrl.models import Policy
 from flowrl.models.model_size import TABLE, ModelSize, model_size, row_for

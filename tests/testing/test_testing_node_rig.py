@@ -27,7 +27,7 @@ from flowrl import (
     Weights,
     join,
 )
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.testing import Leaked, NodeRecord, NodeRig, RigTimeout, VirtualClock, lost, run_node, sample, scored
 from tests.rigs.ticks import ticks
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.graph.footprint import Share
+from flowrl.graph.node import Share
 from flowrl.models import Policy
 from flowrl.models.model_layout import CHARACTER_SHAPE, SMOLLM2_SHAPE, known_shape
 from flowrl.nodes.model_memory import trainer_footprint

@@ -11,8 +11,8 @@ import torch
 
 from flowrl import Cluster, Machine
 from flowrl.errors import ConfigError
+from flowrl.graph.analysis.memory_use import residents
 from flowrl.graph.analysis.plan import make_plan, routes_of
-from flowrl.graph.analysis.residents import residents
 from flowrl.graph.routes import (
     WeightRoute,
     WeightTransport,

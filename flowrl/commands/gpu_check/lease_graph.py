@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.graph.facts import Facts
 from flowrl.graph.graph import Graph
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Prompt, Sample, Weights
 from flowrl.models import Policy

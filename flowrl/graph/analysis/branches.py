@@ -6,20 +6,115 @@ If a path splits at several Out ports of one node, every port delivers one thing
 tombstone if the node sent the message elsewhere. So the number of paths is the number of arrivals.
 
 Only queue edges carry samples. They form no cycle in a graph that passes the check.
+
+`in_pieces`: batchers that send their batches in pieces, because every trainer that they feed begins before a batch is
+whole. Pieces change only rounding. If they would change anything else, or if nothing would be gained, the batch is
+sent whole, and `flowrl check` prints the reason.
+
+`stand_ins`: nodes that can lose a replica and continue, because the others can do everything that it did. Such a node
+declares this (`Facts.stands_in`) and has several replicas. It only answers requests and reads weights: the messages
+of a lane belong to one replica, so no other could process them. The weights that it reads wait in host memory,
+because a broadcast needs all of its readers. And it has no time-shared devices, because the nodes that share them
+wait for the replica that holds them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flowrl.graph.analysis.flow import admitted_port, source_ports
+from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.graph import Edge, Graph, carried, owner, port_name
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Port
-from flowrl.messages import Weights
+from flowrl.graph.routes import WeightTransport
+from flowrl.messages import Batch, Weights
+
+
+@dataclass(frozen=True)
+class FlowStep:
+    """One possible move of a message: from one node to another, along an edge."""
+
+    source: str
+    target: str
+    edge: Edge
+
+
+def steps(graph: Graph) -> tuple[FlowStep, ...]:
+    """All moves of messages, without latest edges."""
+    return tuple(step for edge in graph.edges for step in _steps_of(edge))
+
+
+def _steps_of(edge: Edge) -> Iterator[FlowStep]:
+    if edge.kind == "queue":
+        yield FlowStep(owner(edge.out), owner(edge.into), edge)
+    elif edge.kind == "call":
+        yield FlowStep(owner(edge.out), owner(edge.into), edge)
+        yield FlowStep(owner(edge.into), owner(edge.out), edge)
+
+
+def reachable(graph: Graph, start: str, *, not_past: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Names of the nodes that messages of node `start` can reach, `start` included.
+
+    Nodes of `not_past` are reached, but pass nothing on.
+    """
+    return _closure(start, [(step.source, step.target) for step in steps(graph) if step.source not in not_past])
+
+
+def past(graph: Graph, port: Port) -> frozenset[str]:
+    """Names of the nodes that messages sent on the Out port `port` can reach."""
+    starts = [owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
+    return frozenset().union(*(reachable(graph, start) for start in starts))
+
+
+def source_ports(graph: Graph) -> list[Port]:
+    """Connected Out ports of nodes that receive nothing over a queue edge: samples start there."""
+    fed = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and owner(edge.out) not in fed}
+    return list(ports)
+
+
+def admitted_port(graph: Graph) -> Port | None:
+    """The Out port whose groups get tickets."""
+    return None if graph.admission is None else graph.admission.out
+
+
+def _closure(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
+    seen, frontier = {start}, [start]
+    while frontier:
+        node = frontier.pop()
+        new = {target for source, target in pairs if source == node} - seen
+        seen |= new
+        frontier += new
+    return frozenset(seen)
+
+
+def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
+    """One shortest cycle through each edge that is on a cycle; no cycle twice. Edges run out -> into."""
+    seen: set[frozenset[int]] = set()
+    for edge in edges:
+        path = _shortest(edges, owner(edge.into), owner(edge.out))
+        if path is not None:
+            cycle = (edge, *path)
+            key = frozenset(id(part) for part in cycle)
+            if key not in seen:
+                seen.add(key)
+                yield cycle
+
+
+def _shortest(edges: list[Edge], start: str, end: str) -> tuple[Edge, ...] | None:
+    paths: dict[str, tuple[Edge, ...]] = {start: ()}
+    frontier = [start]
+    while frontier and end not in paths:
+        ahead: list[str] = []
+        for edge in edges:
+            if owner(edge.out) in frontier and owner(edge.into) not in paths:
+                paths[owner(edge.into)] = (*paths[owner(edge.out)], edge)
+                ahead.append(owner(edge.into))
+        frontier = ahead
+    return paths.get(end)
 
 
 @dataclass(frozen=True)
@@ -197,3 +292,88 @@ class Branches:
 def by_name(plans: Iterable[PortPlan]) -> Mapping[str, PortPlan]:
     """The plans by port name."""
     return {plan.name: plan for plan in plans}
+
+
+def in_pieces(graph: Graph) -> tuple[str, ...]:
+    """The names of the batchers that send batches in pieces."""
+    senders = dict.fromkeys(owner(edge.out) for edge in _batch_edges(graph))
+    return tuple(name for name in senders if not _why_not(graph, name))
+
+
+def piece_problems(graph: Graph) -> Iterator[str]:
+    """Trainers that are set to accumulate but cannot."""
+    for trainer, why in _whole(graph, "on"):
+        yield f"node {trainer}: accumulate is 'on', but batches come whole, because {why}; set it to 'auto' or 'off'"
+
+
+def piece_notes(graph: Graph) -> Iterator[str]:
+    """For each trainer that may choose, whether it accumulates, as "trainer: note"."""
+    whole = dict(_whole(graph, "auto"))
+    for name, node in graph.nodes.items():
+        if name in whole:
+            yield f"{name}: it begins when a batch is whole: {whole[name]}"
+        elif node.facts().accumulate in ("auto", "on"):
+            yield f"{name}: it accumulates gradients of a batch's groups before the others have arrived"
+
+
+def _whole(graph: Graph, choice: str) -> Iterator[tuple[str, str]]:
+    """(trainer, why its batches come whole) for trainers whose `accumulate` is `choice`."""
+    for edge in _batch_edges(graph):
+        trainer = owner(edge.into)
+        if graph.nodes[trainer].facts().accumulate == choice and (why := _why_not(graph, owner(edge.out))):
+            yield trainer, why
+
+
+def _why_not(graph: Graph, batcher: str) -> str:
+    """Why this batcher sends batches whole, "" if it does not."""
+    reason = graph.nodes[batcher].facts().whole_batches
+    if reason is None:
+        return f"{batcher} makes whole batches"
+    edges = [edge for edge in _batch_edges(graph) if owner(edge.out) == batcher]
+    return next((why for why in (reason, *(_taken_whole(graph, edge) for edge in edges)) if why), "")
+
+
+def _taken_whole(graph: Graph, edge: Edge) -> str:
+    """Why the node at the end of this edge needs whole batches, "" if it does not."""
+    name = owner(edge.into)
+    facts = graph.nodes[name].facts()
+    if facts.accumulate not in ("auto", "on"):
+        return f"{name} has accumulate='off'" if facts.accumulate else f"{name} takes whole batches"
+    if facts.whole_batches:
+        return facts.whole_batches
+    others = [other for names in graph.time_shared if name in names for other in names if other != name]
+    return f"it shares its devices in time with {others[0]}" if others else ""
+
+
+def _batch_edges(graph: Graph) -> list[Edge]:
+    queues = (edge for edge in graph.edges if edge.kind == "queue" and edge.into.name != "held_out")
+    return [edge for edge in queues if issubclass(carried(edge.out), Batch)]
+
+
+def stand_ins(
+    graph: Graph, hosts: Iterable[HostPlan], transports: Iterable[tuple[str, WeightTransport | None]]
+) -> tuple[str, ...]:
+    """The nodes of `graph` that can lose a replica. `transports`: (reader of weights, how the weights reach it)."""
+    in_turns = {_node(replica_id) for host in hosts if host.lease for replica_id in host.nodes}
+    broadcast = {
+        _node(reader)
+        for reader, transport in transports
+        if transport is WeightTransport.NCCL and not graph.nodes[_node(reader)].facts().adapter_rank
+    }
+    sending = {owner(edge.out) for edge in graph.edges}
+    taking = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    return tuple(
+        name
+        for name, placed in graph.placed.items()
+        if placed.replicas > 1 and placed.node.facts().stands_in and name not in in_turns | broadcast | sending | taking
+    )
+
+
+def may_end(host: HostPlan, *, ended: Collection[str], hosts: Iterable[HostPlan], stand_ins: Collection[str]) -> bool:
+    """Whether the run continues if the process of `host` ends after those of the hosts named in `ended`."""
+    left = {_node(one) for other in hosts if other != host and other.name not in ended for one in other.nodes}
+    return all(_node(replica_id) in stand_ins and _node(replica_id) in left for replica_id in host.nodes)
+
+
+def _node(replica_id: str) -> str:
+    return replica_id.partition("/")[0]

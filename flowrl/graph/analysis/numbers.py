@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flowrl.graph.facts import Facts
 from flowrl.graph.graph import Admission, Edge, Graph, carried, owner
+from flowrl.graph.node import Facts
 from flowrl.messages import Batch, Group, Message, Prompt, Sample, Trainable, Weights
 
 SMALL_MESSAGE_BYTES = 1 << 10

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowrl.graph.analysis.accumulation import in_pieces
-from flowrl.graph.analysis.branches import Branches, PortPlan
+from flowrl.graph.analysis.branches import Branches, PortPlan, in_pieces, stand_ins
 from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
 from flowrl.graph.analysis.place import HostPlan, place
-from flowrl.graph.analysis.stand_ins import stand_ins
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flowrl.graph.analysis.check import Report
-from flowrl.graph.analysis.memory_report import TERMS, device_rows, machine_rows, process_rows
+from flowrl.graph.analysis.memory_use import TERMS, device_rows, machine_rows, process_rows
 from flowrl.graph.analysis.plan import HostPlan, Plan
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -1,15 +1,26 @@
-"""Checks 5, 6, 7 and 9: tickets, groups, tokens, cores, GPUs, memory and weight transports."""
+"""Checks 5, 6, 7 and 9: tickets, groups, tokens, cores, GPUs, memory and weight transports.
+
+Quantized generators: the hardware that they need, and what corrects the gap to the trainer's policy.
+
+The least time of a step follows from the user's estimate of an episode's average time. A batch is P·K episodes, and
+there are tickets for (S + 1) batches. If an episode takes T seconds and an update U, a ticket is in use for T + U, so
+a step takes (T + U) / (S + 1), or U if that is longer: never less than T / (S + 1). The trainer waits for episodes if
+S·U < T, because S batches are played while one is trained. With room for E episodes at a time, a step takes P·K·T / E
+or more (Little's law); this bound is the larger one if E is less than the tickets allow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from flowrl.graph.analysis.branches import past, reachable
 from flowrl.graph.analysis.numbers import Numbers, askers, longest_sequence_for
 from flowrl.graph.analysis.place import PlacedUnit, merged, need, pools
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, owner
-from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster
-from flowrl.graph.open_files import files_problem
+from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster, files_problem
+from flowrl.graph.node import Facts
 
 COUNTS = (
     "group_size",
@@ -307,3 +318,124 @@ def memory_warnings(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]
             f"({worst.retained_bytes / GB:.1f}), and a machine has {present / GB:.1f}; lower staleness, groups a batch "
             f"or capacity=."
         )
+
+
+def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Nodes on GPUs or CPUs that are known to lack a capability that the node needs."""
+    for host in plan.hosts:
+        machine = cluster.machines[host.machine]
+        has = machine.capability if host.gpus else 0.0
+        for replica in host.nodes:
+            name = replica.partition("/")[0]
+            facts = graph.nodes[name].facts()
+            if 0 < has < facts.least_capability:
+                yield (
+                    f"{name} computes in {facts.quantization}, which needs GPUs of compute capability "
+                    f"{facts.least_capability} or more (L4, RTX4090, L40S, H100 and newer), but those of machine "
+                    f"{host.machine} have {has}; leave --engine.quantization out, or choose other GPUs."
+                )
+            if facts.cpu_flags and machine.cpu_flags and not facts.cpu_flags & machine.cpu_flags:
+                yield (
+                    f"{name} keeps its KV cache in fp8, which vLLM does on GPUs and on CPUs with AVX512 or AMX, and "
+                    f"the CPU of machine {host.machine} has neither; leave --engine.kv-cache-dtype out."
+                )
+
+
+def gap_notes(graph: Graph) -> Iterator[str]:
+    """What corrects the gap between a quantized generator and its trainer, as "node: note"."""
+    for name, gap, facts in _gaps(graph):
+        if facts.correction:
+            yield f"{name}: {gap}; the loss corrects that by {facts.correction}"
+
+
+def gap_warnings(graph: Graph) -> Iterator[str]:
+    """Nodes that take the logprobs of a quantized generator for the trainer's, without a correction."""
+    for name, gap, facts in _gaps(graph):
+        if not facts.correction:
+            yield f"{gap}, and {name} takes them for the trainer's without a correction; {facts.correct_by}."
+
+
+def _gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
+    """(node, its gap as a sentence, its facts) for the nodes to which the gap matters: they get samples of a quantized
+    generator over a path on which no node makes data of them (`Facts.as_data`). A node that sends weights, but none to
+    this generator, is left out."""
+    weights = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
+    senders = {sender for sender, _ in weights}
+    as_data = frozenset(name for name, node in graph.nodes.items() if node.facts().as_data)
+    for generator in dict.fromkeys(into for _, into in weights):
+        if not (quantization := graph.nodes[generator].facts().quantization):
+            continue
+        gap = f"{generator} samples in {quantization}, with other logprobs than the trainer's (behavior_gap)"
+        reached = reachable(graph, generator, not_past=as_data)
+        for name in (name for name in graph.nodes if name in reached):
+            facts = graph.nodes[name].facts()
+            if facts.correction is not None and ((name, generator) in weights or name not in senders):
+                yield name, gap, facts
+
+
+@dataclass(frozen=True)
+class EpisodeTime:
+    """The time of the episodes that one node plays for the trainer."""
+
+    node: str
+    seconds: float
+    """T"""
+    places: int
+    """E, at most the episodes of all tickets."""
+    batch: int
+    """P·K"""
+    ahead: int
+    """S"""
+
+    @property
+    def admitted(self) -> int:
+        """The number of episodes for which there are tickets."""
+        return (self.ahead + 1) * self.batch
+
+    @property
+    def step_s(self) -> float:
+        """The least time of a step."""
+        return self.batch * self.seconds / self.places
+
+    @property
+    def update_s(self) -> float | None:
+        """If an update is shorter than this, the trainer waits for episodes. None: the trainer waits at every step."""
+        return max(self.seconds / self.ahead, self.step_s) if self.ahead else None
+
+
+def notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """The time of a step, for each node whose episodes have an expected time."""
+    for one in _times(graph, numbers):
+        step = (
+            f"{one.node}: {one.places} episodes of {one.seconds:g} s at a time (limits.expected_s) give "
+            f"{one.places / one.seconds:.2g} a second, so a step of {one.batch} takes {one.step_s:.3g} s or more"
+        )
+        if one.update_s is None:
+            yield f"{step}, and its update besides: with a staleness of 0 nothing is played meanwhile"
+        else:
+            yield f"{step}; the trainer waits for episodes where an update takes less than {one.update_s:.3g} s"
+
+
+def warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
+    """Check 10: episodes that wait for a place, although there are tickets for them."""
+    for one in _times(graph, numbers):
+        if one.places < one.admitted:
+            yield (
+                f"{one.node} has places for {one.places} episodes at a time, of {one.seconds:g} s each, so a step of "
+                f"{one.batch} takes {one.step_s:.3g} s or more, where its tickets allow "
+                f"{one.seconds / (one.ahead + 1):.3g} s; raise limits.episodes and processes to {one.admitted}."
+            )
+
+
+def _times(graph: Graph, numbers: Numbers) -> Iterator[EpisodeTime]:
+    ahead, groups = numbers.ahead, numbers.groups_per_batch
+    if graph.admission is None or ahead is None or ahead < 0 or not groups:
+        return
+    for name in sorted(past(graph, graph.admission.out)):
+        facts, replicas = graph.nodes[name].facts(), graph.placed[name].replicas
+        if facts.expected_s is None or facts.expected_s <= 0:
+            continue
+        batch = groups * (numbers.group_size or 1)
+        rooms = [room * replicas for room in (facts.episodes, facts.processes) if room is not None]
+        places = max(1, min([*rooms, (ahead + 1) * batch]))
+        yield EpisodeTime(name, facts.expected_s, places, batch, ahead)

@@ -34,7 +34,7 @@ from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, FinishedSess
 from flowrl.agents.programs import AgentFailed, AgentResult, ProgramName, is_of_verifiers
 from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, Episodes
 from flowrl.errors import AttemptFailed, ConfigError
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.messages import Prompt, Record
 from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.episodes.agent_calls import AgentCalls, AgentCallTable, CallLog, TaskOffers

@@ -25,7 +25,7 @@ from flowrl.agents import History
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
 from flowrl.episode import Reply, Turn
 from flowrl.errors import AttemptFailed, ConfigError
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
 from flowrl.models import Policy, check_model, resolve, silent

@@ -31,9 +31,7 @@ import numpy as np
 from flowrl.agents import ReplyParser, parser_problems, reply_parser
 from flowrl.episode import Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, OutOfService
-from flowrl.graph.facts import Facts
-from flowrl.graph.footprint import Footprint, Share
-from flowrl.graph.node import Context, Node
+from flowrl.graph.node import Context, Facts, Footprint, Node, Share
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
@@ -418,7 +416,7 @@ def prefix_of(asked: Prompt | Turn) -> Completion:
 class Standby:
     """Whether one replica is in service. If its vLLM process dies, it ends the run, or leaves its work to the others.
 
-    The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.stand_ins` says
+    The replicas of a node that only answers requests stand in for each other (`flowrl.graph.analysis.branches` says
     when). A replica whose engine has died answers all requests, running and later ones, with OutOfService, and its
     callers ask another replica under the same request id. The replica stays out of service until the run ends. Its own
     process continues: it follows checkpoints, and reports the versions that it leaves out as held. The run ends when a

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Members, Out, join
 from flowrl.messages import Group, Sample, Scored
 from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome

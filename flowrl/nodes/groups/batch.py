@@ -27,8 +27,7 @@ import numpy as np
 from flowrl.channel.tickets import Window
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.forest import num_shared
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values, no_ids, no_logprobs, packed
 from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics

@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Members, Out
 from flowrl.messages import Group, Scored, Trainable
 from flowrl.nodes.curriculum import GroupOutcome, Noted, report_outcome

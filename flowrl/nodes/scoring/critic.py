@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowrl.errors import FlowrlError
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Float32, ValueQuestion, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve

@@ -29,9 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flowrl.episode import Episode
-from flowrl.graph.facts import Facts
-from flowrl.graph.footprint import Footprint, MemoryTerm, Share
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Footprint, MemoryTerm, Node, Share
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Float32, Group, Int32, Sample, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import SampleFailed
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Sample, Scored
 from flowrl.nodes.scoring.reward_functions import FailingRewards, RewardFunctions

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from flowrl.errors import ConfigError, SampleFailed
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.messages import Bool, Int32, Message, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.graph.footprint import Footprint, Share
-from flowrl.graph.node import Node
+from flowrl.graph.node import Footprint, Node, Share
 from flowrl.messages import Sample
 from flowrl.models import Policy
 from flowrl.nodes.model_memory import scoring_footprint

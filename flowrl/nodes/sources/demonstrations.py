@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Batch, Bool, Group, Int32, Prompt, Trainable

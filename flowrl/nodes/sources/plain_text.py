@@ -11,8 +11,7 @@ from typing import Literal, overload
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Group, Int32, Prompt, Trainable

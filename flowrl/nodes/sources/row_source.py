@@ -22,8 +22,7 @@ import numpy as np
 from flowrl.environments import EnvironmentName, EnvironmentRow, EnvironmentRows, environment_rows
 from flowrl.environments.task_questions import question_row
 from flowrl.errors import ConfigError
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node, Saved
+from flowrl.graph.node import Facts, Node, Saved
 from flowrl.graph.ports import Out, Serve
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, check_model, check_prompts, tokenizer_of

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Prompt, Trainable
 from flowrl.models import Chat, Policy, check_model, tokenizer_of

@@ -25,8 +25,7 @@ from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import dump, user_code
-from flowrl.graph.machine import Cluster
-from flowrl.graph.open_files import raise_limit
+from flowrl.graph.machine import Cluster, raise_limit
 from flowrl.hub import pinned_commits, take_commits
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.checkpoints import resume

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from flowrl.channel.links.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.graph.machine import Cluster, Machine, gpu_names
-from flowrl.graph.open_files import most_files
+from flowrl.graph.machine import Cluster, Machine, gpu_names, most_files
 from flowrl.machine.cpu import cpu_flags
 from flowrl.machine.orphans import adopt_orphans
 from flowrl.machine.processes import children, descendants, end_descendants

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from flowrl.channel.endpoint import Address
 from flowrl.channel.links.presence import leave_heir
+from flowrl.graph.machine import raise_limit
 from flowrl.graph.node import Node
-from flowrl.graph.open_files import raise_limit
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.rundir import PRIVATE

@@ -31,8 +31,8 @@ from flowrl.channel.links.sweep import sweep
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild
+from flowrl.graph.machine import require_files
 from flowrl.graph.node import Node
-from flowrl.graph.open_files import require_files
 from flowrl.hub import take_commits
 from flowrl.machine.processes import pid_space
 from flowrl.runtime.activity.activity import OUTSIDE

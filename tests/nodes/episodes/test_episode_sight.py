@@ -17,7 +17,7 @@ from flowrl.environments import Observation
 from flowrl.environments.protocol import MalformedValue
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
-from flowrl.graph.analysis.episode_time import EpisodeTime
+from flowrl.graph.analysis.size_rules import EpisodeTime
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer

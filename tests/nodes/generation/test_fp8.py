@@ -12,7 +12,7 @@ import pytest
 
 from flowrl import Cluster, ConfigError, Facts, Graph
 from flowrl.graph.analysis.check import Report, check
-from flowrl.graph.analysis.quantized_rules import gap_warnings
+from flowrl.graph.analysis.size_rules import gap_warnings
 from flowrl.graph.machine import CAPABILITIES, CARDS
 from flowrl.models import Policy
 from flowrl.models.model_layout import SMOLLM2_SHAPE

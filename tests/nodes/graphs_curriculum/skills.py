@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.runs.stages import PROMPT_TOKENS, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out, Prompt, Sample, Scored
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.nodes import Curriculum, DynamicSampling, GroupAdvantage, TokenBatch
 from flowrl.nodes.sources.row_source import RowSource
 

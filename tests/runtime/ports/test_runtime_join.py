@@ -14,8 +14,7 @@ from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.lanes.dispatch import EndOfStream
 from flowrl.errors import FlowrlError
 from flowrl.graph.dispatch_rules import SHARE
-from flowrl.graph.facts import Facts
-from flowrl.graph.node import Node
+from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Members, Out, join
 from flowrl.messages import Message, Sample, Scored, Tombstone
 from flowrl.runtime.activity.lease import Lease

@@ -13,7 +13,7 @@ from parts import Collect, Generator, Numbers, Trainer, leave_word
 
 from flowrl import Call, Graph, Group, In, Message, Node, Out, Sample, Serve
 from flowrl.errors import SampleFailed
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.nodes.groups.batch import TokenBatch
 
 SIZE = 3

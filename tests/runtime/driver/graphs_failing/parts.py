@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer, record
 from flowrl import In, Node, Out, Sample
 from flowrl.errors import SampleFailed
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.weights.shm import SegmentPool
 

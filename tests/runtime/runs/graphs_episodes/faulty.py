@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrl import Graph
 from flowrl.episode import Reply, Turn
-from flowrl.graph.facts import Facts
+from flowrl.graph.node import Facts
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import tool_tokenizer
 from flowrl.nodes import AgentProgram, Environment, EnvironmentSource, GroupAdvantage, Limits, TaskSource, TokenBatch

@@ -1,18 +1,23 @@
-"""Draws a graph as an SVG picture without dependencies: boxes in columns, data from left to right.
+"""Pictures of a graph: Mermaid text, and SVG without dependencies.
 
-Edges between neighbouring columns are curves. An edge that goes back or skips a column runs in its
-own channel below the boxes (latest edges) or above them, so that no line crosses a box.
+Queue edges are solid, latest edges dashed, calls dotted. The columns of an SVG picture follow the longest path from a
+source, its rows the mean row of the neighbours; both are pure functions, in columns and rows and not in pixels. Edges
+between neighbouring columns are curves. An edge that goes back or skips a column runs in its own channel below the
+boxes (latest edges) or above them, so that no line crosses a box.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from xml.sax.saxutils import escape
 
+from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import EdgePlan, Plan
 from flowrl.graph.analysis.report import number_lines
 from flowrl.graph.dispatch_rules import SHARE
-from flowrl.graph.drawing.layout import columns, row_of
 from flowrl.graph.graph import Edge, Graph, Placed, owner
 
 BOX_W, BOX_H = 148, 58
@@ -232,3 +237,112 @@ def _defs() -> str:
         for kind, (stroke, _) in STROKES.items()
     )
     return f"<defs>{heads}</defs>\n"
+
+
+ARROWS = {"queue": "-->", "latest": "-.->", "call": "<-.->"}
+CLASSES = (
+    "classDef heavy fill:#dbe7ff,stroke:#3b6fd4,color:#12233f",
+    "classDef cheap fill:#f4f1ea,stroke:#a79c85,color:#3a3424",
+)
+
+
+def draw(graph: Graph, plan: Plan, path: Path) -> None:
+    """Write the picture in the format of the file name: .svg, or .mmd for Mermaid."""
+    kinds: dict[str, Callable[[Graph, Plan], str]] = {".svg": svg, ".mmd": mermaid}
+    if path.suffix not in kinds:
+        raise ConfigError(f"--draw {path}: the name has to end in {' or '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--draw {path}: there is no directory {path.parent}; create it first")
+    path.write_text(kinds[path.suffix](graph, plan), encoding="utf-8")
+
+
+def mermaid(graph: Graph, plan: Plan) -> str:
+    """A flowchart: a box for each node, a label with type and capacity on each edge."""
+    lines = [f"---\ntitle: {graph.name}\n---", "flowchart LR", *(f"  {line}" for line in CLASSES)]
+    for name, placed in graph.placed.items():
+        count = f" ×{placed.replicas}" if placed.replicas > 1 else ""
+        kind = "heavy" if placed.heavy else "cheap"
+        lines.append(f'  {name}["<b>{name}</b>{count}<br/>{type(placed.node).__name__}"]:::{kind}')
+    lines += [_arrow(edge, plan) for edge in graph.edges]
+    return "\n".join(lines) + "\n"
+
+
+def _arrow(edge: Edge, plan: Plan) -> str:
+    derived = next(one for one in plan.edges if one.name == edge.name)
+    label = " / ".join(derived.types)
+    if edge.kind == "queue":
+        label += f", {derived.capacity}" + ("" if edge.rule is SHARE else f", {edge.dispatch}")
+    return f'  {owner(edge.out)} {ARROWS[edge.kind]}|"{label}"| {owner(edge.into)}'
+
+
+SWEEPS = 8
+
+
+def columns(graph: Graph) -> list[list[str]]:
+    """Node names by column, left to right, each column top to bottom."""
+    links = forward_links(graph)
+    depth = _depths(list(graph.nodes), links)
+    table: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for name in graph.nodes:
+        table[depth[name]].append(name)
+    return _ordered(table, links)
+
+
+def forward_links(graph: Graph) -> list[tuple[str, str]]:
+    """Node pairs in the direction of the data; links that would close a cycle are left out.
+
+    A call points from the caller to the server, unless other links already lead from the server to the caller.
+    """
+    queue = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "queue"]
+    calls = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "call"]
+    links: list[tuple[str, str]] = []
+    for source, target in dict.fromkeys(queue + calls):
+        if source != target and not _leads(links, target, source):
+            links.append((source, target))
+    return links
+
+
+def _leads(links: Sequence[tuple[str, str]], start: str, end: str) -> bool:
+    seen, frontier = {start}, [start]
+    while frontier:
+        here = frontier.pop()
+        if here == end:
+            return True
+        new = {target for source, target in links if source == here} - seen
+        seen |= new
+        frontier += new
+    return False
+
+
+def _depths(names: Sequence[str], links: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Longest path from a source; sources move right to just before their first target."""
+    depth = dict.fromkeys(names, 0)
+    for _ in names:
+        for source, target in links:
+            depth[target] = max(depth[target], depth[source] + 1)
+    for name in names:
+        targets = [depth[target] for source, target in links if source == name]
+        if targets and not any(target == name for _, target in links):
+            depth[name] = min(targets) - 1
+    return depth
+
+
+def _ordered(table: list[list[str]], links: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """Sweep right and left, sorting each column by the mean row of its neighbours."""
+    for sweep in range(SWEEPS):
+        order = range(len(table)) if sweep % 2 == 0 else range(len(table) - 1, -1, -1)
+        for column in order:
+            rows = row_of(table)
+            means = {name: _mean_row(name, links, rows) for name in table[column]}
+            table[column].sort(key=lambda name: means[name])
+    return table
+
+
+def row_of(table: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Row of every node, columns centred on row 0."""
+    return {name: row - (len(column) - 1) / 2 for column in table for row, name in enumerate(column)}
+
+
+def _mean_row(name: str, links: Sequence[tuple[str, str]], rows: Mapping[str, float]) -> float:
+    near = [rows[b if a == name else a] for a, b in links if name in (a, b)]
+    return fmean(near) if near else rows[name]

@@ -1,8 +1,11 @@
 """Which replicas use the memory of every device, machine and /dev/shm, and whether it fits.
 
 A time-shared device holds what its processes always keep there, plus the largest of the amounts that they have there
-while they hold the lease. On any other device, all of this is there at the same time. If a process has no GPU, what it
-would have on a device counts as memory of its machine.
+while they hold the lease. On any other device, all of this is there at the same time. If a process has no GPU, what
+it would have on a device counts as memory of its machine.
+
+`process_rows` and `device_rows` are the same as text: what every process takes by term, and which replicas use every
+device when.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from dataclasses import dataclass
 from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan
-from flowrl.graph.footprint import Footprint, MemoryTerm, Share
 from flowrl.graph.graph import Graph, owner
 from flowrl.graph.machine import GB, Cluster
+from flowrl.graph.node import Footprint, MemoryTerm, Share
 
 
 @dataclass(frozen=True)
@@ -204,3 +207,46 @@ def _machine_problems(machine: MachineUse) -> Iterator[str]:
             f"/dev/shm of machine {machine.machine} has {machine.shm_bytes / GB:.2f} GiB, and published weights take "
             f"up to {machine.shm / GB:.2f}; make it larger (docker run --shm-size, or an emptyDir with medium: Memory)."
         )
+
+
+TERMS = ("weights", "gradients", "optimizer", "activations", "KV cache", "buffers", "runtime")
+
+
+def process_rows(found: Sequence[Resident]) -> Iterator[tuple[str, ...]]:
+    """A row for each process: its terms on each of its devices (or in host memory), and what it has on the host."""
+    for resident in found:
+        terms = [term for term in resident.footprint.terms if term.place == "device" and term.stay != "away"]
+        named = {name: sum(term.num_bytes for term in terms if term.name == name) for name in TERMS}
+        host = sum(
+            term.num_bytes for term in resident.footprint.terms if term.place != "device" and term.stay != "loading"
+        )
+        where = f"{len(resident.host.gpus)} GPU" if resident.host.gpus else "memory"
+        yield (resident.replica, where, *(gib(named[name]) for name in TERMS), gib(host))
+
+
+def device_rows(devices: Sequence[DeviceUse]) -> Iterator[tuple[str, ...]]:
+    """A row for each GPU: its memory, the most that is in it at once, and which replicas use it when."""
+    for device in devices:
+        has = gib(device.num_bytes) if device.num_bytes else "unknown"
+        there = "; ".join(_there(resident) for resident in device.residents)
+        yield f"{device.machine}:{device.gpu}", has, gib(device.peak), there
+
+
+def _there(resident: Resident) -> str:
+    when = "in its turns" if resident.host.lease else "always"
+    return f"{resident.replica} {gib(resident.always + resident.while_active)} {when}" + (
+        f" ({gib(resident.always)} between them)" if resident.host.lease else ""
+    )
+
+
+def machine_rows(machines: Sequence[MachineUse]) -> Iterator[tuple[str, ...]]:
+    """A row for each machine: its memory and /dev/shm, and the most that is in them."""
+    for machine in machines:
+        memory = gib(machine.memory_bytes) if machine.memory_bytes else "unknown"
+        shm = gib(machine.shm_bytes) if machine.shm_bytes else "unknown"
+        yield f"{machine.machine}", f"{gib(machine.host)} of {memory}", f"{gib(machine.shm)} of {shm}"
+
+
+def gib(num_bytes: int) -> str:
+    """GiB with two digits; "-" for nothing."""
+    return f"{num_bytes / GB:.2f}" if num_bytes else "-"

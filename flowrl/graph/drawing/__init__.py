@@ -1,1 +1,0 @@
-"""Pictures of a graph: Mermaid text and SVG."""
