@@ -23,7 +23,7 @@ from flowrl.commands.run_graph import print_preflight, print_report, proposal, r
 from flowrl.commands.usage import HELP, OWN_HELP, USAGE, WITHOUT_OPTIONS
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.command_line import parse_options
-from flowrl.graph.load import shipped_names, summary
+from flowrl.graph.load import graph_summary, shipped_names
 from flowrl.graph.machine import Cluster
 from flowrl.machine.proxies import reach_directly
 from flowrl.runtime.telemetry.standard_streams import flush, let_go, open_closed, print_text, replace_unwritable, say
@@ -126,7 +126,7 @@ def graphs(args: Sequence[str]) -> int:
     _no_arguments("graphs", args)
     width = max(map(len, shipped_names()))
     for name in shipped_names():
-        print_text(f"{name:<{width}}  {summary(name)}")
+        print_text(f"{name:<{width}}  {graph_summary(name)}")
     return 0
 
 
@@ -148,14 +148,14 @@ def quickstart(args: Sequence[str]) -> int:
 
 def check(args: Sequence[str]) -> int:
     """`flowrl check GRAPH`: problems to stderr and status 2, or the plan to stdout."""
-    from flowrl.graph.drawing import draw
+    from flowrl.graph.drawing import draw_graph
 
     prepared = prepare("check", (CheckOptions,), args)
     (options,) = prepared.own
     cluster = Cluster.parse(options.cluster) if options.cluster else Cluster.here()
     report = report_of(prepared, cluster)
     for path in options.draw if report.planned else ():
-        draw(prepared.graph, report.plan, path)
+        draw_graph(prepared.graph, report.plan, path)
     print_report(report, proposal(prepared, cluster, report))
     print_origins(prepared.origins)
     if options.preflight:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flowrl.commands.fit import fitting, option_text
 from flowrl.graph.analysis.check import Report, check
-from flowrl.graph.analysis.memory_use import TERMS, gib
+from flowrl.graph.analysis.memory_use import TERMS, gib_text
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster
 from flowrl.graph.node import Footprint
@@ -56,13 +56,13 @@ def _processes(name: str, cluster: str, options: str, report: Report) -> Iterato
         node = next(node for node in report.plan.nodes if node["name"] == resident.replica.partition("/")[0])
         process = f"{node['replicas']} × {node['name']}"
         shown = (name, cluster, f"`{options}`" if options else "as they are") if first else ("", "", "")
-        yield *shown, process, *(_of(resident.footprint, term) for term in TERMS), gib(_host(resident.footprint))
+        yield *shown, process, *(_of(resident.footprint, term) for term in TERMS), gib_text(_host(resident.footprint))
         first = False
 
 
 def _of(footprint: Footprint, name: str) -> str:
     terms = [term for term in footprint.terms if term.place == "device" and term.name == name]
-    return gib(sum(term.num_bytes for term in terms))
+    return gib_text(sum(term.num_bytes for term in terms))
 
 
 def _host(footprint: Footprint) -> int:

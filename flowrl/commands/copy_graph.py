@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.errors import ConfigError
-from flowrl.graph.load import FOLDER, companions, shipped_names, source
+from flowrl.graph.load import FOLDER, companion_files, graph_source, shipped_names
 
 FROM = "--from"
 
@@ -38,7 +38,7 @@ class GraphCopy:
 
     def write(self) -> list[Path]:
         """Write the copy; returns all files that it wrote. Raises ConfigError if one of them already exists."""
-        beside = {FOLDER / path: self.target.parent / path for path in companions(self.name)}
+        beside = {FOLDER / path: self.target.parent / path for path in companion_files(self.name)}
         for path in (self.target, *beside.values()):
             if path.exists():
                 raise ConfigError(f"{path} is there already and is not replaced; choose another name or remove it")
@@ -50,7 +50,7 @@ class GraphCopy:
 
     def _text(self) -> str:
         """The graph's text; the commands in its docstring are changed to name the copy."""
-        return source(self.name).replace(f"flowrl run {self.name} ", f"flowrl run {self.target} ")
+        return graph_source(self.name).replace(f"flowrl run {self.name} ", f"flowrl run {self.target} ")
 
 
 def parse_new(args: list[str]) -> GraphCopy:

@@ -21,8 +21,8 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.memory_use import memory_problems
-from flowrl.graph.analysis.numbers import derive
-from flowrl.graph.analysis.place import need, pools
+from flowrl.graph.analysis.numbers import derive_numbers
+from flowrl.graph.analysis.place import device_pools, unit_need
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import GraphFile
@@ -80,7 +80,7 @@ class Variations:
     def _large(self, graph: Graph) -> bool:
         """Whether the graph needs too much memory or too many GPUs, as most variations do. All checks take several
         times as long."""
-        if sum(need(units)[1] for _, units in pools(graph, self.cluster)) > self.cluster.num_gpus:
+        if sum(unit_need(units)[1] for _, units in device_pools(graph, self.cluster)) > self.cluster.num_gpus:
             return True
         return any(memory_problems(graph, make_plan(graph, self.cluster), self.cluster))
 
@@ -136,7 +136,7 @@ class Variations:
     @cached_property
     def _budgets(self) -> list[Overrides]:
         """Halves of the token budget, as long as it has room for two of the longest samples: a preference pair."""
-        longest = derive(self.file.build(self.cfg)).longest_sample
+        longest = derive_numbers(self.file.build(self.cfg)).longest_sample
         if not self._has("token_budget") or not longest or not self.cluster.num_gpus:
             return []
         halves = (value_of(self.cfg, "token_budget") >> times for times in itertools.count(1))

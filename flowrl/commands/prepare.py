@@ -18,7 +18,7 @@ from flowrl.commands.origins import origins, values_given
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import option_names, parse_options
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import GraphFile, dump, load_file, shipped_names
+from flowrl.graph.load import GraphFile, dump_options, load_file, shipped_names
 from flowrl.graph.machine import gpu_names
 from flowrl.graph.option_help import GRAPH, asked_for_help, help_text, merge_groups, option_groups
 from flowrl.graph.option_types import filled, leaves_of, options_of
@@ -49,7 +49,7 @@ class Prepared:
     def lasting(self) -> dict[str, Any]:
         """The graph's options for a run file. Options in `of_machine` are left out, because another machine may read
         the file."""
-        lasting = dump(self.cfg)
+        lasting = dump_options(self.cfg)
         for name in self.of_machine:
             block, _, leaf = name.rpartition(".")
             (lasting[block] if block else lasting).pop(leaf)

@@ -12,7 +12,7 @@ from typing import Any
 from flowrl.commands.origins import derived_text, print_origins
 from flowrl.commands.prepare import Prepared, prepare
 from flowrl.errors import GraphError
-from flowrl.graph.load import dump, user_code
+from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.run_file import run_file_text, write_run_file
 from flowrl.runtime.telemetry.standard_streams import print_text, say
@@ -38,13 +38,13 @@ def run_graph(args: Sequence[str]) -> int:
     prepared = prepare("run", (RunOptions, RunFileOptions), args)
     options, of_files = prepared.own
     if of_files.save_config is not None:
-        write_run_file(of_files.save_config, prepared.file.shown, dump(options), prepared.lasting())
+        write_run_file(of_files.save_config, prepared.file.shown, dump_options(options), prepared.lasting())
     from flowrl.runtime.driver.launch import Launch
 
     file, derived = prepared.file.path, derived_text(prepared.origins)
     launch = Launch(file, prepared.graph, prepared.cfg, options, derived, started_s, _advice(prepared))
     if of_files.dry_run:
-        return _dry_run(prepared, run_file_text(prepared.file.shown, dump(options), dump(prepared.cfg)))
+        return _dry_run(prepared, run_file_text(prepared.file.shown, dump_options(options), dump_options(prepared.cfg)))
     result = launch.run()
     if result.audit is None:
         print_figures(result.outcome.evaluations)
@@ -109,12 +109,12 @@ def proposal(prepared: Prepared, cluster: Cluster, report: Any) -> str:
 
 def print_report(report: Any, proposed: str = "") -> None:
     """Print the plan. Raises GraphError for the problems of the graph, with `proposed` after the last one."""
-    from flowrl.graph.analysis.report import render
+    from flowrl.graph.analysis.report import render_report
 
     if report.problems:
         *others, last = report.problems
         raise GraphError((*others, f"{last} {proposed}".rstrip()))
-    print_text(render(report))
+    print_text(render_report(report))
 
 
 def print_preflight(prepared: Prepared) -> None:

@@ -24,7 +24,7 @@ def declared_types(owner: Any) -> dict[str, Any]:
     try:
         return dict(_of_class(owner)) if isinstance(owner, type) else get_type_hints(owner)
     except UNREADABLE as error:
-        raise ConfigError(_unreadable(owner, error)) from None
+        raise ConfigError(_unreadable_annotation(owner, error)) from None
 
 
 @functools.cache
@@ -33,29 +33,29 @@ def _of_class(owner: type) -> Mapping[str, Any]:
     return get_type_hints(owner)
 
 
-def _unreadable(owner: Any, error: Exception) -> str:
-    for part, name, written, names in _annotations(owner):
+def _unreadable_annotation(owner: Any, error: Exception) -> str:
+    for part, name, written, names in _raw_annotations(owner):
         try:
             get_type_hints(types.SimpleNamespace(__annotations__={name: written}), names, names)
         except UNREADABLE as found:
             return (
-                f"{_file(part)}: the annotation {written!r} of {_place(part, name)} cannot be read: {found}; "
-                f"{_remedy(found, names)}"
+                f"{_file_of(part)}: the annotation {written!r} of {_place_of(part, name)} cannot be read: {found}; "
+                f"{_remedy_words(found, names)}"
             )
-    return f"{_file(owner)}: an annotation of {owner.__qualname__} cannot be read: {error}; correct it"
+    return f"{_file_of(owner)}: an annotation of {owner.__qualname__} cannot be read: {error}; correct it"
 
 
-def _file(part: Any) -> str:
+def _file_of(part: Any) -> str:
     return getattr(sys.modules.get(part.__module__), "__file__", None) or str(part.__module__)
 
 
-def _place(part: Any, name: str) -> str:
+def _place_of(part: Any, name: str) -> str:
     if isinstance(part, type):
         return f"{part.__qualname__}.{name}"
     return f"what {part.__qualname__} returns" if name == "return" else f"{name} of {part.__qualname__}"
 
 
-def _annotations(owner: Any) -> Iterator[tuple[Any, str, Any, dict[str, Any]]]:
+def _raw_annotations(owner: Any) -> Iterator[tuple[Any, str, Any, dict[str, Any]]]:
     """(the class or function that declares it, name, annotation, the names that it may use)"""
     for part in owner.__mro__ if isinstance(owner, type) else (owner,):
         module = sys.modules.get(part.__module__)
@@ -64,7 +64,7 @@ def _annotations(owner: Any) -> Iterator[tuple[Any, str, Any, dict[str, Any]]]:
             yield part, name, written, known
 
 
-def _remedy(error: Exception, names: Mapping[str, Any]) -> str:
+def _remedy_words(error: Exception, names: Mapping[str, Any]) -> str:
     if not isinstance(error, NameError) or error.name is None:
         return "write a type that exists when the file is run"
     kinds = [name for name, value in names.items() if isinstance(value, type)]

@@ -41,7 +41,7 @@ def parse_mapping(texts: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"{name} is given as a value and as a block of values; keep one of them")
         if path[-1] in within:
             raise ConfigError(f"{name} is given twice; keep one")
-        within[path[-1]] = _value(value)
+        within[path[-1]] = _mapping_value(value)
     return found
 
 
@@ -54,7 +54,7 @@ def mapping_texts(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]
             yield f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def registry() -> Any:
+def mapping_registry() -> Any:
     """tyro's registry with a rule for fields of the type `Mapping[str, Any]`."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
@@ -67,7 +67,7 @@ def registry() -> Any:
         return PrimitiveConstructorSpec(
             nargs="*",
             metavar=f"[{METAVAR} [{METAVAR} ...]]",
-            instance_from_str=_parsed,
+            instance_from_str=_parsed_mapping,
             is_instance=lambda value: isinstance(value, Mapping),
             str_from_instance=lambda value: list(mapping_texts(value)),
         )
@@ -75,14 +75,14 @@ def registry() -> Any:
     return rules
 
 
-def _parsed(texts: list[str]) -> dict[str, Any]:
+def _parsed_mapping(texts: list[str]) -> dict[str, Any]:
     try:
         return parse_mapping(texts)
     except ConfigError as problem:
         raise ValueError(str(problem)) from None  # tyro adds the name of the option
 
 
-def _value(text: str) -> Any:
+def _mapping_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -129,11 +129,11 @@ def options_of_others() -> Mapping[str, str]:
             theirs, place = (cells[:2], cells[2]) if len(cells) == 4 else (cells[:1], cells[1])
             told = place if place != "–" else cells[3]
             for name in re.findall(r"`([^`]+)`", " ".join(theirs)):
-                found.setdefault(_key(name.partition("=")[0]), _without_markup(told))
+                found.setdefault(_option_key(name.partition("=")[0]), _without_markup(told))
     return found
 
 
-def _key(name: str) -> str:
+def _option_key(name: str) -> str:
     return name.removeprefix("--").replace("_", "-").lower()
 
 
@@ -157,9 +157,9 @@ def parse_options(
     import tyro
 
     known = option_names(config_type)
-    spelled = [_spell(arg, known, prog, (*known, *others)) for arg in args]
+    spelled = [_spell_option(arg, known, prog, (*known, *others)) for arg in args]
     stderr = io.StringIO()
-    rules = registry()
+    rules = mapping_registry()
     rules.struct_rule(_without_parts)
     try:
         with contextlib.redirect_stderr(stderr):
@@ -202,19 +202,19 @@ def option_names(config_type: type[Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _spell(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[str]) -> str:
+def _spell_option(arg: str, known: Mapping[str, str], prog: str, candidates: Sequence[str]) -> str:
     """Translate `--policy tiny` to tyro's spelling, `--policy.name tiny`."""
     if not arg.startswith("--"):
         return arg
     name, equals, value = arg[2:].partition("=")
     leaf = known.get(name.replace("_", "-"))
     if leaf is None:
-        raise ConfigError(f"there is no option --{name}; {_nearest(name, candidates, prog)}")
+        raise ConfigError(f"there is no option --{name}; {_nearest_option(name, candidates, prog)}")
     return f"--{leaf}{equals}{value}"
 
 
-def _nearest(name: str, candidates: Sequence[str], prog: str) -> str:
-    if (theirs := options_of_others().get(_key(name))) is not None:
+def _nearest_option(name: str, candidates: Sequence[str], prog: str) -> str:
+    if (theirs := options_of_others().get(_option_key(name))) is not None:
         return f"that option of another trainer is, in flowrl: {theirs} (docs/options.md)"
     spelled = name.replace("_", "-")
     longer = [one for one in dict.fromkeys(candidates) if one.endswith((f".{spelled}", f"-{spelled}"))]
@@ -232,10 +232,10 @@ def _one_sentence(box: str) -> str:
     rules = [index for index, line in enumerate(lines) if line and set(line) <= {"─", "-"}]
     start = 0 if framed or not rules else rules[0] + 1
     paragraph = itertools.takewhile(lambda line: line and set(line) - {"─", "-"}, lines[start:])
-    return _reworded(" ".join(paragraph).rstrip(".")) or box.strip()
+    return _reworded_mistake(" ".join(paragraph).rstrip(".")) or box.strip()
 
 
-def _reworded(sentence: str) -> str:
+def _reworded_mistake(sentence: str) -> str:
     """Reword the messages of tyro and Python for the most common mistakes to say what was found and what was needed."""
     for pattern, words in REWORDED:
         if match := re.fullmatch(pattern, sentence):

@@ -18,7 +18,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import EdgePlan, Plan
 from flowrl.graph.analysis.report import number_lines
 from flowrl.graph.dispatch_rules import SHARE
-from flowrl.graph.graph import Edge, Graph, Placed, owner
+from flowrl.graph.graph import Edge, Graph, Placed, port_owner
 
 BOX_W, BOX_H = 148, 58
 GAP_X, GAP_Y = 108, 46
@@ -58,29 +58,29 @@ class Sheet:
     bottom: float
 
 
-def svg(graph: Graph, plan: Plan) -> str:
+def draw_svg(graph: Graph, plan: Plan) -> str:
     """The picture as SVG text; opens in any browser, also on a dark page."""
     above = [edge for edge in graph.edges if edge.kind != "latest"]
-    table = columns(graph)
-    sheet = _sheet(graph, table, above)
-    parts = [_edges(graph, plan, sheet), _boxes(sheet)]
+    table = box_columns(graph)
+    sheet = _draw_sheet(graph, table, above)
+    parts = [_draw_edges(graph, plan, sheet), _draw_boxes(sheet)]
     numbers = "   ·   ".join(f"{name} {text}" for name, text in number_lines(plan))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:g} {sheet.height:g}" '
         f'width="{sheet.width:g}" height="{sheet.height:g}" font-family="{FONT}">\n'
-        f"<title>{escape(graph.name)}</title>\n{_defs()}"
+        f"<title>{escape(graph.name)}</title>\n{_arrow_heads()}"
         f'<rect width="100%" height="100%" rx="10" fill="#ffffff"/>\n'
-        f"{_text(MARGIN, 36, graph.name, size=19, weight=650, fill='#1a202c', anchor='start')}"
+        f"{_box_text(MARGIN, 36, graph.name, size=19, weight=650, fill='#1a202c', anchor='start')}"
         f"{''.join(parts)}"
-        f"{_text(MARGIN, sheet.height - 18, numbers, size=12, fill='#718096', anchor='start')}</svg>\n"
+        f"{_box_text(MARGIN, sheet.height - 18, numbers, size=12, fill='#718096', anchor='start')}</svg>\n"
     )
 
 
-def _sheet(graph: Graph, table: list[list[str]], above: list[Edge]) -> Sheet:
+def _draw_sheet(graph: Graph, table: list[list[str]], above: list[Edge]) -> Sheet:
     """Compute sizes from columns, rows and the number of channels above and below."""
     rows, tallest = row_of(table), max((len(column) for column in table), default=0)
     column_of = {name: index for index, column in enumerate(table) for name in column}
-    jumps = [edge for edge in above if not _adjacent(edge, column_of)]
+    jumps = [edge for edge in above if not _is_adjacent(edge, column_of)]
     lows = [edge for edge in graph.edges if edge.kind == "latest"]
     top = HEAD + CHANNEL * len(jumps) + 14
     body = max(tallest, 1) * (BOX_H + GAP_Y) - GAP_Y
@@ -94,15 +94,15 @@ def _sheet(graph: Graph, table: list[list[str]], above: list[Edge]) -> Sheet:
     return Sheet(width, bottom + CHANNEL * len(lows) + 22 + FOOT, boxes, top, bottom)
 
 
-def _adjacent(edge: Edge, column_of: dict[str, int]) -> bool:
-    return column_of[owner(edge.into)] - column_of[owner(edge.out)] == 1
+def _is_adjacent(edge: Edge, column_of: dict[str, int]) -> bool:
+    return column_of[port_owner(edge.into)] - column_of[port_owner(edge.out)] == 1
 
 
-def _boxes(sheet: Sheet) -> str:
-    return "".join(_box(box) for box in sheet.boxes.values())
+def _draw_boxes(sheet: Sheet) -> str:
+    return "".join(_draw_box(box) for box in sheet.boxes.values())
 
 
-def _box(box: Box) -> str:
+def _draw_box(box: Box) -> str:
     placed = box.placed
     fill, stroke = COLOURS["gpu" if placed.gpus_each else "cpu" if placed.heavy else "cheap"]
     rect = f'width="{BOX_W}" height="{BOX_H}" rx="9" fill="{fill}" stroke="{stroke}" stroke-width="1.4"'
@@ -111,88 +111,88 @@ def _box(box: Box) -> str:
     middle = box.x + BOX_W / 2
     return (
         f'{behind}<rect x="{box.x:g}" y="{box.y:g}" {rect}/>\n'
-        f"{_text(middle, box.y + 25, placed.name + count, size=14, weight=620, fill='#1a202c')}"
-        f"{_text(middle, box.y + 43, type(placed.node).__name__, size=11.5, fill='#5a6577')}"
+        f"{_box_text(middle, box.y + 25, placed.name + count, size=14, weight=620, fill='#1a202c')}"
+        f"{_box_text(middle, box.y + 43, type(placed.node).__name__, size=11.5, fill='#5a6577')}"
     )
 
 
-def _edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
+def _draw_edges(graph: Graph, plan: Plan, sheet: Sheet) -> str:
     """Draw edges between neighbours as curves, and every other edge in its own channel."""
     derived = {edge.name: edge for edge in plan.edges}
     high, low, parts = 0, 0, []
     for edge in graph.edges:
         if edge.kind == "latest":
             low += 1
-            parts.append(_channel(sheet, edge, derived[edge.name], sheet.bottom + 8 + CHANNEL * low, low))
-        elif sheet.boxes[owner(edge.into)].column - sheet.boxes[owner(edge.out)].column == 1:
-            parts.append(_curve(graph, sheet, edge, derived[edge.name]))
+            parts.append(_draw_channel(sheet, edge, derived[edge.name], sheet.bottom + 8 + CHANNEL * low, low))
+        elif sheet.boxes[port_owner(edge.into)].column - sheet.boxes[port_owner(edge.out)].column == 1:
+            parts.append(_draw_curve(graph, sheet, edge, derived[edge.name]))
         else:
             high += 1
-            parts.append(_channel(sheet, edge, derived[edge.name], sheet.top - 6 - CHANNEL * high, high))
+            parts.append(_draw_channel(sheet, edge, derived[edge.name], sheet.top - 6 - CHANNEL * high, high))
     return "".join(parts)
 
 
-def _curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
-    source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
+def _draw_curve(graph: Graph, sheet: Sheet, edge: Edge, derived: EdgePlan) -> str:
+    source, target = sheet.boxes[port_owner(edge.out)], sheet.boxes[port_owner(edge.into)]
     leaving = [e for e in graph.edges if e.out.node is edge.out.node and e.kind != "latest"]
     coming = [e for e in graph.edges if e.into.node is edge.into.node and e.kind != "latest"]
-    leaving.sort(key=lambda e: sheet.boxes[owner(e.into)].y)
-    coming.sort(key=lambda e: sheet.boxes[owner(e.out)].y)
-    y0, y1 = _spread(source, leaving, edge), _spread(target, coming, edge)
+    leaving.sort(key=lambda e: sheet.boxes[port_owner(e.into)].y)
+    coming.sort(key=lambda e: sheet.boxes[port_owner(e.out)].y)
+    y0, y1 = _spread_ends(source, leaving, edge), _spread_ends(target, coming, edge)
     bend = GAP_X / 2
     path = (
         f"M{source.right:g} {y0:g} C{source.right + bend:g} {y0:g} {target.x - bend:g} {y1:g} {target.x - 2:g} {y1:g}"
     )
-    return _line(edge, path) + _label(edge, derived, (source.right + target.x) / 2, (y0 + y1) / 2 - 7)
+    return _draw_line(edge, path) + _edge_label(edge, derived, (source.right + target.x) / 2, (y0 + y1) / 2 - 7)
 
 
-def _spread(box: Box, edges: list[Edge], edge: Edge) -> float:
+def _spread_ends(box: Box, edges: list[Edge], edge: Edge) -> float:
     """The height at which `edge` meets the box; each edge on one side has a different height."""
     place = edges.index(edge) - (len(edges) - 1) / 2
     return box.y + BOX_H / 2 + place * min(16, (BOX_H - 14) / max(len(edges), 1))
 
 
-def _channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth: int) -> str:
+def _draw_channel(sheet: Sheet, edge: Edge, derived: EdgePlan, level: float, nth: int) -> str:
     """Draw from the source, along the channel at height `level`, to the target.
 
     The line runs straight down or up if no box is in between, else through the gap next to the column.
     """
-    source, target = sheet.boxes[owner(edge.out)], sheet.boxes[owner(edge.into)]
-    x0, start = _leave(sheet, source, level, nth)
-    x1, end = _enter(sheet, target, level, nth)
+    source, target = sheet.boxes[port_owner(edge.out)], sheet.boxes[port_owner(edge.into)]
+    x0, start = _leave_box(sheet, source, level, nth)
+    x1, end = _enter_box(sheet, target, level, nth)
     side, corner = (1 if x1 > x0 else -1) * 10, 10 if level > source.y else -10
     path = (
         f"{start} V{level - corner:g} Q{x0:g} {level:g} {x0 + side:g} {level:g} "
         f"H{x1 - side:g} Q{x1:g} {level:g} {x1:g} {level - corner:g} {end}"
     )
-    return _line(edge, path) + _label(edge, derived, (x0 + x1) / 2, level - 6)
+    return _draw_line(edge, path) + _edge_label(edge, derived, (x0 + x1) / 2, level - 6)
 
 
-def _leave(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
+def _leave_box(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
     """(x of the vertical part, path up to it)"""
-    if _blocked(sheet, box, level):
+    if _is_blocked(sheet, box, level):
         x, y = box.right + 8 + 7 * nth, box.y + BOX_H - 12
         return x, f"M{box.right:g} {y:g} H{x:g}"
     x = box.x + BOX_W / 2 + 10 * nth - 4
     return x, f"M{x:g} {box.bottom if level > box.y else box.y:g}"
 
 
-def _enter(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
+def _enter_box(sheet: Sheet, box: Box, level: float, nth: int) -> tuple[float, str]:
     """(x of the vertical part, path from it)"""
-    if _blocked(sheet, box, level):
+    if _is_blocked(sheet, box, level):
         x, y = box.x - 14 - 7 * nth, box.y + BOX_H - 10
         return x, f"V{y:g} H{box.x - 2:g}"
     x = box.x + BOX_W / 2 - 10 * nth + 4
     return x, f"V{box.bottom + 2 if level > box.y else box.y - 2:g}"
 
 
-def _blocked(sheet: Sheet, box: Box, level: float) -> bool:
+def _is_blocked(sheet: Sheet, box: Box, level: float) -> bool:
     """Whether another box of the column lies between this one and `level`."""
     low, high = sorted((box.y, level))
     return any(other.column == box.column and low < other.y < high for other in sheet.boxes.values())
 
 
-def _line(edge: Edge, path: str) -> str:
+def _draw_line(edge: Edge, path: str) -> str:
     stroke, dashes = STROKES[edge.kind]
     dash = f' stroke-dasharray="{dashes}"' if dashes else ""
     start = f' marker-start="url(#{edge.kind})"' if edge.kind == "call" else ""
@@ -202,16 +202,16 @@ def _line(edge: Edge, path: str) -> str:
     )
 
 
-def _label(edge: Edge, derived: EdgePlan, x: float, y: float) -> str:
+def _edge_label(edge: Edge, derived: EdgePlan, x: float, y: float) -> str:
     text = " / ".join(derived.types)
     if edge.kind == "queue":
         text += f" · {derived.capacity}"
     rule = "" if edge.kind != "queue" or edge.rule is SHARE else edge.dispatch
-    second = _text(x, y + 20, rule, size=10, fill="#8a94a6", halo=True) if rule else ""
-    return _text(x, y, text, size=11, fill=STROKES[edge.kind][0], halo=True) + second
+    second = _box_text(x, y + 20, rule, size=10, fill="#8a94a6", halo=True) if rule else ""
+    return _box_text(x, y, text, size=11, fill=STROKES[edge.kind][0], halo=True) + second
 
 
-def _text(
+def _box_text(
     x: float,
     y: float,
     text: str,
@@ -230,7 +230,7 @@ def _text(
     )
 
 
-def _defs() -> str:
+def _arrow_heads() -> str:
     heads = "".join(
         f'<marker id="{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
         f'orient="auto-start-reverse"><path d="M0 0.8 L10 5 L0 9.2 z" fill="{stroke}"/></marker>'
@@ -246,9 +246,9 @@ CLASSES = (
 )
 
 
-def draw(graph: Graph, plan: Plan, path: Path) -> None:
+def draw_graph(graph: Graph, plan: Plan, path: Path) -> None:
     """Write the picture in the format of the file name: .svg, or .mmd for Mermaid."""
-    kinds: dict[str, Callable[[Graph, Plan], str]] = {".svg": svg, ".mmd": mermaid}
+    kinds: dict[str, Callable[[Graph, Plan], str]] = {".svg": draw_svg, ".mmd": draw_mermaid}
     if path.suffix not in kinds:
         raise ConfigError(f"--draw {path}: the name has to end in {' or '.join(kinds)}")
     if not path.parent.is_dir():
@@ -256,36 +256,36 @@ def draw(graph: Graph, plan: Plan, path: Path) -> None:
     path.write_text(kinds[path.suffix](graph, plan), encoding="utf-8")
 
 
-def mermaid(graph: Graph, plan: Plan) -> str:
+def draw_mermaid(graph: Graph, plan: Plan) -> str:
     """A flowchart: a box for each node, a label with type and capacity on each edge."""
     lines = [f"---\ntitle: {graph.name}\n---", "flowchart LR", *(f"  {line}" for line in CLASSES)]
     for name, placed in graph.placed.items():
         count = f" ×{placed.replicas}" if placed.replicas > 1 else ""
         kind = "heavy" if placed.heavy else "cheap"
         lines.append(f'  {name}["<b>{name}</b>{count}<br/>{type(placed.node).__name__}"]:::{kind}')
-    lines += [_arrow(edge, plan) for edge in graph.edges]
+    lines += [_mermaid_arrow(edge, plan) for edge in graph.edges]
     return "\n".join(lines) + "\n"
 
 
-def _arrow(edge: Edge, plan: Plan) -> str:
+def _mermaid_arrow(edge: Edge, plan: Plan) -> str:
     derived = next(one for one in plan.edges if one.name == edge.name)
     label = " / ".join(derived.types)
     if edge.kind == "queue":
         label += f", {derived.capacity}" + ("" if edge.rule is SHARE else f", {edge.dispatch}")
-    return f'  {owner(edge.out)} {ARROWS[edge.kind]}|"{label}"| {owner(edge.into)}'
+    return f'  {port_owner(edge.out)} {ARROWS[edge.kind]}|"{label}"| {port_owner(edge.into)}'
 
 
 SWEEPS = 8
 
 
-def columns(graph: Graph) -> list[list[str]]:
+def box_columns(graph: Graph) -> list[list[str]]:
     """Node names by column, left to right, each column top to bottom."""
     links = forward_links(graph)
-    depth = _depths(list(graph.nodes), links)
+    depth = _node_depths(list(graph.nodes), links)
     table: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for name in graph.nodes:
         table[depth[name]].append(name)
-    return _ordered(table, links)
+    return _order_rows(table, links)
 
 
 def forward_links(graph: Graph) -> list[tuple[str, str]]:
@@ -293,16 +293,16 @@ def forward_links(graph: Graph) -> list[tuple[str, str]]:
 
     A call points from the caller to the server, unless other links already lead from the server to the caller.
     """
-    queue = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "queue"]
-    calls = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "call"]
+    queue = [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges if edge.kind == "queue"]
+    calls = [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges if edge.kind == "call"]
     links: list[tuple[str, str]] = []
     for source, target in dict.fromkeys(queue + calls):
-        if source != target and not _leads(links, target, source):
+        if source != target and not _leads_to(links, target, source):
             links.append((source, target))
     return links
 
 
-def _leads(links: Sequence[tuple[str, str]], start: str, end: str) -> bool:
+def _leads_to(links: Sequence[tuple[str, str]], start: str, end: str) -> bool:
     seen, frontier = {start}, [start]
     while frontier:
         here = frontier.pop()
@@ -314,7 +314,7 @@ def _leads(links: Sequence[tuple[str, str]], start: str, end: str) -> bool:
     return False
 
 
-def _depths(names: Sequence[str], links: Sequence[tuple[str, str]]) -> dict[str, int]:
+def _node_depths(names: Sequence[str], links: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Longest path from a source; sources move right to just before their first target."""
     depth = dict.fromkeys(names, 0)
     for _ in names:
@@ -327,7 +327,7 @@ def _depths(names: Sequence[str], links: Sequence[tuple[str, str]]) -> dict[str,
     return depth
 
 
-def _ordered(table: list[list[str]], links: Sequence[tuple[str, str]]) -> list[list[str]]:
+def _order_rows(table: list[list[str]], links: Sequence[tuple[str, str]]) -> list[list[str]]:
     """Sweep right and left, sorting each column by the mean row of its neighbours."""
     for sweep in range(SWEEPS):
         order = range(len(table)) if sweep % 2 == 0 else range(len(table) - 1, -1, -1)

@@ -159,7 +159,7 @@ class Graph:
         """
         margin = affinity_margin
         if margin == "auto":
-            margin = AFFINITY_MARGIN if isinstance(call, Call) and issubclass(carried(call), Turn) else None
+            margin = AFFINITY_MARGIN if isinstance(call, Call) and issubclass(carried_type(call), Turn) else None
         self._join(Edge("call", call, serve, capacity, affinity_margin=margin), Call, Serve)
         if isinstance(call, Call):
             call.server = getattr(serve, "node", None)
@@ -204,7 +204,7 @@ class Graph:
         self.time_shared.append(self._names("g.time_share", nodes))
 
     def _join(self, edge: Edge, out_kind: type[Port], into_kind: type[Port]) -> None:
-        if self._belongs(f"g.{_verb(edge)}", (edge.out, out_kind), (edge.into, into_kind)):
+        if self._belongs(f"g.{_edge_verb(edge)}", (edge.out, out_kind), (edge.into, into_kind)):
             self.edges.append(edge)
 
     def _belongs(self, verb: str, *ports: tuple[Port, type[Port]]) -> bool:
@@ -217,19 +217,19 @@ class Graph:
         strange = [node for node in nodes if not isinstance(node, Node) or node.name not in self.nodes]
         self.sharing_known &= not strange
         self.mistakes += [
-            f"{verb} got {_what(node)}, which is not in this graph; add it with g.add first." for node in strange
+            f"{verb} got {_kind_words(node)}, which is not in this graph; add it with g.add first." for node in strange
         ]
         if len(nodes) < 2:
             self.mistakes.append(f"{verb} got {len(nodes)} node(s) and needs at least two; name the others as well.")
         return tuple(node.name for node in nodes if node not in strange)
 
 
-def owner(port: Port) -> str:
+def port_owner(port: Port) -> str:
     """The name of the node that `port` belongs to; the node's class name before it is added."""
     return getattr(port.node, "name", "") or type(port.node).__name__
 
 
-def carried(port: Port) -> type[Message]:
+def carried_type(port: Port) -> type[Message]:
     """The message type of a port (for calls, of the request); `Message` if the declaration names none."""
     kind = port.types[0] if port.types else Message
     return kind if isinstance(kind, type) and issubclass(kind, Message) else Message
@@ -237,7 +237,7 @@ def carried(port: Port) -> type[Message]:
 
 def port_name(port: Port) -> str:
     """ "node.port", as error messages write it."""
-    return f"{owner(port)}.{port.name}" if isinstance(port, Port) else _what(port)
+    return f"{port_owner(port)}.{port.name}" if isinstance(port, Port) else _kind_words(port)
 
 
 def a_kind(kind: type[Port]) -> str:
@@ -245,23 +245,23 @@ def a_kind(kind: type[Port]) -> str:
     return f"{'an' if kind in (In, Out) else 'a'} {kind.__name__}"
 
 
-def _verb(edge: Edge) -> str:
+def _edge_verb(edge: Edge) -> str:
     return {"queue": "connect", "latest": "latest", "call": "call"}[edge.kind]
 
 
-def _what(thing: object) -> str:
+def _kind_words(thing: object) -> str:
     return f"a {type(thing).__name__}" if isinstance(thing, Node) else repr(thing)
 
 
 def _port_mistakes(graph: Graph, verb: str, port: Port, kind: type[Port]) -> list[str]:
     if not isinstance(port, Port):
-        return [f"{verb} got {_what(port)} where a port was needed; pass a port such as node.samples."]
+        return [f"{verb} got {_kind_words(port)} where a port was needed; pass a port such as node.samples."]
     if not isinstance(port, kind):
         return [
             f"{verb} got {port_name(port)}, which is {a_kind(type(port))} port, where {a_kind(kind)} port was "
-            f"needed{_others(port, kind)}; pass the ports in the order {_ORDER[verb]}."
+            f"needed{_other_ports(port, kind)}; pass the ports in the order {_ORDER[verb]}."
         ]
-    if graph.nodes.get(owner(port)) is not port.node:
+    if graph.nodes.get(port_owner(port)) is not port.node:
         return [f"{verb} got {port_name(port)}, whose node is not in this graph; add the node with g.add first."]
     return []
 
@@ -275,10 +275,10 @@ _ORDER = {
 }
 
 
-def _others(port: Port, kind: type[Port]) -> str:
+def _other_ports(port: Port, kind: type[Port]) -> str:
     assert isinstance(port.node, Node)
     names = [other.name for other in port.node.ports.values() if isinstance(other, kind)]
-    return f" ({owner(port)} has {', '.join(names)})" if names else f" ({owner(port)} has none)"
+    return f" ({port_owner(port)} has {', '.join(names)})" if names else f" ({port_owner(port)} has none)"
 
 
 def _node_mistakes(

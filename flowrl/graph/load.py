@@ -62,20 +62,20 @@ def is_shipped(path: Path) -> bool:
     return path.resolve().parent == FOLDER.resolve()
 
 
-def summary(name: str) -> str:
+def graph_summary(name: str) -> str:
     """The first line of the graph's docstring. The file is not run."""
-    text = ast.get_docstring(ast.parse(source(name))) or ""
+    text = ast.get_docstring(ast.parse(graph_source(name))) or ""
     return text.partition("\n")[0]
 
 
-def source(name: str) -> str:
+def graph_source(name: str) -> str:
     """The text of the graph's file."""
     return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
 
 
-def companions(name: str) -> Iterator[Path]:
+def companion_files(name: str) -> Iterator[Path]:
     """Files in folders next to the graphs that this graph names in its text, relative to the graphs' folder."""
-    texts = {node.value for node in ast.walk(ast.parse(source(name))) if isinstance(node, ast.Constant)}
+    texts = {node.value for node in ast.walk(ast.parse(graph_source(name))) if isinstance(node, ast.Constant)}
     for path in sorted(FOLDER.glob("*/**/*.py")):
         if path.name in texts:
             yield path.relative_to(FOLDER)
@@ -117,9 +117,9 @@ class GraphFile:
 def load_file(graph: str | Path) -> GraphFile:
     """Run the file of a graph, given by path or name, and find its `graph` and configuration. Raises ConfigError."""
     path = find_graph(graph)
-    _exists(path)
+    _file_exists(path)
     with user_code(path):
-        module = _module(str(path.resolve()))
+        module = _run_file(str(path.resolve()))
         function = _graph_function(path, module)
         hints = declared_types(function)
     parameters = list(inspect.signature(function).parameters)
@@ -135,20 +135,20 @@ def load_file(graph: str | Path) -> GraphFile:
     return GraphFile(path, module, config_type, str(graph))
 
 
-def rebuild(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
+def rebuild_graph(path: str | Path, config: Mapping[str, Any]) -> tuple[Graph, Any]:
     """Rebuild the graph and configuration from what `dump` returned. Every call creates new nodes."""
     file = load_file(path)
-    cfg = restore(file, config)
+    cfg = restore_options(file, config)
     return file.build(cfg), cfg
 
 
-def dump(cfg: Any) -> dict[str, Any]:
+def dump_options(cfg: Any) -> dict[str, Any]:
     """A configuration as JSON-able plain data, by option; blocks become dicts."""
     options = options_of(type(cfg)).values()
     return {one.name: adapter_of(one.hint).dump_python(one.value_in(cfg), mode="json") for one in options}
 
 
-def restore(file: GraphFile, config: Mapping[str, Any]) -> Any:
+def restore_options(file: GraphFile, config: Mapping[str, Any]) -> Any:
     """The inverse of `dump`. Raises ConfigError that names the fields that do not match."""
     from pydantic import ValidationError
 
@@ -188,10 +188,10 @@ def user_code(path: Path) -> Iterator[None]:
 
 
 def _of_file(path: Path, error: BaseException) -> ConfigError:
-    return ConfigError(f"{path}:{_line_in(path, error)}: {_sentence(error)}")
+    return ConfigError(f"{path}:{_line_in(path, error)}: {_load_mistake(error)}")
 
 
-def _sentence(error: BaseException) -> str:
+def _load_mistake(error: BaseException) -> str:
     """The last line of Python's traceback, with the closest name for a misspelt attribute."""
     if isinstance(error, SystemExit):
         return (
@@ -223,7 +223,7 @@ def _line_in(path: Path, error: BaseException) -> int | None:
     return frames[-1] if frames else None
 
 
-def _exists(path: Path) -> None:
+def _file_exists(path: Path) -> None:
     if path.is_file() and path.suffix == ".py":
         return
     if path.is_file():
@@ -242,7 +242,7 @@ def _exists(path: Path) -> None:
 
 
 @functools.cache
-def _module(path: str) -> ModuleType:
+def _run_file(path: str) -> ModuleType:
     """Run the file as a module; it can import from its own directory, as with `python FILE`."""
     digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
     name = f"flowrl_graph_{Path(path).stem}_{digest}"

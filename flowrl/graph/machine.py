@@ -155,28 +155,28 @@ def links_here(visible: str | None) -> GpuLinks | None:
 def read_links(visible: str | None, ask: Ask, *, ordered: bool = False, sysfs: Path = Path("/sys")) -> GpuLinks | None:
     """Like `links_here`. `ordered`: CUDA numbers its devices as nvidia-smi does, even if the cards differ."""
     links = parse_links(ask("topo", "-m") or "")
-    cards = _cards(ask(*QUERY))
+    cards = _gpu_cards(ask(*QUERY))
     if links is None or len(cards) != len(links):
         return None
     beside = (cores or _cores_of(card[3], sysfs) for cores, card in zip(links.cores, cards, strict=True))
     links = replace(links, cores=tuple(beside))
-    numbers = _numbers(visible, cards, ordered)
+    numbers = _gpu_numbers(visible, cards, ordered)
     return links.of(numbers) if numbers else None
 
 
 def visible_cards(visible: str | None) -> list[int]:
     """nvidia-smi's numbers of the devices that CUDA_VISIBLE_DEVICES, `visible`, names; [] if that is not known."""
-    cards = _cards(ask_nvidia_smi(*QUERY))
-    return _numbers(visible, cards, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") if cards else []
+    cards = _gpu_cards(ask_nvidia_smi(*QUERY))
+    return _gpu_numbers(visible, cards, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") if cards else []
 
 
-def _cards(told: str | None) -> list[list[str]]:
+def _gpu_cards(told: str | None) -> list[list[str]]:
     """The columns of QUERY for each card; [] if it was not answered."""
     cards = [[cell.strip() for cell in line.split(",")] for line in (told or "").splitlines()]
     return cards if all(len(card) == 4 for card in cards) else []
 
 
-def _numbers(visible: str | None, cards: Sequence[Sequence[str]], ordered: bool) -> list[int]:
+def _gpu_numbers(visible: str | None, cards: Sequence[Sequence[str]], ordered: bool) -> list[int]:
     """nvidia-smi's numbers of the visible devices. []: CUDA may number cards that differ in another order."""
     names = [str(index) for index in range(len(cards))] if visible is None else visible.split(",")
     numbers = [_gpu_number(name.strip(), cards) for name in names if name.strip()]
@@ -313,34 +313,34 @@ def _parse_machines(part: str) -> tuple[Machine, ...]:
         raise _not_a_cluster(part)
     if by_card is not None:
         count, gpus, card, options = int(by_card[1]), int(by_card[2]), by_card[3], by_card[4]
-        given = {"gpus": str(gpus), "gpu": card, **_options(part, options)}
-        room = _number(part, "memory", given.get("memory", str(max(64, 2 * gpus * _card_gib(part, card)))))
+        given = {"gpus": str(gpus), "gpu": card, **_machine_options(part, options)}
+        room = _number_of(part, "memory", given.get("memory", str(max(64, 2 * gpus * _card_gib(part, card)))))
         given = {"cpus": str(CORES_A_GPU * max(1, gpus)), "shm": str(room / 2), **given, "memory": str(room)}
     else:
         assert listed is not None
-        count, given = int(listed[1] or 1), _options(part, listed[2])
-    cpus = int(_number(part, "cpus", given.get("cpus", "0")))
+        count, given = int(listed[1] or 1), _machine_options(part, listed[2])
+    cpus = int(_number_of(part, "cpus", given.get("cpus", "0")))
     if count < 1 or cpus < 1:
         raise _not_a_cluster(part)
     machine = Machine(
         tuple(range(cpus)),
-        int(_number(part, "gpus", given.get("gpus", "0"))),
-        int(_number(part, "memory", given.get("memory", "0")) * GB),
+        int(_number_of(part, "gpus", given.get("gpus", "0"))),
+        int(_number_of(part, "memory", given.get("memory", "0")) * GB),
         int(_card_gib(part, given["gpu"]) * GB) if "gpu" in given else 0,
-        int(_number(part, "shm", given.get("shm", "0")) * GB),
+        int(_number_of(part, "shm", given.get("shm", "0")) * GB),
         CAPABILITIES.get(given.get("gpu", "").upper(), 0.0),
     )
     return (machine,) * count
 
 
-def _options(part: str, text: str) -> dict[str, str]:
+def _machine_options(part: str, text: str) -> dict[str, str]:
     found = re.findall(OPTION, text)
     if len({name for name, _ in found}) < len(found):
         raise _not_a_cluster(part)
     return dict(found)
 
 
-def _number(part: str, name: str, text: str) -> float:
+def _number_of(part: str, name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -378,13 +378,13 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(str(index) for index in range(len(found)))
 
 
-def _visible() -> str | None:
+def _visible_gpus() -> str | None:
     """CUDA_VISIBLE_DEVICES as CUDA reads it; None if it is not set."""
     return ",".join(gpu_names()) if "CUDA_VISIBLE_DEVICES" in os.environ else None
 
 
 def _links_here(gpus: int) -> GpuLinks | None:
-    links = links_here(_visible()) if gpus else None
+    links = links_here(_visible_gpus()) if gpus else None
     return links if links is not None and len(links) == gpus else None
 
 
@@ -397,7 +397,7 @@ def _gpus_told() -> tuple[int, float]:
         told = done.stdout
     except (OSError, subprocess.SubprocessError):
         return 0, 0.0
-    cards, numbers = told.splitlines(), visible_cards(_visible())
+    cards, numbers = told.splitlines(), visible_cards(_visible_gpus())
     if numbers and max(numbers) < len(cards):
         told = "\n".join(cards[number] for number in numbers)
     sizes = [int(size) for size in re.findall(r"^(\d+),", told, re.MULTILINE)]

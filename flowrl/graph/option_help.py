@@ -88,7 +88,7 @@ def option_groups(config_type: type[Any], values: Any = None, *, own: str = GRAP
     for one in options_of(config_type).values():
         part = one.path[0].replace("_", "-") if len(one.path) > 1 else own
         about.setdefault(part, class_summary(one.home))
-        for option in _leaves(one.name.replace("_", "-"), one.hint, _given(one, values), one.meaning):
+        for option in _leaf_options(one.name.replace("_", "-"), one.hint, _given(one, values), one.meaning):
             block = option.name.partition(".")[0]
             group = block if option.name != block else part
             found.setdefault(group, []).append(option)
@@ -111,14 +111,16 @@ def _given(one: ConfigOption, values: Any) -> Any:
     return dataclasses.MISSING if value is getattr(sys.modules.get("tyro"), "MISSING", dataclasses.MISSING) else value
 
 
-def _leaves(name: str, hint: Any, value: Any, meaning: str) -> Iterator[Option]:
+def _leaf_options(name: str, hint: Any, value: Any, meaning: str) -> Iterator[Option]:
     if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
         yield Option(name, value_words(hint), value, meaning)
         return
     inside = options_of(hint).values()
     for index, inner in enumerate(inside):
         within = None if value is dataclasses.MISSING else value
-        leaves = _leaves(f"{name}.{inner.name.replace('_', '-')}", inner.hint, _given(inner, within), inner.meaning)
+        leaves = _leaf_options(
+            f"{name}.{inner.name.replace('_', '-')}", inner.hint, _given(inner, within), inner.meaning
+        )
         for number, option in enumerate(leaves):
             yield dataclasses.replace(option, short=name) if index == number == 0 else option
 
@@ -178,13 +180,13 @@ def help_text(prog: str, asked: str, groups: Sequence[OptionGroup], *, about: st
     options = [option for group in groups for option in group.options]
     usage = f"usage: {prog} [--OPTION VALUE ...]"
     if not asked and len(options) > MOST_FIRST:
-        described = ["", *_wrapped(about)] if about else []
+        described = ["", *_wrap_words(about)] if about else []
         return "\n".join([usage, *described, *_first_screen(prog, groups, own)])
     if name in ("", ALL) or named:
         shown = named or groups
         return "\n".join([usage, *(line for group in shown for line in _lines_of_group(group)), "", SWITCHED_OFF])
     if option := next((one for one in options if name in (one.name, one.short)), None):
-        return "\n".join(_lines(_flags(option), _whole(option), 8))
+        return "\n".join(_option_lines(_option_flags(option), _whole_help(option), 8))
     known = [*(group.name for group in groups), *(option.name for option in options)]
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"the groups are {', '.join(group.name for group in groups)}"
@@ -207,38 +209,44 @@ def _first_screen(prog: str, groups: Sequence[OptionGroup], own: str) -> Iterato
     first = first_options(groups, own)
     number = sum(len(group.options) for group in groups)
     yield from ("", f"{len(first)} of {number} options, those that most runs set:", "")
-    flags = {name: f"--{name}{_placeholder(option)}" for name, option in first.items()}
+    flags = {name: f"--{name}{_value_placeholder(option)}" for name, option in first.items()}
     for name, option in first.items():
         default = _default_note(option) if option.default is not None else ""
-        yield from _lines(flags[name], f"{_beginning(option.meaning)}{default}", _column(flags.values()))
+        yield from _option_lines(
+            flags[name], f"{_help_beginning(option.meaning)}{default}", _first_column(flags.values())
+        )
     which = f"`{prog} --help GROUP` lists a group, `--help OPTION` says all about an option, `--help-all` lists all"
-    yield from ("", *_wrapped(f"The groups of all options; {which}:"), "")
+    yield from ("", *_wrap_words(f"The groups of all options; {which}:"), "")
     width = max(len(group.name) for group in groups)
     for group in groups:
-        yield from _wrapped(f"{group.name:<{width}} {len(group.options):>3}  {_beginning(group.about)}", 2, width + 8)
+        yield from _wrap_words(
+            f"{group.name:<{width}} {len(group.options):>3}  {_help_beginning(group.about)}", 2, width + 8
+        )
 
 
-def _beginning(text: str) -> str:
+def _help_beginning(text: str) -> str:
     """What stands before the first details."""
     return re.split(r"[.;:] ", text)[0].rstrip(".")
 
 
 def _lines_of_group(group: OptionGroup) -> Iterator[str]:
-    yield from ("", *_wrapped(f"{group.name}: {group.about}"), "")
+    yield from ("", *_wrap_words(f"{group.name}: {group.about}"), "")
     for option in group.options:
-        yield from _lines(_flags(option), _whole(option), _column(map(_flags, group.options)))
+        yield from _option_lines(
+            _option_flags(option), _whole_help(option), _first_column(map(_option_flags, group.options))
+        )
 
 
-def _flags(option: Option) -> str:
+def _option_flags(option: Option) -> str:
     short = f"--{option.short}, " if option.short else ""
-    return f"{short}--{option.name}{_placeholder(option)}"
+    return f"{short}--{option.name}{_value_placeholder(option)}"
 
 
-def _placeholder(option: Option) -> str:
+def _value_placeholder(option: Option) -> str:
     return f" <{option.takes}>" if option.takes else ""
 
 
-def _whole(option: Option) -> str:
+def _whole_help(option: Option) -> str:
     return f"{option.meaning}{_default_note(option)}".strip()
 
 
@@ -251,19 +259,19 @@ def _default_note(option: Option) -> str:
     return f" (default: {text if text.isprintable() else repr(text)})"
 
 
-def _column(flags: Iterable[str]) -> int:
+def _first_column(flags: Iterable[str]) -> int:
     """Where meanings begin."""
     return min(max(map(len, flags)) + 4, 32)
 
 
-def _lines(flags: str, text: str, column: int = 0) -> list[str]:
+def _option_lines(flags: str, text: str, column: int = 0) -> list[str]:
     """An option: its meaning begins beside its flags, or below them if these are long."""
     if len(flags) > column - 4:
-        return [f"  {flags}", *_wrapped(text, column, column)]
-    return _wrapped(f"{flags:<{column - 2}}{text}", 2, column)
+        return [f"  {flags}", *_wrap_words(text, column, column)]
+    return _wrap_words(f"{flags:<{column - 2}}{text}", 2, column)
 
 
-def _wrapped(text: str, first: int = 0, others: int = 0) -> list[str]:
+def _wrap_words(text: str, first: int = 0, others: int = 0) -> list[str]:
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
     return textwrap.wrap(
         text,

@@ -56,7 +56,7 @@ def parse_yaml(path: Path) -> Any:
             raise ConfigError(
                 f"{path} has {size} bytes, and a file of options has at most {MOST_BYTES}; is it another?"
             )
-        root = yaml.compose(text, _loader())
+        root = yaml.compose(text, _yaml_loader())
     except UnicodeDecodeError as problem:
         raise ConfigError(f"{path} is not text in UTF-8 (byte {problem.start}); save it as UTF-8") from None
     except OSError as problem:
@@ -73,13 +73,13 @@ def parse_yaml(path: Path) -> Any:
     return root
 
 
-def plain(node: Any) -> Any:
+def plain_data(node: Any) -> Any:
     """The data of a node. Raises ConfigError, without file and line, if they are not plain or have a key twice."""
     import yaml
 
     try:
         _count_values(node, {})
-        return _loader()("").construct_document(node)
+        return _yaml_loader()("").construct_document(node)
     except RecursionError:
         raise ConfigError(f"is not plain data ({TOO_DEEP})") from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as problem:  # AttributeError: PyYAML on a wrong tag
@@ -96,7 +96,7 @@ def to_yaml(data: Mapping[str, Any]) -> str:
     """The YAML text of `data`, plain data, in their order. `parse_yaml` and `plain` restore equal data from it."""
     import yaml
 
-    text = yaml.dump(dict(data), Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=10**6)
+    text = yaml.dump(dict(data), Dumper=_yaml_dumper(), sort_keys=False, allow_unicode=True, width=10**6)
     assert isinstance(text, str)
     return text
 
@@ -127,7 +127,7 @@ def _count_values(node: Any, known: dict[int, int]) -> int:
 
 
 @functools.cache
-def _loader() -> Any:
+def _yaml_loader() -> Any:
     """PyYAML's safe loader with the scalars of YAML 1.2."""
     import yaml
 
@@ -138,18 +138,18 @@ def _loader() -> Any:
 
 
 @functools.cache
-def _dumper() -> Any:
+def _yaml_dumper() -> Any:
     """PyYAML's safe dumper. It quotes text that this loader, or a YAML 1.1 loader, would read as something else."""
     import yaml
 
     dumper: Any = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
-    dumper.add_representer(str, _text)
+    dumper.add_representer(str, _yaml_text)
     for tag, texts, first in SCALARS:
         dumper.add_implicit_resolver(tag, re.compile(texts), first)
     return dumper
 
 
-def _text(dumper: Any, data: str) -> Any:
+def _yaml_text(dumper: Any, data: str) -> Any:
     style = None if data.isprintable() else '"'  # PyYAML writes some line breaks unescaped, and reads them as spaces
     return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
@@ -203,7 +203,7 @@ class RunFile:
     @staticmethod
     def _value(where: str, node: Any, hint: Any) -> Any:
         try:
-            value = plain(node)
+            value = plain_data(node)
         except ConfigError as problem:
             raise ConfigError(f"{where} {problem}; write text, a number, true, false, null or a list") from None
         return check_value(where, value, hint)
@@ -213,7 +213,7 @@ class RunFile:
     ) -> Iterator[tuple[str, int, Any]]:
         """(option, its line, the node of its value) of a mapping and of the blocks within it."""
         for key, value in mapping.value:
-            name, line = _name(prefix, key), key.start_mark.line + 1
+            name, line = _graph_name(prefix, key), key.start_mark.line + 1
             if name == GRAPH:
                 continue
             if name in blocks and is_mapping(value):
@@ -221,7 +221,7 @@ class RunFile:
             elif (leaf := blocks.get(name, name)) in leaves:
                 yield leaf, line, value
             else:
-                raise ConfigError(f"{self.path}:{line}: {_unknown(name, [*leaves, *blocks, GRAPH])}")
+                raise ConfigError(f"{self.path}:{line}: {_unknown_option(name, [*leaves, *blocks, GRAPH])}")
 
 
 def write_run_file(path: Path, graph: str, *options: Mapping[str, Any]) -> str:
@@ -244,10 +244,10 @@ def run_file_text(graph: str, *options: Mapping[str, Any]) -> str:
     return to_yaml({GRAPH: graph, **merged})
 
 
-def _name(prefix: str, key: Any) -> str:
+def _graph_name(prefix: str, key: Any) -> str:
     return prefix + (key.value.replace("-", "_") if isinstance(key.value, str) else "a key that is no text")
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _unknown_option(name: str, known: list[str]) -> str:
     near = [one for one in known if one.endswith(f".{name}")] or difflib.get_close_matches(name, known, 1)
     return f"there is no option {name}; " + (f"did you mean {near[0]}?" if near else "--help-all lists the options")

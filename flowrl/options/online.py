@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 from flowrl.episode import Episode
-from flowrl.graph.graph import Graph, OnLimit, carried
+from flowrl.graph.graph import Graph, OnLimit, carried_type
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Sample, Weights
 from flowrl.models import Policy
@@ -177,7 +177,7 @@ def add_reference(
     """
     if size is None:
         return rollouts, ()
-    kind = EpisodeReference if issubclass(carried(rollouts), Episode) else Reference
+    kind = EpisodeReference if issubclass(carried_type(rollouts), Episode) else Reference
     temperature, scoring = cfg.get_part(SamplingOptions).temperature, cfg.get_part(TrainerOptions).scoring(size)
     initial = kind(cfg.model, temperature=temperature, **scoring, **size.refreshed)
     reference = g.add("reference", initial, **(cfg.place(size) if placed is None else placed))

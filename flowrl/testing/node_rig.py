@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import LaneFailed
-from flowrl.graph.graph import carried
+from flowrl.graph.graph import carried_type
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Port, Serve
 from flowrl.messages import Message, Tombstone
@@ -139,7 +139,7 @@ class NodeRig:
 
     def _collect(self, port: str, envelope: Envelope) -> None:
         sent_on = self._graph.collectors[port].of
-        if not isinstance(envelope.body, (carried(sent_on), Tombstone)):
+        if not isinstance(envelope.body, (carried_type(sent_on), Tombstone)):
             raise TypeError(f"{sent_on!r} sent a {type(envelope.body).__name__}")
         made_from = self._engine.under_test.open_items.parents.get(envelope.id, ())
         self.record.outputs[port].append(Sent(envelope.body, envelope.ticket, made_from))
@@ -197,7 +197,7 @@ class NodeRig:
         name = self._graph.port(port, In)
         feeder = self._graph.feeders[name]
         for message in messages:
-            if not isinstance(message, (carried(feeder.of), Tombstone)):
+            if not isinstance(message, (carried_type(feeder.of), Tombstone)):
                 raise TypeError(f"{feeder.of!r} was fed a {type(message).__name__}")
             feeder.put(message, ticket)
 

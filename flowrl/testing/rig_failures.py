@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowrl.errors import NodeFailed
-from flowrl.graph.graph import carried
+from flowrl.graph.graph import carried_type
 from flowrl.messages import Message, Weights
 from flowrl.runtime.process.engine import NodeError, leaves_of
 from flowrl.testing.rig_engine import RecordedReplica
@@ -79,7 +79,7 @@ def left_over(replica: RecordedReplica, feeders: Mapping[str, Feeder]) -> str:
     found = []
     for name, feeder in feeders.items():
         untaken = feeder.num_fed - replica.inbound[name].num_taken
-        if untaken and not issubclass(carried(feeder.of), Weights):  # only the newest weights exist
+        if untaken and not issubclass(carried_type(feeder.of), Weights):  # only the newest weights exist
             found.append(f"{untaken} message(s) on port {name!r} that it did not take")
     held = [f"{_called(item.body)} of {item.port}" for item in replica.open_items.unfinished()]
     if held:

@@ -12,7 +12,7 @@ from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.errors import GraphError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan, routes_of
-from flowrl.graph.graph import Graph, carried
+from flowrl.graph.graph import Graph, carried_type
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
@@ -112,7 +112,7 @@ class RigGraph:
             self.graph.call(asker.port, port)
 
     def _feed(self, port: In[Any]) -> None:
-        kind: Any = carried(port)
+        kind: Any = carried_type(port)
         feeder = self.feeders[port.name] = self.graph.add(f"feed_{port.name}", with_port(Feeder, Out[kind])(port))
         feeder.tickets = self._tickets
         if issubclass(kind, Weights):
@@ -121,7 +121,7 @@ class RigGraph:
             self.graph.connect(feeder.port, port, capacity=ROOM, dispatch="gang" if self.node.gang else "share")
 
     def _collect(self, port: Out[Any]) -> None:
-        kind: Any = carried(port)
+        kind: Any = carried_type(port)
         into = self.graph.add(f"collect_{port.name}", with_port(Collector, In[kind])(port))
         self.collectors[port.name] = into
         unread = port.name in self._unread

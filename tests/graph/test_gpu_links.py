@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flowrl import Cluster, Machine
 from flowrl.commands.machine_findings import links_finding
-from flowrl.graph.analysis.place import HostPlan, linked, neighbours, spare_cores
+from flowrl.graph.analysis.place import HostPlan, best_linked, gang_gpus, spare_cores
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.machine import QUERY, Ask, GpuLinks, ask_nvidia_smi, core_list, gpu_names, parse_links, read_links
 from flowrl.runtime.driver.resources import visible_devices
@@ -171,17 +171,17 @@ def test_lists_of_cores() -> None:
 
 
 def test_a_process_gets_a_linked_pair_and_leaves_the_others_theirs() -> None:
-    assert linked(PAIRS, range(8), 2) == [0, 3]
-    assert linked(PAIRS, [1, 2, 3, 5, 6], 1) == [3], "its partner is taken: 1 and 2 stay together"
-    assert sorted(linked(PAIRS, range(8), 4)) == [0, 1, 2, 3]
-    assert linked(L40S, [1, 2, 3], 2) == [2, 3]
-    assert linked(H100, [1, 2, 3, 4, 5], 2) == neighbours([1, 2, 3, 4, 5], 2) == [2, 3]
+    assert best_linked(PAIRS, range(8), 2) == [0, 3]
+    assert best_linked(PAIRS, [1, 2, 3, 5, 6], 1) == [3], "its partner is taken: 1 and 2 stay together"
+    assert sorted(best_linked(PAIRS, range(8), 4)) == [0, 1, 2, 3]
+    assert best_linked(L40S, [1, 2, 3], 2) == [2, 3]
+    assert best_linked(H100, [1, 2, 3, 4, 5], 2) == gang_gpus([1, 2, 3, 4, 5], 2) == [2, 3]
 
 
 def test_a_large_machine_is_not_searched_set_by_set() -> None:
     """32 GPUs in fours; NVLink joins 0, 8, 16, 24, and so on."""
     links = tuple(tuple("NV4" if one % 8 == other % 8 else "SYS" for other in range(32)) for one in range(32))
-    assert sorted(linked(GpuLinks(links, ((),) * 32), range(32), 4)) == [0, 8, 16, 24]
+    assert sorted(best_linked(GpuLinks(links, ((),) * 32), range(32), 4)) == [0, 8, 16, 24]
 
 
 def machines(most: int = 8) -> st.SearchStrategy[GpuLinks]:
@@ -212,11 +212,11 @@ def worst(links: GpuLinks, gpus: Sequence[int]) -> int:
 def test_the_choice_is_free_and_has_the_best_worst_link(links: GpuLinks, data: st.DataObject) -> None:
     free = sorted(data.draw(st.sets(st.integers(0, len(links) - 1))))
     count = data.draw(st.integers(0, len(free)))
-    chosen = linked(links, free, count)
+    chosen = best_linked(links, free, count)
     assert len(set(chosen)) == count and set(chosen) <= set(free)
     best = max((worst(links, some) for some in combinations(free, count)), default=0)
     assert worst(links, chosen) == best
-    assert worst(links, chosen) >= worst(links, neighbours(free, count)), "never worse than without knowing"
+    assert worst(links, chosen) >= worst(links, gang_gpus(free, count)), "never worse than without knowing"
 
 
 @given(machines(6), st.integers(1, 6), st.data())
@@ -225,9 +225,9 @@ def test_ranks_one_by_one_get_what_they_would_get_together(links: GpuLinks, rank
     ranks = min(ranks, len(free))
     near: list[int] = []
     for left in reversed(range(ranks)):
-        near += linked(links, [gpu for gpu in free if gpu not in near], 1, near=near, further=left)
+        near += best_linked(links, [gpu for gpu in free if gpu not in near], 1, near=near, further=left)
     assert len(set(near)) == ranks
-    assert worst(links, near) == worst(links, linked(links, free, ranks))
+    assert worst(links, near) == worst(links, best_linked(links, free, ranks))
 
 
 @given(st.integers(1, 8), st.sampled_from(["NV18", "PIX", "SYS"]), st.data())
@@ -235,7 +235,7 @@ def test_where_all_are_alike_the_order_is_plain(size: int, link: str, data: st.D
     alike = made(size, dict.fromkeys(combinations(range(size), 2), link))
     free = sorted(data.draw(st.sets(st.integers(0, size - 1))))
     count = data.draw(st.integers(0, len(free)))
-    assert sorted(linked(alike, free, count)) == sorted(neighbours(free, count))
+    assert sorted(best_linked(alike, free, count)) == sorted(gang_gpus(free, count))
 
 
 # A run's plan

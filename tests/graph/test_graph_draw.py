@@ -10,7 +10,7 @@ import pytest
 
 from flowrl import ConfigError, Graph
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.drawing import columns, draw, mermaid, svg
+from flowrl.graph.drawing import box_columns, draw_graph, draw_mermaid, draw_svg
 from flowrl.graph.graph import Edge
 from tests.graph.graph_nodes import MACHINE, Evaluation, Grpo, Teacher, Trainer, grpo
 
@@ -32,7 +32,7 @@ def whole() -> Grpo:
 
 def test_mermaid_line_by_line() -> None:
     graph = grpo(num_generators=2).graph
-    lines = mermaid(graph, make_plan(graph, MACHINE)).splitlines()
+    lines = draw_mermaid(graph, make_plan(graph, MACHINE)).splitlines()
     assert lines[:4] == ["---", "title: grpo", "---", "flowchart LR"]
     assert lines[6:] == [
         '  prompts["<b>prompts</b><br/>Prompts"]:::cheap',
@@ -51,8 +51,15 @@ def test_mermaid_line_by_line() -> None:
 
 
 def test_columns_follow_the_data() -> None:
-    assert columns(grpo().graph) == [["prompts"], ["generator"], ["reward"], ["advantage"], ["batcher"], ["trainer"]]
-    table = columns(whole().graph)
+    assert box_columns(grpo().graph) == [
+        ["prompts"],
+        ["generator"],
+        ["reward"],
+        ["advantage"],
+        ["batcher"],
+        ["trainer"],
+    ]
+    table = box_columns(whole().graph)
     assert set(table[0]) == {"prompts", "evaluation"}
     assert set(table[2]) == {"reward", "teacher"}
     assert set(table[5]) == {"trainer", "critic"}
@@ -66,7 +73,7 @@ def rectangles(picture: str) -> list[tuple[float, float, float, float]]:
 
 def test_svg_has_every_node_and_edge() -> None:
     graph = whole().graph
-    root = ElementTree.fromstring(svg(graph, make_plan(graph, MACHINE)))
+    root = ElementTree.fromstring(draw_svg(graph, make_plan(graph, MACHINE)))
     texts = {element.text for element in root.iter(f"{SVG}text")}
     assert {"prompts", "generator ×2", "reward ×2", "teacher", "critic", "evaluation", "Batch · 2", "gang"} <= texts
     titles = [title.text for path in root.iter(f"{SVG}path") for title in path.iter(f"{SVG}title")]
@@ -75,7 +82,7 @@ def test_svg_has_every_node_and_edge() -> None:
 
 def test_svg_boxes_do_not_overlap_and_lie_on_the_sheet() -> None:
     graph = whole().graph
-    picture = svg(graph, make_plan(graph, MACHINE))
+    picture = draw_svg(graph, make_plan(graph, MACHINE))
     _, _, width, height = map(float, ElementTree.fromstring(picture).attrib["viewBox"].split())
     boxes = rectangles(picture)
     distinct = [box for box in boxes if (box[0] - 5, box[1] - 5, *box[2:]) not in boxes]  # less the stacked cards
@@ -90,7 +97,7 @@ def test_lines_pass_beside_boxes() -> None:
     graph = whole().graph
     graph.ignored.clear()
     graph.latest(graph.nodes["critic"].weights, graph.nodes["generator"].weights)  # type: ignore[attr-defined]
-    picture = svg(graph, make_plan(graph, MACHINE))
+    picture = draw_svg(graph, make_plan(graph, MACHINE))
     ways = re.findall(r'd="M([\d.]+) ([\d.]+)(?: H([\d.]+))? V([\d.]+)', picture)
     assert len(ways) == 2
     for start, top, beside, level in ways:
@@ -104,24 +111,24 @@ def test_a_cycle_is_cut_where_it_closes() -> None:
     loop = parts.graph.add("loop", Teacher())
     parts.graph.connect(parts.generator.rollouts, loop.rollouts)
     parts.graph.edges.append(Edge("queue", loop.rated, parts.generator.prompts))
-    assert columns(parts.graph)[1] == ["generator"]
-    assert set(columns(parts.graph)[2]) == {"reward", "loop"}
+    assert box_columns(parts.graph)[1] == ["generator"]
+    assert set(box_columns(parts.graph)[2]) == {"reward", "loop"}
 
 
 def test_the_file_name_chooses_the_kind(tmp_path: Path) -> None:
     graph = grpo().graph
     plan = make_plan(graph, MACHINE)
-    draw(graph, plan, tmp_path / "g.svg")
-    draw(graph, plan, tmp_path / "g.mmd")
-    assert (tmp_path / "g.svg").read_text() == svg(graph, plan)
-    assert (tmp_path / "g.mmd").read_text() == mermaid(graph, plan)
+    draw_graph(graph, plan, tmp_path / "g.svg")
+    draw_graph(graph, plan, tmp_path / "g.mmd")
+    assert (tmp_path / "g.svg").read_text() == draw_svg(graph, plan)
+    assert (tmp_path / "g.mmd").read_text() == draw_mermaid(graph, plan)
     with pytest.raises(ConfigError, match=r"has to end in .svg or .mmd"):
-        draw(graph, plan, tmp_path / "g.png")
+        draw_graph(graph, plan, tmp_path / "g.png")
     with pytest.raises(ConfigError, match="there is no directory"):
-        draw(graph, plan, tmp_path / "nowhere" / "g.svg")
+        draw_graph(graph, plan, tmp_path / "nowhere" / "g.svg")
 
 
 def test_names_are_escaped() -> None:
     graph = Graph("a < b & c")
     graph.add("one", Trainer())
-    assert ElementTree.fromstring(svg(graph, make_plan(graph, MACHINE))).findtext(f"{SVG}title") == "a < b & c"
+    assert ElementTree.fromstring(draw_svg(graph, make_plan(graph, MACHINE))).findtext(f"{SVG}title") == "a < b & c"

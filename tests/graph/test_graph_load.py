@@ -12,7 +12,7 @@ import pytest
 from flowrl import ConfigError
 from flowrl import check as flowrl_check
 from flowrl.cli import main
-from flowrl.graph.load import dump, load_file, rebuild
+from flowrl.graph.load import dump_options, load_file, rebuild_graph
 from tests.graph.graph_nodes import MACHINE
 
 GOOD = '''
@@ -84,9 +84,9 @@ def test_a_host_rebuilds_the_same_graph_from_plain_data(write) -> None:  # type:
     path = write(GOOD)
     file = load_file(path)
     cfg = file.parse(["--staleness", "3", "--data", "x/y.jsonl", "--engine", "block", "32", "--policy", "big"])
-    plain = json.loads(json.dumps(dump(cfg)))
+    plain = json.loads(json.dumps(dump_options(cfg)))
     assert plain["policy"] == {"name": "big", "layers": 2}
-    graph, again = rebuild(path, plain)
+    graph, again = rebuild_graph(path, plain)
     assert again == cfg
     assert type(again) is type(cfg)
     assert [edge.name for edge in graph.edges] == [edge.name for edge in file.build(cfg).edges]
@@ -94,8 +94,8 @@ def test_a_host_rebuilds_the_same_graph_from_plain_data(write) -> None:  # type:
 
 def test_a_file_is_run_once_but_every_rebuild_has_new_nodes(write) -> None:  # type: ignore[no-untyped-def]
     path = write(GOOD)
-    plain = dump(load_file(path).parse([]))
-    (one, first), (other, second) = rebuild(path, plain), rebuild(path, plain)
+    plain = dump_options(load_file(path).parse([]))
+    (one, first), (other, second) = rebuild_graph(path, plain), rebuild_graph(path, plain)
     assert one.nodes["reward"] is not other.nodes["reward"]
     assert type(first) is type(second)
 
@@ -103,9 +103,9 @@ def test_a_file_is_run_once_but_every_rebuild_has_new_nodes(write) -> None:  # t
 def test_a_configuration_of_another_shape_is_refused_by_name(write) -> None:  # type: ignore[no-untyped-def]
     path = write(GOOD)
     with pytest.raises(ConfigError, match="has the fields speed, which"):
-        rebuild(path, {"speed": 3})
+        rebuild_graph(path, {"speed": 3})
     with pytest.raises(ConfigError, match=r"does not fit.*staleness: .*integer"):
-        rebuild(path, {"staleness": "many"})
+        rebuild_graph(path, {"staleness": "many"})
 
 
 @pytest.mark.parametrize(

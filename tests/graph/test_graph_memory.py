@@ -83,7 +83,7 @@ def test_every_device_says_who_is_there_when() -> None:
     (device,) = found.devices
     assert {resident.replica for resident in device.residents} == {"generator/0", "trainer/0"}
     generator, trainer = sorted(device.residents, key=lambda resident: resident.replica)
-    assert device.peak == generator.always + trainer.always + max(generator.while_active, trainer.while_active)
+    assert device.peak_bytes == generator.always + trainer.always + max(generator.while_active, trainer.while_active)
     assert generator.always + generator.while_active == pytest.approx(0.92 * 24 * GB, rel=1e-6), (
         "vLLM takes its whole share, as the trainer is not there"
     )
@@ -99,7 +99,7 @@ def test_side_by_side_all_of_it_is_there_at_once() -> None:
     options = ("--policy", SMALL, *BF16, "--generator.gpus", "0.5", "--trainer.gpus", "0.5")
     found = report("1 x 1 x 80GB", *options, "--engine.gpu-memory-utilization", "0.3")
     (device,) = found.devices
-    assert device.peak == sum(resident.always + resident.while_active for resident in device.residents)
+    assert device.peak_bytes == sum(resident.always + resident.while_active for resident in device.residents)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused(cluster: str, options: tuple[str, ...], wo
 def test_more_ranks_and_parts_take_less_of_each_device() -> None:
     def most(*options: str) -> int:
         found = report("1 x 8 x H100", "--policy", SEVEN, *BF16, *options).devices
-        return max(d.peak for d in found if d.residents[0].replica.startswith("trainer"))
+        return max(d.peak_bytes for d in found if d.residents[0].replica.startswith("trainer"))
 
     one, four = most("--trainer.replicas", "2"), most("--trainer.replicas", "4")
     assert one - four == pytest.approx((2 + 4 + 4 + 8) * 7_615_616_512 / 4, rel=0.01), "18 bytes a parameter, sharded"

@@ -18,9 +18,9 @@ from flowrl.cli import main
 from flowrl.commands.prepare import prepare
 from flowrl.commands.run_graph import RunFileOptions
 from flowrl.errors import ConfigError
-from flowrl.graph.load import dump, load_file, shipped_names
+from flowrl.graph.load import dump_options, load_file, shipped_names
 from flowrl.graph.option_types import filled, leaves_of
-from flowrl.graph.run_file import RunFile, parse_yaml, plain, run_file_text, write_run_file
+from flowrl.graph.run_file import RunFile, parse_yaml, plain_data, run_file_text, write_run_file
 from flowrl.runtime.driver.job import RunOptions
 
 Capture = pytest.CaptureFixture[str]
@@ -112,7 +112,7 @@ def test_every_option_of_every_graph_is_read_as_it_was_written(name: str, tmp_pa
 @pytest.mark.parametrize("name", KINDS)
 def test_the_defaults_of_every_graph_come_back_as_the_same_object(name: str, tmp_path: Path) -> None:
     default = KINDS[name]()
-    write_run_file(tmp_path / "run.yaml", "grpo", dump(default))
+    write_run_file(tmp_path / "run.yaml", "grpo", dump_options(default))
     assert filled(KINDS[name], RunFile.read(tmp_path / "run.yaml").values(KINDS[name])) == default
     assert set(RunFile.read(tmp_path / "run.yaml").values(KINDS[name])) == set(leaves_of(KINDS[name]))
 
@@ -174,7 +174,7 @@ def test_what_is_saved_is_the_run_again(tmp_path: Path, capsys: Capture) -> None
     options = ["--lr", "3e-5", "--zero.betas", "0.8", "0.9", "--steps", "5", "--track", "tensorboard", "--task", "off"]
     first = prepared("dapo", *options)
     file = tmp_path / "saved.yaml"
-    write_run_file(file, "dapo", dump(first.own[0]), dump(first.cfg))
+    write_run_file(file, "dapo", dump_options(first.own[0]), dump_options(first.cfg))
     again = prepared("--config", str(file))
     assert (again.file.shown, again.own[0], again.cfg) == ("dapo", first.own[0], first.cfg)
 
@@ -315,7 +315,7 @@ def test_a_node_of_many_aliases_is_visited_once(tmp_path: Path) -> None:
     """Where the aliases stand for few values, too."""
     aliases = ", ".join(f"a{n}: &a{n} {{b: [{f'*a{n - 1}' if n else 'x'}]}}" for n in range(60))
     root = parse_yaml(tmp_path / write(tmp_path, f"it: {{{aliases}}}\n"))
-    assert plain(root)["it"]["a59"]["b"][0]["b"]
+    assert plain_data(root)["it"]["a59"]["b"][0]["b"]
 
 
 def test_an_option_of_deep_json_is_one_sentence(capsys: Capture) -> None:

@@ -13,7 +13,7 @@ import pytest
 import flowrl
 import flowrl.nodes
 from flowrl.graph.analysis.check import check
-from flowrl.graph.drawing import draw
+from flowrl.graph.drawing import draw_graph
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import GB, Cluster, Machine
 from flowrl.models import Policy
@@ -80,7 +80,7 @@ def test_the_picture_of_the_readme_is_what_draw_makes(tmp_path: Path) -> None:
     """Made by: flowrl check grpo --cluster '1x cpus=2 memory=8' --draw docs/pictures/grpo.svg"""
     file = load_file("grpo")
     graph = file.build(file.parse([]))
-    draw(graph, check(graph, Cluster.parse("1x cpus=2 memory=8")).plan, tmp_path / "grpo.svg")
+    draw_graph(graph, check(graph, Cluster.parse("1x cpus=2 memory=8")).plan, tmp_path / "grpo.svg")
     assert (ROOT / "docs" / "pictures" / "grpo.svg").read_text() == (tmp_path / "grpo.svg").read_text()
     assert "](docs/pictures/grpo.svg)" in README
 

@@ -12,7 +12,7 @@ import pytest
 from flowrl import Cluster, Graph, Machine, check
 from flowrl.errors import ConfigError
 from flowrl.graph.command_line import parse_options
-from flowrl.graph.load import dump, load_file, restore
+from flowrl.graph.load import dump_options, load_file, restore_options
 from flowrl.graph.option_types import changed_config, compose, filled, has_option, named, options_of, value_of
 from flowrl.models import Policy
 from flowrl.nodes import Demonstrations, Evaluation, Generator, PromptSource, Sampling
@@ -160,7 +160,9 @@ def test_options_stand_without_the_name_of_their_part(capsys: pytest.CaptureFixt
     cfg = parse_options(Mine, ["--bonus", "3", "--lr=1", "--generator.replicas", "2", "--policy", "x"], prog="p")
     found = (cfg.bonus, cfg.trainer.lr, cfg.generator.size.replicas, cfg.policy.name)
     assert found == (Bonus(3, 0.25), 1.0, 2, "x")
-    assert {"bonus": 3, "share": 0.25, "lr": 1.0}.items() <= dump(cfg).items() and not {"steps", "data"} & {*dump(cfg)}
+    assert {"bonus": 3, "share": 0.25, "lr": 1.0}.items() <= dump_options(cfg).items() and not {"steps", "data"} & {
+        *dump_options(cfg)
+    }
     with pytest.raises(ConfigError, match="--share is 'x'; it needs a number"):
         parse_options(Mine, ["--share", "x"], prog="p")
     with pytest.raises(SystemExit):
@@ -227,7 +229,7 @@ def test_inherited_options_reach_other_processes(name: str) -> None:
     cfg = file.parse(
         ["--evaluate", "8", "--lora.rank", "4", "--evaluate-also", "arithmetic:max_value=9", "--evaluate-every", "3"]
     )
-    assert restore(file, dump(cfg)) == cfg
+    assert restore_options(file, dump_options(cfg)) == cfg
 
 
 # Evaluation of graphs without a generator

@@ -11,7 +11,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.errors import ConfigError
-from flowrl.graph.load import find_graph, is_shipped, load_file, shipped_names, summary
+from flowrl.graph.load import find_graph, graph_summary, is_shipped, load_file, shipped_names
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_every_graph_is_listed_with_a_line(capsys: Capture, empty: Path) -> None
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES == shipped_names()
     for name, line in zip(NAMES, lines, strict=True):
-        assert line.endswith(summary(name)) and len(summary(name)) > 20
+        assert line.endswith(graph_summary(name)) and len(graph_summary(name)) > 20
 
 
 @pytest.mark.parametrize("name", NAMES)

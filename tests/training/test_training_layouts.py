@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl import ConfigError, Graph, check
-from flowrl.graph.analysis.report import render
+from flowrl.graph.analysis.report import render_report
 from flowrl.messages import Batch
 from flowrl.models import Policy
 from flowrl.models.model_layout import trainer_layout
@@ -122,7 +122,7 @@ def test_check_says_in_one_line_which_models_take_trees() -> None:
     from flowrl.recipes.ppo import PPO, graph
 
     trainer = TrainerOptions(zero=ZeroSettings(layout="rows"))
-    text = render(check(graph(PPO(trainer=trainer, policy=PolicyOptions("tiny_teacher")))))
+    text = render_report(check(graph(PPO(trainer=trainer, policy=PolicyOptions("tiny_teacher")))))
     trees, rows = (line.strip() for line in text.splitlines() if "computed" in line)
     assert trees.startswith(
         "note: critic, critic_trainer: prefixes that sequences share are computed once (on a CPU one "

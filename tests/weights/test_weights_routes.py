@@ -11,7 +11,7 @@ import torch
 
 from flowrl import Cluster, Machine
 from flowrl.errors import ConfigError
-from flowrl.graph.analysis.memory_use import residents
+from flowrl.graph.analysis.memory_use import find_residents
 from flowrl.graph.analysis.plan import make_plan, routes_of
 from flowrl.graph.routes import (
     WeightRoute,
@@ -81,7 +81,7 @@ def test_a_trainer_knows_the_dtype_of_each_reader() -> None:
 def test_published_weights_are_estimated_in_the_dtype_in_which_they_are_sent(dtype: EngineDtype, element: int) -> None:
     graph = grpo_graph(GRPO(generator=GeneratorOptions(engine=EngineOptions(dtype=dtype))))
     cluster = Cluster((Machine(tuple(range(8))),))
-    found = residents(graph, make_plan(graph, cluster), cluster)
+    found = find_residents(graph, make_plan(graph, cluster), cluster)
     (shm,) = (term for one in found for term in one.footprint.terms if term.place == "shm")
     assert shm.num_bytes == 3 * element * CHARACTER_SHAPE.parameters
 

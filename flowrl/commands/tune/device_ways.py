@@ -7,7 +7,7 @@ from itertools import product
 
 from flowrl.commands.fit import Overrides
 from flowrl.commands.tune.tuned_graph import TunedGraph
-from flowrl.graph.analysis.place import need, pools
+from flowrl.graph.analysis.place import device_pools, unit_need
 from flowrl.graph.graph import Graph
 from flowrl.graph.option_types import changed_config, has_option
 
@@ -69,7 +69,7 @@ def _others(tuned: TunedGraph, cores: int, of_trainer: Overrides) -> Overrides:
 
 def _beside_trainer(tuned: TunedGraph) -> list[str]:
     """The roles that are time-shared with the trainer, except gangs and the generator."""
-    for _, units in pools(tuned.base, tuned.cluster):
+    for _, units in device_pools(tuned.base, tuned.cluster):
         names = [placed.name for unit in units for placed in unit.nodes]
         if tuned.trainer in names:
             others = [name for name in names if name not in (tuned.trainer, tuned.generator)]
@@ -84,8 +84,8 @@ def _kept_cores(tuned: TunedGraph) -> float:
 def _kept(tuned: TunedGraph, graph: Graph) -> tuple[float, float]:
     """(cores, GPUs) of the nodes that neither generate nor train, and are not time-shared with one that does."""
     kept = [
-        need(units)
-        for _, units in pools(graph, tuned.cluster)
+        unit_need(units)
+        for _, units in device_pools(graph, tuned.cluster)
         if not {placed.name for unit in units for placed in unit.nodes} & {tuned.trainer, tuned.generator}
     ]
     return sum(cores for cores, _ in kept), sum(gpus for _, gpus in kept)

@@ -19,7 +19,7 @@ from flowrl.commands.fit import MEMORY, Overrides
 from flowrl.commands.tune.device_ways import device_ways
 from flowrl.commands.tune.tuned_graph import TooLarge, TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
-from flowrl.graph.analysis.numbers import derive
+from flowrl.graph.analysis.numbers import derive_numbers
 from flowrl.graph.option_types import has_option, value_of
 
 SHARE = 0.85
@@ -79,7 +79,7 @@ def _timing(tuned: TunedGraph, *, wide: bool) -> list[Overrides]:
     if wide or tuned.base.admission.look_ahead > 1:
         ordered: list[Overrides] = [{"staleness": bound, "look_ahead": 1} for bound in bounds]
         return ordered if wide else [*found, *ordered]
-    groups = derive(tuned.base).groups_per_batch
+    groups = derive_numbers(tuned.base).groups_per_batch
     if groups and value_of(tuned.cfg, "on_limit") == "wait":
         found += [{"staleness": bound, "look_ahead": groups + 1} for bound in bounds if bound >= 2]
     return found

@@ -30,7 +30,7 @@ from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
 from flowrl.errors import ConfigError, FlowrlError, GraphError
 from flowrl.graph.analysis.check import check
-from flowrl.graph.load import dump, user_code
+from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import changed_config
 from flowrl.graph.run_file import run_file_text
@@ -214,7 +214,7 @@ class Tuning:
         """Run a placement, and read how long its steps took."""
         cfg = changed_config(self.tuned.measured_cfg, placement.options)
         config, run_dir = self.directory / f"{key}.yaml", self.directory / key
-        config.write_text(run_file_text(self.prepared.file.shown, dump(cfg)), encoding="utf-8")
+        config.write_text(run_file_text(self.prepared.file.shown, dump_options(cfg)), encoding="utf-8")
         load, left_s = os.getloadavg()[0], self._left_s()
         limit_s = None if self.options.budget is None else left_s
         public = roles(self.tuned.base)
@@ -229,7 +229,7 @@ class Tuning:
 
     def _key(self, purpose: str, placement: TunedPlacement) -> str:
         cfg = changed_config(self.tuned.measured_cfg, placement.options)
-        return measurement_key(purpose, self.prepared.file.path, dump(cfg), **self._circumstances)
+        return measurement_key(purpose, self.prepared.file.path, dump_options(cfg), **self._circumstances)
 
     @cached_property
     def _circumstances(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _write(prepared: Prepared, placement: TunedPlacement, path: Path) -> Path:
     cfg = changed_config(prepared.cfg, placement.options)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(run_file_text(prepared.file.shown, of_run, dump(cfg)), encoding="utf-8")
+    temporary.write_text(run_file_text(prepared.file.shown, of_run, dump_options(cfg)), encoding="utf-8")
     temporary.replace(path)
     return path
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flowrl.graph.analysis.place import HostPlan
-from flowrl.graph.graph import Edge, Graph, carried, owner, port_name
+from flowrl.graph.graph import Edge, Graph, carried_type, port_name, port_owner
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Port
 from flowrl.graph.routes import WeightTransport
@@ -42,37 +42,39 @@ class FlowStep:
     edge: Edge
 
 
-def steps(graph: Graph) -> tuple[FlowStep, ...]:
+def flow_steps(graph: Graph) -> tuple[FlowStep, ...]:
     """All moves of messages, without latest edges."""
     return tuple(step for edge in graph.edges for step in _steps_of(edge))
 
 
 def _steps_of(edge: Edge) -> Iterator[FlowStep]:
     if edge.kind == "queue":
-        yield FlowStep(owner(edge.out), owner(edge.into), edge)
+        yield FlowStep(port_owner(edge.out), port_owner(edge.into), edge)
     elif edge.kind == "call":
-        yield FlowStep(owner(edge.out), owner(edge.into), edge)
-        yield FlowStep(owner(edge.into), owner(edge.out), edge)
+        yield FlowStep(port_owner(edge.out), port_owner(edge.into), edge)
+        yield FlowStep(port_owner(edge.into), port_owner(edge.out), edge)
 
 
-def reachable(graph: Graph, start: str, *, not_past: frozenset[str] = frozenset()) -> frozenset[str]:
+def reachable_nodes(graph: Graph, start: str, *, not_past: frozenset[str] = frozenset()) -> frozenset[str]:
     """Names of the nodes that messages of node `start` can reach, `start` included.
 
     Nodes of `not_past` are reached, but pass nothing on.
     """
-    return _closure(start, [(step.source, step.target) for step in steps(graph) if step.source not in not_past])
+    return _reached_from(
+        start, [(step.source, step.target) for step in flow_steps(graph) if step.source not in not_past]
+    )
 
 
-def past(graph: Graph, port: Port) -> frozenset[str]:
+def nodes_past(graph: Graph, port: Port) -> frozenset[str]:
     """Names of the nodes that messages sent on the Out port `port` can reach."""
-    starts = [owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
-    return frozenset().union(*(reachable(graph, start) for start in starts))
+    starts = [port_owner(edge.into) for edge in graph.edges if edge.kind == "queue" and edge.out is port]
+    return frozenset().union(*(reachable_nodes(graph, start) for start in starts))
 
 
 def source_ports(graph: Graph) -> list[Port]:
     """Connected Out ports of nodes that receive nothing over a queue edge: samples start there."""
-    fed = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
-    ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and owner(edge.out) not in fed}
+    fed = {port_owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    ports = {edge.out: None for edge in graph.edges if edge.kind == "queue" and port_owner(edge.out) not in fed}
     return list(ports)
 
 
@@ -81,7 +83,7 @@ def admitted_port(graph: Graph) -> Port | None:
     return None if graph.admission is None else graph.admission.out
 
 
-def _closure(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
+def _reached_from(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
     seen, frontier = {start}, [start]
     while frontier:
         node = frontier.pop()
@@ -91,11 +93,11 @@ def _closure(start: str, pairs: list[tuple[str, str]]) -> frozenset[str]:
     return frozenset(seen)
 
 
-def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
+def find_cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
     """One shortest cycle through each edge that is on a cycle; no cycle twice. Edges run out -> into."""
     seen: set[frozenset[int]] = set()
     for edge in edges:
-        path = _shortest(edges, owner(edge.into), owner(edge.out))
+        path = _shortest_path(edges, port_owner(edge.into), port_owner(edge.out))
         if path is not None:
             cycle = (edge, *path)
             key = frozenset(id(part) for part in cycle)
@@ -104,15 +106,15 @@ def cycles(edges: list[Edge]) -> Iterator[tuple[Edge, ...]]:
                 yield cycle
 
 
-def _shortest(edges: list[Edge], start: str, end: str) -> tuple[Edge, ...] | None:
+def _shortest_path(edges: list[Edge], start: str, end: str) -> tuple[Edge, ...] | None:
     paths: dict[str, tuple[Edge, ...]] = {start: ()}
     frontier = [start]
     while frontier and end not in paths:
         ahead: list[str] = []
         for edge in edges:
-            if owner(edge.out) in frontier and owner(edge.into) not in paths:
-                paths[owner(edge.into)] = (*paths[owner(edge.out)], edge)
-                ahead.append(owner(edge.into))
+            if port_owner(edge.out) in frontier and port_owner(edge.into) not in paths:
+                paths[port_owner(edge.into)] = (*paths[port_owner(edge.out)], edge)
+                ahead.append(port_owner(edge.into))
         frontier = ahead
     return paths.get(end)
 
@@ -131,27 +133,29 @@ class PortPlan:
     """Out ports: a node downstream counts samples, so it needs a message or a tombstone for each."""
 
 
-def counts(node: Node) -> bool:
+def counts_samples(node: Node) -> bool:
     """Whether the node combines samples and therefore waits for all copies of each."""
     facts = node.facts()
     return bool(facts.joins) or not facts.keeps_lineage
 
 
-def trainers(graph: Graph) -> tuple[str, ...]:
+def trainers_beyond(graph: Graph) -> tuple[str, ...]:
     """The nodes that train, the main one first: its weights are those that the admission's first `until` names.
 
     A trainer is a gang, sends weights, or declares itself a trainer in its facts.
     """
-    sending = {owner(e.out) for e in graph.edges if e.kind == "latest" and issubclass(carried(e.out), Weights)}
+    sending = {
+        port_owner(e.out) for e in graph.edges if e.kind == "latest" and issubclass(carried_type(e.out), Weights)
+    }
     found = [name for name, node in graph.nodes.items() if node.gang or node.facts().trains or name in sending]
-    return tuple(sorted(found, key=lambda name: name != _main(graph)))
+    return tuple(sorted(found, key=lambda name: name != main_trainer(graph)))
 
 
-def _main(graph: Graph) -> str | None:
+def main_trainer(graph: Graph) -> str | None:
     if graph.admission is None:
         return None
     first = graph.admission.until[0] if graph.admission.until else None
-    return next((owner(e.out) for e in graph.edges if e.kind == "latest" and e.into is first), None)
+    return next((port_owner(e.out) for e in graph.edges if e.kind == "latest" and e.into is first), None)
 
 
 class Branches:
@@ -159,7 +163,7 @@ class Branches:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self.trainers = trainers(graph)
+        self.trainers = trainers_beyond(graph)
         self._queues = [edge for edge in graph.edges if edge.kind == "queue"]
         self._into: dict[int, list[Edge]] = {}
         self._out_of: dict[int, list[Edge]] = {}
@@ -184,7 +188,9 @@ class Branches:
 
     def beyond(self, port: Port) -> tuple[str, ...]:
         """The trainers that an Out port's messages reach; for an In port, from its own node onwards."""
-        names = {owner(port)} if isinstance(port, In) else {owner(e.into) for e in self._out_of.get(id(port), ())}
+        names = (
+            {port_owner(port)} if isinstance(port, In) else {port_owner(e.into) for e in self._out_of.get(id(port), ())}
+        )
         reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
         return tuple(name for name in self.trainers if name in reached)
 
@@ -193,22 +199,22 @@ class Branches:
         seen, frontier = {start}, [start]
         while frontier:
             name = frontier.pop()
-            new = {owner(edge.into) for edge in self._queues if owner(edge.out) == name} - seen
+            new = {port_owner(edge.into) for edge in self._queues if port_owner(edge.out) == name} - seen
             seen |= new
             frontier += new
         return frozenset(seen)
 
-    def counts(self, name: str) -> bool:
+    def counts_beyond(self, name: str) -> bool:
         """See `counts`."""
-        return counts(self._graph.nodes[name])
+        return counts_samples(self._graph.nodes[name])
 
     def is_counted(self, port: Port) -> bool:
         """Whether a node downstream of this Out port counts samples or trains."""
-        names = {owner(edge.into) for edge in self._out_of.get(id(port), ())}
+        names = {port_owner(edge.into) for edge in self._out_of.get(id(port), ())}
         reached = frozenset().union(*(self._reached(name) for name in names)) if names else frozenset()
-        return any(name in self.trainers or counts(self._graph.nodes[name]) for name in reached)
+        return any(name in self.trainers or counts_samples(self._graph.nodes[name]) for name in reached)
 
-    def arrivals(self, port: Port) -> dict[str, int]:
+    def num_arrivals(self, port: Port) -> dict[str, int]:
         """Source port -> number of arrivals at this In port for each of its samples; sources with none are left out."""
         return {
             port_name(source): number
@@ -226,10 +232,10 @@ class Branches:
 
     def _sent(self, port: Port, source: Port, above: frozenset[str]) -> int:
         """Number of things that leave `port` per sample of `source`. A cycle (rejected by the check) counts once."""
-        name = owner(port)
+        name = port_owner(port)
         if port is source:
             return 1
-        if name in above or name == owner(source):
+        if name in above or name == port_owner(source):
             return 0
         node = self._graph.nodes[name]
         taken = [
@@ -238,9 +244,9 @@ class Branches:
             if isinstance(into, In)
             for edge in self._into.get(id(into), ())
         ]
-        return min(sum(taken), 1) if counts(node) else sum(taken)
+        return min(sum(taken), 1) if counts_samples(node) else sum(taken)
 
-    def repeats(self, port: Port) -> dict[str, list[str]]:
+    def repeated_samples(self, port: Port) -> dict[str, list[str]]:
         """Out port -> the edges into the In port `port` that together deliver each of its messages more than once.
 
         Two paths that split at the edges of one Out port both deliver a sample. Two paths that split at the Out ports
@@ -261,7 +267,7 @@ class Branches:
         """The paths of samples to an In port, as edges; joined paths count as one after the join."""
         paths: list[tuple[Edge, ...]] = []
         for edge in self._into.get(id(port), ()):
-            name = owner(edge.out)
+            name = port_owner(edge.out)
             before = (
                 [] if name in above else [path for p in self._apart(name) for path in self._paths(p, above | {name})]
             )
@@ -274,7 +280,7 @@ class Branches:
         joined = node.facts().joins[1:]
         return [port for port in node.ports.values() if isinstance(port, In) and port.name not in joined]
 
-    def plans(self) -> tuple[PortPlan, ...]:
+    def port_plans(self) -> tuple[PortPlan, ...]:
         """The plans of every connected In and Out port of the graph's queue edges, and of sources."""
         return tuple(self._plan(port) for port in self._ports())
 
@@ -284,8 +290,8 @@ class Branches:
     def _plan(self, port: Port) -> PortPlan:
         if isinstance(port, Out):
             return PortPlan(port_name(port), self.beyond(port), counted=self.is_counted(port))
-        merging = counts(self._graph.nodes[owner(port)])
-        arrivals = max(self.arrivals(port).values(), default=1) if merging else 1
+        merging = counts_samples(self._graph.nodes[port_owner(port)])
+        arrivals = max(self.num_arrivals(port).values(), default=1) if merging else 1
         return PortPlan(port_name(port), self.beyond(port), arrivals=arrivals)
 
 
@@ -296,19 +302,19 @@ def by_name(plans: Iterable[PortPlan]) -> Mapping[str, PortPlan]:
 
 def in_pieces(graph: Graph) -> tuple[str, ...]:
     """The names of the batchers that send batches in pieces."""
-    senders = dict.fromkeys(owner(edge.out) for edge in _batch_edges(graph))
+    senders = dict.fromkeys(port_owner(edge.out) for edge in _batch_edges(graph))
     return tuple(name for name in senders if not _why_not(graph, name))
 
 
 def piece_problems(graph: Graph) -> Iterator[str]:
     """Trainers that are set to accumulate but cannot."""
-    for trainer, why in _whole(graph, "on"):
+    for trainer, why in _takes_whole_batches(graph, "on"):
         yield f"node {trainer}: accumulate is 'on', but batches come whole, because {why}; set it to 'auto' or 'off'"
 
 
 def piece_notes(graph: Graph) -> Iterator[str]:
     """For each trainer that may choose, whether it accumulates, as "trainer: note"."""
-    whole = dict(_whole(graph, "auto"))
+    whole = dict(_takes_whole_batches(graph, "auto"))
     for name, node in graph.nodes.items():
         if name in whole:
             yield f"{name}: it begins when a batch is whole: {whole[name]}"
@@ -316,11 +322,11 @@ def piece_notes(graph: Graph) -> Iterator[str]:
             yield f"{name}: it accumulates gradients of a batch's groups before the others have arrived"
 
 
-def _whole(graph: Graph, choice: str) -> Iterator[tuple[str, str]]:
+def _takes_whole_batches(graph: Graph, choice: str) -> Iterator[tuple[str, str]]:
     """(trainer, why its batches come whole) for trainers whose `accumulate` is `choice`."""
     for edge in _batch_edges(graph):
-        trainer = owner(edge.into)
-        if graph.nodes[trainer].facts().accumulate == choice and (why := _why_not(graph, owner(edge.out))):
+        trainer = port_owner(edge.into)
+        if graph.nodes[trainer].facts().accumulate == choice and (why := _why_not(graph, port_owner(edge.out))):
             yield trainer, why
 
 
@@ -329,13 +335,13 @@ def _why_not(graph: Graph, batcher: str) -> str:
     reason = graph.nodes[batcher].facts().whole_batches
     if reason is None:
         return f"{batcher} makes whole batches"
-    edges = [edge for edge in _batch_edges(graph) if owner(edge.out) == batcher]
+    edges = [edge for edge in _batch_edges(graph) if port_owner(edge.out) == batcher]
     return next((why for why in (reason, *(_taken_whole(graph, edge) for edge in edges)) if why), "")
 
 
 def _taken_whole(graph: Graph, edge: Edge) -> str:
     """Why the node at the end of this edge needs whole batches, "" if it does not."""
-    name = owner(edge.into)
+    name = port_owner(edge.into)
     facts = graph.nodes[name].facts()
     if facts.accumulate not in ("auto", "on"):
         return f"{name} has accumulate='off'" if facts.accumulate else f"{name} takes whole batches"
@@ -347,21 +353,21 @@ def _taken_whole(graph: Graph, edge: Edge) -> str:
 
 def _batch_edges(graph: Graph) -> list[Edge]:
     queues = (edge for edge in graph.edges if edge.kind == "queue" and edge.into.name != "held_out")
-    return [edge for edge in queues if issubclass(carried(edge.out), Batch)]
+    return [edge for edge in queues if issubclass(carried_type(edge.out), Batch)]
 
 
 def stand_ins(
     graph: Graph, hosts: Iterable[HostPlan], transports: Iterable[tuple[str, WeightTransport | None]]
 ) -> tuple[str, ...]:
     """The nodes of `graph` that can lose a replica. `transports`: (reader of weights, how the weights reach it)."""
-    in_turns = {_node(replica_id) for host in hosts if host.lease for replica_id in host.nodes}
+    in_turns = {_node_of(replica_id) for host in hosts if host.lease for replica_id in host.nodes}
     broadcast = {
-        _node(reader)
+        _node_of(reader)
         for reader, transport in transports
-        if transport is WeightTransport.NCCL and not graph.nodes[_node(reader)].facts().adapter_rank
+        if transport is WeightTransport.NCCL and not graph.nodes[_node_of(reader)].facts().adapter_rank
     }
-    sending = {owner(edge.out) for edge in graph.edges}
-    taking = {owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
+    sending = {port_owner(edge.out) for edge in graph.edges}
+    taking = {port_owner(edge.into) for edge in graph.edges if edge.kind == "queue"}
     return tuple(
         name
         for name, placed in graph.placed.items()
@@ -371,9 +377,9 @@ def stand_ins(
 
 def may_end(host: HostPlan, *, ended: Collection[str], hosts: Iterable[HostPlan], stand_ins: Collection[str]) -> bool:
     """Whether the run continues if the process of `host` ends after those of the hosts named in `ended`."""
-    left = {_node(one) for other in hosts if other != host and other.name not in ended for one in other.nodes}
-    return all(_node(replica_id) in stand_ins and _node(replica_id) in left for replica_id in host.nodes)
+    left = {_node_of(one) for other in hosts if other != host and other.name not in ended for one in other.nodes}
+    return all(_node_of(replica_id) in stand_ins and _node_of(replica_id) in left for replica_id in host.nodes)
 
 
-def _node(replica_id: str) -> str:
+def _node_of(replica_id: str) -> str:
     return replica_id.partition("/")[0]

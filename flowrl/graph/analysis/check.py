@@ -64,29 +64,29 @@ def check(graph: Graph, cluster: Cluster | None = None) -> Report:
         problems = dict.fromkeys((*graph.mistakes, *wrong))
         return Report(tuple(problems), (), make_plan(Graph(graph.name), cluster), planned=False)
     plan = make_plan(graph, cluster)
-    others = dict.fromkeys((*graph.mistakes, *_problems(graph, plan, cluster)))
+    others = dict.fromkeys((*graph.mistakes, *_find_problems(graph, plan, cluster)))
     too_large = tuple(_too_large(graph, plan, cluster))
     problems = dict.fromkeys((*others, *too_large))
     warnings = (
         *size_rules.idle_warnings(graph, plan.numbers),
         *size_rules.episode_warnings(graph, plan.numbers),
-        *size_rules.warnings(graph, plan.numbers),
+        *size_rules.step_time_warnings(graph, plan.numbers),
         *size_rules.memory_warnings(graph, plan, cluster),
         *size_rules.gap_warnings(graph),
     )
     notes = tuple(f"{name}: {note}" for name, node in graph.nodes.items() for note in node.notes())
     notes += (*branches.piece_notes(graph), *size_rules.gap_notes(graph))
-    notes += tuple(size_rules.notes(graph, plan.numbers))
-    found = memory_use.residents(graph, plan, cluster)
-    warnings += tuple(memory_use.memory_warnings(memory_use.machines(found, cluster)))
+    notes += tuple(size_rules.step_time_notes(graph, plan.numbers))
+    found = memory_use.find_residents(graph, plan, cluster)
+    warnings += tuple(memory_use.memory_warnings(memory_use.machine_uses(found, cluster)))
     return Report(
         tuple(problems),
         () if problems else warnings,
         plan,
         notes,
         found,
-        memory_use.devices(found, cluster),
-        memory_use.machines(found, cluster),
+        memory_use.device_uses(found, cluster),
+        memory_use.machine_uses(found, cluster),
         too_large=bool(too_large) and not others,
     )
 
@@ -100,7 +100,7 @@ def _too_large(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield from memory_use.memory_problems(graph, plan, cluster)
 
 
-def _problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
+def _find_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     if not graph.nodes:
         yield f"the graph {graph.name!r} has no nodes; add them with g.add."
         return
@@ -146,8 +146,8 @@ def value_problems(graph: Graph) -> Iterator[str]:
     for name, node in graph.nodes.items():
         facts = node.facts()
         if isinstance(facts, Facts):
-            kinds = _kinds(type(facts))  # type: ignore[arg-type]  # a class can be hashed
-            yield from _wrong(f"node {name}", _values(facts), kinds)
+            kinds = _declared_kinds(type(facts))  # type: ignore[arg-type]  # a class can be hashed
+            yield from _wrong_value(f"node {name}", _values_of(facts), kinds)
         else:
             yield f"node {name} has facts() that return {facts!r}; return Facts(...)."
 
@@ -155,18 +155,18 @@ def value_problems(graph: Graph) -> Iterator[str]:
 def _own_problems(graph: Graph) -> Iterator[str]:
     for name, placed in graph.placed.items():
         resources = {"replicas": placed.replicas, "cpus": placed.cpus_each, "gpus": placed.gpus_each}
-        yield from _wrong(f"node {name}", resources, {"replicas": (int,), "cpus": (float,), "gpus": (float,)})
+        yield from _wrong_value(f"node {name}", resources, {"replicas": (int,), "cpus": (float,), "gpus": (float,)})
         kind = type(placed.node)
         flags = {"gang": kind.gang, "keyed_state": kind.keyed_state}
-        yield from _wrong(f"node {name}", flags, dict.fromkeys(flags, (bool,)))
+        yield from _wrong_value(f"node {name}", flags, dict.fromkeys(flags, (bool,)))
     for edge in graph.edges:
-        yield from _wrong(edge.name, {"capacity": edge.capacity}, _kinds(Edge))
+        yield from _wrong_value(edge.name, {"capacity": edge.capacity}, _declared_kinds(Edge))
     if graph.admission is not None:
         numbers = {"staleness": graph.admission.staleness, "look_ahead": graph.admission.look_ahead}
-        yield from _wrong("g.admit", numbers, _kinds(Admission))
+        yield from _wrong_value("g.admit", numbers, _declared_kinds(Admission))
 
 
-def _wrong(where: str, values: Mapping[str, Any], kinds: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+def _wrong_value(where: str, values: Mapping[str, Any], kinds: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
     for field, value in values.items():
         if field in kinds and not any(_is_a(value, kind) for kind in kinds[field]):
             yield f"{where} has {field}={value!r}; it needs {', or '.join(WORDS[kind] for kind in kinds[field])}."
@@ -179,7 +179,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 @functools.cache
-def _kinds(declared: type[Any]) -> dict[str, tuple[Any, ...]]:
+def _declared_kinds(declared: type[Any]) -> dict[str, tuple[Any, ...]]:
     """Field -> the kinds that its annotation names, for fields of a number, a truth value or a text."""
     found = {
         name: get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -188,5 +188,5 @@ def _kinds(declared: type[Any]) -> dict[str, tuple[Any, ...]]:
     return {name: kinds for name, kinds in found.items() if all(kind in WORDS for kind in kinds)}
 
 
-def _values(facts: Facts) -> dict[str, Any]:
+def _values_of(facts: Facts) -> dict[str, Any]:
     return {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}

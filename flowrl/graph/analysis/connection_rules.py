@@ -13,10 +13,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from flowrl.errors import ConfigError
-from flowrl.graph.analysis.branches import Branches, admitted_port, cycles, past, reachable, source_ports
+from flowrl.graph.analysis.branches import (
+    Branches,
+    admitted_port,
+    find_cycles,
+    nodes_past,
+    reachable_nodes,
+    source_ports,
+)
 from flowrl.graph.analysis.numbers import Numbers, versions_overtaken
 from flowrl.graph.annotations import declared_types
-from flowrl.graph.graph import Admission, Edge, Graph, OnLimit, a_kind, carried, owner, port_name
+from flowrl.graph.graph import Admission, Edge, Graph, OnLimit, a_kind, carried_type, port_name, port_owner
 from flowrl.graph.node import PORT_KINDS
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Message, Prompt, Tombstone, Weights
@@ -31,22 +38,22 @@ def type_problems(graph: Graph) -> Iterator[str]:
             if hint in PORT_KINDS:
                 kind = hint.__name__
                 yield f"{name}.{attribute} is declared as {kind} without a message type; write it as in {kind}[Sample]."
-    for port in _ports(graph):
+    for port in _all_ports(graph):
         for kind in port.types:
             if not _is_message(kind):
                 yield (
                     f"{port_name(port)} is declared with {kind!r}, which is not a message class; use a subclass of "
                     f"Message."
                 )
-            elif problem := _unreadable(kind):  # type: ignore[arg-type]  # a class can be hashed
+            elif problem := _unreadable_message(kind):  # type: ignore[arg-type]  # a class can be hashed
                 yield problem
     for edge in graph.edges:
-        if all(_is_message(kind) for port in (edge.out, edge.into) for kind in port.types) and not _fits(edge):
-            yield _misfit(graph, edge)
+        if all(_is_message(kind) for port in (edge.out, edge.into) for kind in port.types) and not _edge_fits(edge):
+            yield _misfit_sentence(graph, edge)
 
 
 @functools.cache
-def _unreadable(message: type[Message]) -> str:
+def _unreadable_message(message: type[Message]) -> str:
     """Why the fields of a message class cannot be sent: an annotation without a meaning; "" if there is none."""
     try:
         declared_types(message)
@@ -55,14 +62,14 @@ def _unreadable(message: type[Message]) -> str:
     return ""
 
 
-def _misfit(graph: Graph, edge: Edge) -> str:
+def _misfit_sentence(graph: Graph, edge: Edge) -> str:
     out, into = (", ".join(kind.__name__ for kind in port.types) for port in (edge.out, edge.into))
     if edge.kind == "call":
         return (
             f"{port_name(edge.out)} is a {type(edge.out).__name__}[{out}] but {port_name(edge.into)} is a "
             f"{type(edge.into).__name__}[{into}]; declare both with the same request and reply types."
         )
-    others = [port_name(port) for port in _ports(graph) if isinstance(port, Out) and _compatible(port, edge.into)]
+    others = [port_name(port) for port in _all_ports(graph) if isinstance(port, Out) and _ports_fit(port, edge.into)]
     hint = (
         f"connect {' or '.join(others)} instead" if others else "put a node between them that converts one to the other"
     )
@@ -87,14 +94,14 @@ def connection_problems(graph: Graph) -> Iterator[str]:
             elif not joined[id(port)] and port.name in needed:
                 yield f"node {name}: {needed[port.name]}"
             elif not joined[id(port)] and id(port) not in ignored and port.name not in optional:
-                yield _unconnected(graph, port)
-    yield from _doubled(graph)
+                yield _unconnected_sentence(graph, port)
+    yield from _doubled_edges(graph)
 
 
-def _unconnected(graph: Graph, port: Port) -> str:
+def _unconnected_sentence(graph: Graph, port: Port) -> str:
     verb = "g.call" if isinstance(port, Call | Serve) else "g.connect"
-    partners = [other for other in _ports(graph) if isinstance(other, PARTNER[type(port)])]
-    fitting = [other for other in partners if other.node is not port.node and _partners(port, other)]
+    partners = [other for other in _all_ports(graph) if isinstance(other, PARTNER[type(port)])]
+    fitting = [other for other in partners if other.node is not port.node and _are_partners(port, other)]
     hint = f" ({' or '.join(port_name(other) for other in fitting)} would fit)" if fitting else ""
     kind = f"{a_kind(type(port))}[{', '.join(getattr(kind, '__name__', str(kind)) for kind in port.types)}]"
     return (
@@ -103,17 +110,17 @@ def _unconnected(graph: Graph, port: Port) -> str:
     )
 
 
-def _partners(port: Port, other: Port) -> bool:
+def _are_partners(port: Port, other: Port) -> bool:
     out, into = (port, other) if isinstance(port, Out | Call) else (other, port)
-    return _compatible(out, into)
+    return _ports_fit(out, into)
 
 
-def _doubled(graph: Graph) -> Iterator[str]:
+def _doubled_edges(graph: Graph) -> Iterator[str]:
     pairs = Counter((edge.out, edge.into) for edge in graph.edges)
     for (out, into), count in pairs.items():
         if count > 1:
             yield f"{port_name(out)} -> {port_name(into)} is declared {count} times; keep one of these edges."
-    for port in _ports(graph):
+    for port in _all_ports(graph):
         edges = [edge for edge in dict.fromkeys(graph.edges) if edge.into is port]
         kinds = {edge.kind for edge in edges}
         if "latest" in kinds and len({edge.out for edge in edges}) > 1:
@@ -128,7 +135,7 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
     for edge in graph.edges:
         if edge.kind != "queue" or not _is_message(edge.out.types[0]):
             continue
-        into = graph.placed[owner(edge.into)]
+        into = graph.placed[port_owner(edge.into)]
         kind = edge.out.types[0]
         if into.node.keyed_state and into.replicas > 1 and not edge.rule.by_group:
             yield (
@@ -147,7 +154,7 @@ def dispatch_problems(graph: Graph) -> Iterator[str]:
             )
         if edge.rule.splits and not callable(getattr(kind, "split", None)):
             yield f'{edge.name} has dispatch="gang" but {kind.__name__} has no split(n); give the message that method.'
-        if edge.rule.by_group and "group_id" not in _fields(kind):
+        if edge.rule.by_group and "group_id" not in _field_names(kind):
             yield f'{edge.name} has dispatch="key" but {kind.__name__} has no field group_id; add it or use "share".'
         if edge.capacity is not None and edge.capacity < 1:
             yield f"{edge.name} has capacity={edge.capacity}; it needs at least 1; without capacity= it is derived."
@@ -171,10 +178,11 @@ def call_problems(graph: Graph) -> Iterator[str]:
 def adapter_problems(graph: Graph) -> Iterator[str]:
     """Both ends of a weights edge declare the same content: whole weights, or adapters of one rank."""
     for edge in graph.edges:
-        sent, taken = (graph.placed[owner(port)].node.facts().adapter_rank for port in (edge.out, edge.into))
+        sent, taken = (graph.placed[port_owner(port)].node.facts().adapter_rank for port in (edge.out, edge.into))
         if edge.kind == "latest" and None not in (sent, taken) and sent != taken:
             yield (
-                f"{port_name(edge.out)} sends {_content(sent)} but {port_name(edge.into)} takes {_content(taken)}; "
+                f"{port_name(edge.out)} sends {_content_words(sent)} but {port_name(edge.into)} takes "
+                f"{_content_words(taken)}; "
                 'give both nodes the same lora (sync="merged" sends whole weights).'
             )
 
@@ -182,7 +190,7 @@ def adapter_problems(graph: Graph) -> Iterator[str]:
 def fixed_weights_problems(graph: Graph) -> Iterator[str]:
     """Weights are sent to nodes that can take them, and every version that a node must not miss is sent."""
     for edge in graph.edges:
-        facts, sent = (graph.placed[owner(port)].node.facts() for port in (edge.into, edge.out))
+        facts, sent = (graph.placed[port_owner(port)].node.facts() for port in (edge.into, edge.out))
         why = facts.fixed_weights
         every = sent.publish_every
         if edge.kind == "latest" and every > 0 and facts.takes_every % every:  # `count_problems` reports others
@@ -194,15 +202,15 @@ def fixed_weights_problems(graph: Graph) -> Iterator[str]:
             yield f"{port_name(edge.out)} sends weights to {port_name(edge.into)}, which takes none: {why}."
 
 
-def _content(rank: int | None) -> str:
+def _content_words(rank: int | None) -> str:
     return f"adapters of rank {rank}" if rank else "whole weights"
 
 
-def _fields(kind: type[Message]) -> Iterable[str]:
+def _field_names(kind: type[Message]) -> Iterable[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
-def _ports(graph: Graph) -> list[Port]:
+def _all_ports(graph: Graph) -> list[Port]:
     return [port for node in graph.nodes.values() for port in node.ports.values()]
 
 
@@ -210,11 +218,11 @@ def _is_message(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Message) and kind is not Tombstone
 
 
-def _fits(edge: Edge) -> bool:
-    return _compatible(edge.out, edge.into)
+def _edge_fits(edge: Edge) -> bool:
+    return _ports_fit(edge.out, edge.into)
 
 
-def _compatible(out: Port, into: Port) -> bool:
+def _ports_fit(out: Port, into: Port) -> bool:
     """`Out` is covariant and `In` invariant: a sent message may be a subclass. Requests have to match exactly."""
     if not all(_is_message(kind) for kind in (*out.types, *into.types)):
         return False
@@ -225,19 +233,19 @@ def _compatible(out: Port, into: Port) -> bool:
 
 def cycle_problems(graph: Graph) -> Iterator[str]:
     """Check 3: samples never run in a cycle. Weights return over a latest edge, requests over a call edge."""
-    for cycle in cycles([edge for edge in graph.edges if edge.kind == "queue"]):
+    for cycle in find_cycles([edge for edge in graph.edges if edge.kind == "queue"]):
         path = ", ".join(edge.name for edge in cycle)
-        weights = [edge for edge in cycle if issubclass(carried(edge.out), Weights)]
+        weights = [edge for edge in cycle if issubclass(carried_type(edge.out), Weights)]
         if weights:
             ports = f"{port_name(weights[0].out)}, {port_name(weights[0].into)}"
             yield f"the cycle {path} has no latest edge and will fill up and stop; connect it with g.latest({ports})."
         else:
             yield (
                 f"the cycle {path} has no latest edge: its streams could not end, and samples in it could not be "
-                f"counted; let {owner(cycle[0].out)} send a request with g.call and wait for the reply, or make "
+                f"counted; let {port_owner(cycle[0].out)} send a request with g.call and wait for the reply, or make "
                 f"one edge a g.latest(...)."
             )
-    for cycle in cycles([edge for edge in graph.edges if edge.kind == "call"]):
+    for cycle in find_cycles([edge for edge in graph.edges if edge.kind == "call"]):
         path = ", ".join(edge.name for edge in cycle)
         yield f"the requests {path} wait for each other in a cycle; let one node answer without requests of its own."
 
@@ -245,36 +253,36 @@ def cycle_problems(graph: Graph) -> Iterator[str]:
 def feedback_problems(graph: Graph) -> Iterator[str]:
     """Check 4: a trainer of samples made with its own weights needs an admission that counts these weights."""
     admission = graph.admission
-    for edge in feedback(graph):
+    for edge in feedback_edges(graph):
         port = port_name(edge.into)
         if admission is None:
             yield (
                 f"{edge.name} makes a feedback loop, but nothing bounds staleness; write "
-                f"g.admit({_source(graph, edge)}, until={port}, staleness=1)."
+                f"g.admit({_source_words(graph, edge)}, until={port}, staleness=1)."
             )
         elif not any(edge.into is until for until in admission.until):
             names = ", ".join(port_name(until) for until in (*admission.until, edge.into))
             yield f"{edge.name} makes a feedback loop, but g.admit does not wait for it; write until=({names})."
     if admission is not None:
         yield from _until_problems(graph, admission)
-        yield from _unadmitted(graph, admission)
+        yield from _unadmitted_sources(graph, admission)
 
 
-def feedback(graph: Graph) -> list[Edge]:
+def feedback_edges(graph: Graph) -> list[Edge]:
     """Latest edges whose consumer sends messages that reach their producer again."""
     latest = [edge for edge in graph.edges if edge.kind == "latest"]
-    return [edge for edge in latest if owner(edge.out) in reachable(graph, owner(edge.into))]
+    return [edge for edge in latest if port_owner(edge.out) in reachable_nodes(graph, port_owner(edge.into))]
 
 
-def _source(graph: Graph, edge: Edge) -> str:
+def _source_words(graph: Graph, edge: Edge) -> str:
     """The Out port that g.admit most likely has to name."""
-    sources = [port for port in source_ports(graph) if owner(edge.into) in past(graph, port)]
-    prompts = [port for port in sources if issubclass(carried(port), Prompt)]
+    sources = [port for port in source_ports(graph) if port_owner(edge.into) in nodes_past(graph, port)]
+    prompts = [port for port in sources if issubclass(carried_type(port), Prompt)]
     return next((port_name(port) for port in (*prompts, *sources)), "SOURCE.PORT")
 
 
 def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
-    reached = past(graph, admission.out)
+    reached = nodes_past(graph, admission.out)
     for port in admission.until:
         edges = [edge for edge in graph.edges if edge.kind == "latest" and edge.into is port]
         if not edges:
@@ -282,20 +290,20 @@ def _until_problems(graph: Graph, admission: Admission) -> Iterator[str]:
             hint = f"name {' or '.join(fits)}" if fits else f"connect weights by g.latest(..., {port_name(port)})"
             yield f"g.admit waits until {port_name(port)}, which is not the end of a latest edge; {hint}."
         for edge in edges:
-            if owner(edge.out) not in reached:
+            if port_owner(edge.out) not in reached:
                 yield (
                     f"g.admit gives tickets to {port_name(admission.out)}, but nothing that it sends reaches "
-                    f"{owner(edge.out)}, whose weights end the tickets; connect the two, or admit the source "
+                    f"{port_owner(edge.out)}, whose weights end the tickets; connect the two, or admit the source "
                     f"of its samples."
                 )
 
 
-def _unadmitted(graph: Graph, admission: Admission) -> Iterator[str]:
-    trainers = {owner(edge.out) for edge in graph.edges if any(edge.into is port for port in admission.until)}
+def _unadmitted_sources(graph: Graph, admission: Admission) -> Iterator[str]:
+    trainers = {port_owner(edge.out) for edge in graph.edges if any(edge.into is port for port in admission.until)}
     for port in source_ports(graph):
-        if owner(port) != owner(admission.out) and past(graph, port) & trainers:
+        if port_owner(port) != port_owner(admission.out) and nodes_past(graph, port) & trainers:
             yield (
-                f"{port_name(port)} also feeds {', '.join(sorted(past(graph, port) & trainers))}, but only "
+                f"{port_name(port)} also feeds {', '.join(sorted(nodes_past(graph, port) & trainers))}, but only "
                 f"{port_name(admission.out)} is admitted, so nothing bounds the staleness of its groups; mix both "
                 f"sources in one node."
             )
@@ -334,7 +342,7 @@ def branch_problems(graph: Graph) -> Iterator[str]:
     yield from _source_problems(graph)
     yield from _broadcast_problems(graph, branches)
     for name, node in graph.nodes.items():
-        for port in node.ports.values() if branches.counts(name) else ():
+        for port in node.ports.values() if branches.counts_beyond(name) else ():
             if isinstance(port, In):
                 yield from _arrival_problems(graph, branches, port)
     admission = graph.admission
@@ -350,7 +358,9 @@ def branch_problems(graph: Graph) -> Iterator[str]:
 def _source_problems(graph: Graph) -> Iterator[str]:
     """Every replica of a source sends all groups, unless the source declares itself sharded."""
     admitted = admitted_port(graph)
-    sources = dict.fromkeys(owner(p) for p in source_ports(graph) if p is admitted or issubclass(carried(p), Prompt))
+    sources = dict.fromkeys(
+        port_owner(p) for p in source_ports(graph) if p is admitted or issubclass(carried_type(p), Prompt)
+    )
     for name in sources:
         placed = graph.placed[name]
         if placed.replicas > 1 and not placed.node.facts().sharded:
@@ -362,7 +372,7 @@ def _source_problems(graph: Graph) -> Iterator[str]:
 
 def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterator[str]:
     """A node that counts samples has to know how many copies of each sample arrive."""
-    arrivals = branches.arrivals(port)
+    arrivals = branches.num_arrivals(port)
     if len(set(arrivals.values())) > 1:
         each = ", ".join(f"{number} from {source}" for source, number in arrivals.items())
         yield (
@@ -374,7 +384,7 @@ def _arrival_problems(graph: Graph, branches: Branches, port: In[Any]) -> Iterat
 def _broadcast_problems(graph: Graph, branches: Branches) -> Iterator[str]:
     """Replicas that each process a broadcast copy deliver one sample several times."""
     for edge in graph.edges:
-        into = graph.placed[owner(edge.into)]
+        into = graph.placed[port_owner(edge.into)]
         counted = [port for port in into.node.ports.values() if branches.is_counted(port)]
         if edge.rule.copies and into.replicas > 1 and counted:
             yield (
@@ -391,16 +401,16 @@ def lineage_problems(graph: Graph) -> Iterator[str]:
         joins = node.facts().joins
         for port in node.ports.values():
             if isinstance(port, In):
-                yield from _repeats(graph, branches, port)
+                yield from _repeat_problems(graph, branches, port)
         if missing := [join for join in joins if not isinstance(node.ports.get(join), In)]:
             yield f"facts().joins of {name} names {', '.join(missing)}, which are not In ports of it; correct this."
         elif len(joins) > 1:
             yield from _join_problems(graph, [node.ports[join] for join in joins])
 
 
-def _repeats(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
+def _repeat_problems(graph: Graph, branches: Branches, port: Port) -> Iterator[str]:
     """An In port must not get every message of one Out port more than once."""
-    for out, lasts in branches.repeats(port).items():
+    for out, lasts in branches.repeated_samples(port).items():
         yield (
             f"{port_name(port)} receives every message of {out} {len(lasts)} times, by {' and '.join(lasts)}; "
             f"join the branches in a node with an In port for each."
@@ -415,13 +425,14 @@ def _join_problems(graph: Graph, ports: list[Port]) -> Iterator[str]:
     common = [out for out in _fan_outs(graph) if all(any(_comes_by(graph, out, e) for e in into[p]) for p in ports)]
     names = ", ".join(port_name(port) for port in ports)
     if not common:
-        yield f"{owner(ports[0])} matches {names} by sample, but no Out port feeds them all; fan out from one port."
+        node = port_owner(ports[0])
+        yield f"{node} matches {names} by sample, but no Out port feeds them all; fan out from one port."
         return
     for port in ports:
-        between = _between(graph, common[-1], into[port])
+        between = _nodes_between(graph, common[-1], into[port])
         if mixing := [name for name in between if not graph.nodes[name].facts().keeps_lineage]:
             yield (
-                f"{owner(ports[0])} matches {names} by sample, but {', '.join(mixing)} on the path to "
+                f"{port_owner(ports[0])} matches {names} by sample, but {', '.join(mixing)} on the path to "
                 f"{port_name(port)} merges or renames samples; join before it."
             )
 
@@ -434,23 +445,27 @@ def _fan_outs(graph: Graph) -> list[Port]:
 def _first_edges(graph: Graph, out: Port, last: Edge) -> list[Edge]:
     """The edges of `out` whose messages lead to `last`."""
     firsts = [edge for edge in graph.edges if edge.out is out and edge.kind == "queue"]
-    return [edge for edge in firsts if edge is last or owner(last.out) in _queue_reach(graph, owner(edge.into))]
+    return [
+        edge for edge in firsts if edge is last or port_owner(last.out) in _queue_reach(graph, port_owner(edge.into))
+    ]
 
 
 def _comes_by(graph: Graph, out: Port, last: Edge) -> bool:
     return bool(_first_edges(graph, out, last))
 
 
-def _between(graph: Graph, out: Port, lasts: list[Edge]) -> list[str]:
+def _nodes_between(graph: Graph, out: Port, lasts: list[Edge]) -> list[str]:
     """Nodes between a fan-out and the edges of a joined port."""
-    starts = {owner(first.into) for last in lasts for first in _first_edges(graph, out, last) if first is not last}
+    starts = {port_owner(first.into) for last in lasts for first in _first_edges(graph, out, last) if first is not last}
     reach = frozenset().union(*(_queue_reach(graph, start) for start in starts))
     return [
-        name for name in graph.nodes if name in reach and any(owner(e.out) in _queue_reach(graph, name) for e in lasts)
+        name
+        for name in graph.nodes
+        if name in reach and any(port_owner(e.out) in _queue_reach(graph, name) for e in lasts)
     ]
 
 
 def _queue_reach(graph: Graph, start: str) -> frozenset[str]:
     queue = Graph(graph.name)
     queue.edges = [edge for edge in graph.edges if edge.kind == "queue"]
-    return reachable(queue, start)
+    return reachable_nodes(queue, start)

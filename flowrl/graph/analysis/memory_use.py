@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan
-from flowrl.graph.graph import Graph, owner
+from flowrl.graph.graph import Graph, port_owner
 from flowrl.graph.machine import GB, Cluster
 from flowrl.graph.node import Footprint, MemoryTerm, Share
 
@@ -49,7 +49,7 @@ class DeviceUse:
     residents: tuple[Resident, ...]
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """The most bytes that are in it at the same time."""
         return sum(resident.always for resident in self.residents) + sum(
             max(sizes) for sizes in self._by_lease().values()
@@ -77,17 +77,17 @@ class MachineUse:
     shm: int
 
 
-def residents(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[Resident, ...]:
+def find_residents(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[Resident, ...]:
     """The replicas that can predict their memory."""
     return tuple(
         Resident(replica, host, footprint)
         for host in plan.hosts
         for replica in host.nodes
-        if (footprint := _footprint(graph, plan, cluster, host, replica)) is not None
+        if (footprint := _replica_footprint(graph, plan, cluster, host, replica)) is not None
     )
 
 
-def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, replica: str) -> Footprint | None:
+def _replica_footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, replica: str) -> Footprint | None:
     name, _, number = replica.partition("/")
     share = Share(
         replicas=graph.placed[name].replicas,
@@ -95,7 +95,7 @@ def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, repli
         gpus=host.num_gpus,
         device_bytes=cluster.machines[host.machine].gpu_bytes if host.num_gpus else 0,
         time_shared=bool(host.lease),
-        token_budget=_budget(graph, name),
+        token_budget=_memory_budget(graph, name),
         longest_sample=plan.numbers.longest_sample,
         longest_asked=longest_asked(graph, name),
         sends=tuple(way.transport for way in plan.weights if way.producer == replica and way.transport is not None),
@@ -105,13 +105,15 @@ def _footprint(graph: Graph, plan: Plan, cluster: Cluster, host: HostPlan, repli
     return graph.nodes[name].footprint(share)
 
 
-def _budget(graph: Graph, name: str) -> int | None:
+def _memory_budget(graph: Graph, name: str) -> int | None:
     """The largest token budget of the nodes that send to `name`."""
-    sent = (graph.nodes[owner(edge.out)].facts().token_budget for edge in graph.edges if owner(edge.into) == name)
+    sent = (
+        graph.nodes[port_owner(edge.out)].facts().token_budget for edge in graph.edges if port_owner(edge.into) == name
+    )
     return max((budget for budget in sent if budget is not None), default=None)
 
 
-def devices(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...]:
+def device_uses(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...]:
     """Every GPU that is used by a replica whose memory is predicted."""
     places = sorted({(resident.host.machine, gpu) for resident in found for gpu in resident.host.gpus})
     return tuple(
@@ -125,15 +127,15 @@ def devices(found: Sequence[Resident], cluster: Cluster) -> tuple[DeviceUse, ...
     )
 
 
-def machines(found: Sequence[Resident], cluster: Cluster) -> tuple[MachineUse, ...]:
+def machine_uses(found: Sequence[Resident], cluster: Cluster) -> tuple[MachineUse, ...]:
     """Every machine that is used by a replica whose memory is predicted."""
     return tuple(
-        _machine(index, [r for r in found if r.host.machine == index], cluster)
+        _machine_use(index, [r for r in found if r.host.machine == index], cluster)
         for index in sorted({resident.host.machine for resident in found})
     )
 
 
-def _machine(index: int, mine: Sequence[Resident], cluster: Cluster) -> MachineUse:
+def _machine_use(index: int, mine: Sequence[Resident], cluster: Cluster) -> MachineUse:
     shm = sum(term.num_bytes for resident in mine for term in resident.footprint.terms if term.place == "shm")
     steady = sum(_in_host(resident, "always", "lease", "away") for resident in mine)
     passing = max(sum(_in_host(resident, stay) for resident in mine) for stay in ("loading", "export"))
@@ -155,32 +157,32 @@ def _in_host(resident: Resident, *stays: str, only: str = "") -> int:
 
 def memory_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Check 9: devices and machines whose memory is too small, with what takes the memory."""
-    found = residents(graph, plan, cluster)
+    found = find_residents(graph, plan, cluster)
     for name, problem in dict.fromkeys(
         (resident.replica.partition("/")[0], problem) for resident in found for problem in resident.footprint.problems
     ):
         yield f"node {name}: {problem}."
     told: set[tuple[str, ...]] = set()
-    for device in devices(found, cluster):
+    for device in device_uses(found, cluster):
         names = tuple(resident.replica.partition("/")[0] for resident in device.residents)
-        if device.num_bytes and device.peak > device.num_bytes and names not in told:
+        if device.num_bytes and device.peak_bytes > device.num_bytes and names not in told:
             told.add(names)
             yield _too_small(device)
-    for machine in machines(found, cluster):
+    for machine in machine_uses(found, cluster):
         yield from _machine_problems(machine)
 
 
 def _too_small(device: DeviceUse) -> str:
-    parts = "; ".join(f"{resident.replica}: {_parts(resident)}" for resident in device.residents)
+    parts = "; ".join(f"{resident.replica}: {_parts_text(resident)}" for resident in device.residents)
     where = f"GPU {device.gpu} of machine {device.machine}"
     return (
-        f"{where} has {device.num_bytes / GB:.1f} GiB, and {device.peak / GB:.1f} are needed at the same time "
+        f"{where} has {device.num_bytes / GB:.1f} GiB, and {device.peak_bytes / GB:.1f} are needed at the same time "
         f"({parts}); "
         "use more ranks, offloading, smaller models, or time_share."
     )
 
 
-def _parts(resident: Resident) -> str:
+def _parts_text(resident: Resident) -> str:
     terms = [term for term in resident.footprint.terms if term.place == "device" and term.stay in ("always", "lease")]
     return ", ".join(f"{term.name} {term.num_bytes / GB:.1f}" for term in terms if term.num_bytes >= GB // 20)
 
@@ -221,32 +223,32 @@ def process_rows(found: Sequence[Resident]) -> Iterator[tuple[str, ...]]:
             term.num_bytes for term in resident.footprint.terms if term.place != "device" and term.stay != "loading"
         )
         where = f"{len(resident.host.gpus)} GPU" if resident.host.gpus else "memory"
-        yield (resident.replica, where, *(gib(named[name]) for name in TERMS), gib(host))
+        yield (resident.replica, where, *(gib_text(named[name]) for name in TERMS), gib_text(host))
 
 
 def device_rows(devices: Sequence[DeviceUse]) -> Iterator[tuple[str, ...]]:
     """A row for each GPU: its memory, the most that is in it at once, and which replicas use it when."""
     for device in devices:
-        has = gib(device.num_bytes) if device.num_bytes else "unknown"
-        there = "; ".join(_there(resident) for resident in device.residents)
-        yield f"{device.machine}:{device.gpu}", has, gib(device.peak), there
+        has = gib_text(device.num_bytes) if device.num_bytes else "unknown"
+        there = "; ".join(_is_there(resident) for resident in device.residents)
+        yield f"{device.machine}:{device.gpu}", has, gib_text(device.peak_bytes), there
 
 
-def _there(resident: Resident) -> str:
+def _is_there(resident: Resident) -> str:
     when = "in its turns" if resident.host.lease else "always"
-    return f"{resident.replica} {gib(resident.always + resident.while_active)} {when}" + (
-        f" ({gib(resident.always)} between them)" if resident.host.lease else ""
+    return f"{resident.replica} {gib_text(resident.always + resident.while_active)} {when}" + (
+        f" ({gib_text(resident.always)} between them)" if resident.host.lease else ""
     )
 
 
 def machine_rows(machines: Sequence[MachineUse]) -> Iterator[tuple[str, ...]]:
     """A row for each machine: its memory and /dev/shm, and the most that is in them."""
     for machine in machines:
-        memory = gib(machine.memory_bytes) if machine.memory_bytes else "unknown"
-        shm = gib(machine.shm_bytes) if machine.shm_bytes else "unknown"
-        yield f"{machine.machine}", f"{gib(machine.host)} of {memory}", f"{gib(machine.shm)} of {shm}"
+        memory = gib_text(machine.memory_bytes) if machine.memory_bytes else "unknown"
+        shm = gib_text(machine.shm_bytes) if machine.shm_bytes else "unknown"
+        yield f"{machine.machine}", f"{gib_text(machine.host)} of {memory}", f"{gib_text(machine.shm)} of {shm}"
 
 
-def gib(num_bytes: int) -> str:
+def gib_text(num_bytes: int) -> str:
     """GiB with two digits; "-" for nothing."""
     return f"{num_bytes / GB:.2f}" if num_bytes else "-"

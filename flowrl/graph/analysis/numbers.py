@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flowrl.graph.graph import Admission, Edge, Graph, carried, owner
+from flowrl.graph.graph import Admission, Edge, Graph, carried_type, port_owner
 from flowrl.graph.node import Facts
 from flowrl.messages import Batch, Group, Message, Prompt, Sample, Trainable, Weights
 
@@ -52,31 +52,31 @@ class Numbers:
         return (self.tickets or 0) * (self.group_size or 1)
 
 
-def derive(graph: Graph) -> Numbers:
+def derive_numbers(graph: Graph) -> Numbers:
     """The numbers of `graph`; `check` reports contradictions between nodes."""
     facts = [node.facts() for node in graph.nodes.values()]
     admission = graph.admission
-    groups = _first(fact.groups_per_batch for fact in facts)
-    ahead, window, bound = (None, None, None) if admission is None else _window(admission, groups)
+    groups = _first_known(fact.groups_per_batch for fact in facts)
+    ahead, window, bound = (None, None, None) if admission is None else _admission_window(admission, groups)
     return Numbers(
-        group_size=_first(fact.group_size for fact in facts),
+        group_size=_first_known(fact.group_size for fact in facts),
         groups_per_batch=groups,
         ahead=ahead,
         tickets=None if ahead is None or groups is None else (ahead + 1) * groups,
         window=window,
         max_staleness=bound,
-        publish_every=max((graph.nodes[name].facts().publish_every for name in _ending(graph)), default=1),
-        longest_sample=_longest(facts),
+        publish_every=max((graph.nodes[name].facts().publish_every for name in _ending_rule(graph)), default=1),
+        longest_sample=_longest_of(facts),
         token_budget=min((fact.token_budget for fact in facts if fact.token_budget is not None), default=None),
     )
 
 
-def _ending(graph: Graph) -> list[str]:
+def _ending_rule(graph: Graph) -> list[str]:
     """The nodes whose weights end tickets; if there are none, all nodes that send weights."""
     latest = [edge for edge in graph.edges if edge.kind == "latest"]
     until = () if graph.admission is None else graph.admission.until
-    named = [owner(edge.out) for edge in latest if any(edge.into is port for port in until)]
-    return named or [owner(edge.out) for edge in latest]
+    named = [port_owner(edge.out) for edge in latest if any(edge.into is port for port in until)]
+    return named or [port_owner(edge.out) for edge in latest]
 
 
 def versions_overtaken(look_ahead: int, groups_per_batch: int) -> int:
@@ -84,7 +84,7 @@ def versions_overtaken(look_ahead: int, groups_per_batch: int) -> int:
     return -(-(look_ahead - 1) // groups_per_batch)
 
 
-def _window(admission: Admission, groups: int | None) -> tuple[int | None, int | None, int | None]:
+def _admission_window(admission: Admission, groups: int | None) -> tuple[int | None, int | None, int | None]:
     if admission.on_limit == "mask":
         return admission.staleness, 0, admission.staleness
     if groups is None or groups < 1:
@@ -94,11 +94,11 @@ def _window(admission: Admission, groups: int | None) -> tuple[int | None, int |
     return ahead, admission.look_ahead, ahead + overtaken if ahead > 0 else 0
 
 
-def _first(values: Iterable[int | None]) -> int | None:
+def _first_known(values: Iterable[int | None]) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
-def _longest(facts: Iterable[Facts]) -> int | None:
+def _longest_of(facts: Iterable[Facts]) -> int | None:
     facts = tuple(facts)
     prompts = [fact.longest_prompt for fact in facts if fact.longest_prompt is not None]
     responses = [fact.longest_response for fact in facts if fact.longest_response is not None]
@@ -107,15 +107,15 @@ def _longest(facts: Iterable[Facts]) -> int | None:
 
 def longest_asked(graph: Graph, name: str) -> int | None:
     """Tokens of the longest prompt or context that the node `name` has to continue; None if a caller declares none."""
-    lengths = [_context_of(graph.nodes[asker].facts()) for asker in askers(graph, name)]
+    lengths = [_context_of(graph.nodes[asker].facts()) for asker in nodes_that_ask(graph, name)]
     known = [length for length in lengths if length is not None]
     return max(known) if known and len(known) == len(lengths) else None
 
 
-def askers(graph: Graph, name: str) -> list[str]:
+def nodes_that_ask(graph: Graph, name: str) -> list[str]:
     """The nodes whose messages or calls the node `name` answers."""
-    edges = [edge for edge in graph.edges if owner(edge.into) == name and edge.kind != "latest"]
-    return list(dict.fromkeys(owner(edge.out) for edge in edges))
+    edges = [edge for edge in graph.edges if port_owner(edge.into) == name and edge.kind != "latest"]
+    return list(dict.fromkeys(port_owner(edge.out) for edge in edges))
 
 
 def longest_sequence_for(graph: Graph, name: str, asker: str) -> int | None:
@@ -132,7 +132,7 @@ def _context_of(facts: Facts) -> int | None:
     return facts.longest_prompt if facts.longest_context is None else facts.longest_context
 
 
-def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
+def lane_capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     """Messages that one lane of `edge` holds: the user's value, else enough to keep both ends busy.
 
     The default is one batch, or the groups of one batch, or the samples of two groups and at least 32, but never
@@ -141,8 +141,8 @@ def capacity(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     if edge.capacity is not None:
         return edge.capacity
     if edge.kind == "call":
-        return graph.nodes[owner(edge.into)].facts().concurrency or OPEN_REQUESTS
-    message = carried(edge.out)
+        return graph.nodes[port_owner(edge.into)].facts().concurrency or OPEN_REQUESTS
+    message = carried_type(edge.out)
     if edge.kind == "latest" or issubclass(message, Batch):
         return 1
     if issubclass(message, Group):
@@ -162,10 +162,10 @@ def in_flight(message: type[Message], numbers: Numbers) -> int | None:
 
 def message_bytes(graph: Graph, edge: Edge, numbers: Numbers) -> int:
     """The size of the largest message on `edge`: declared by the node, else estimated from the token lengths."""
-    declared = graph.nodes[owner(edge.out)].facts().message_bytes.get(edge.out.name)
+    declared = graph.nodes[port_owner(edge.out)].facts().message_bytes.get(edge.out.name)
     if declared is not None:
         return declared
-    message = carried(edge.out)
+    message = carried_type(edge.out)
     if issubclass(message, Weights):
         return MANIFEST_BYTES
     per_token = next((size for kind, size in BYTES_PER_TOKEN.items() if issubclass(message, kind)), None)

@@ -33,7 +33,7 @@ MOST_SETS = 2000
 links."""
 
 
-def neighbours(free: Sequence[int], count: int) -> list[int]:
+def gang_gpus(free: Sequence[int], count: int) -> list[int]:
     """`count` of the free devices: a block of consecutive numbers that starts at a multiple of its size if there is
     one, else any block, else the first devices. Devices with neighbouring numbers usually have the fastest link and the
     same memory."""
@@ -43,7 +43,7 @@ def neighbours(free: Sequence[int], count: int) -> list[int]:
     return list(next(iter([*aligned, *blocks]), free[:count]))
 
 
-def linked(
+def best_linked(
     links: GpuLinks, free: Sequence[int], count: int, *, near: Sequence[int] = (), further: int = 0
 ) -> list[int]:
     """Choose `count` of the free GPUs, for a process or for the next rank of a gang.
@@ -53,32 +53,34 @@ def linked(
     size = min(len(free), count + further)
     if not count or size < count:
         return list(free[:count])
-    sets = _sets(links, free, size, near)
-    best = max(sets, key=lambda chosen: _worth(links, chosen, near, free))
-    return _chain(links, best, near)[:count]
+    sets = _candidate_sets(links, free, size, near)
+    best = max(sets, key=lambda chosen: _links_worth(links, chosen, near, free))
+    return _chain_gpus(links, best, near)[:count]
 
 
-def _worth(links: GpuLinks, chosen: Sequence[int], near: Sequence[int], free: Sequence[int]) -> tuple[int, int, int]:
+def _links_worth(
+    links: GpuLinks, chosen: Sequence[int], near: Sequence[int], free: Sequence[int]
+) -> tuple[int, int, int]:
     inside = [links.closeness(one, other) for one, other in combinations((*near, *chosen), 2)]
     left = [gpu for gpu in free if gpu not in chosen]
     broken = sum(links.closeness(one, other) for one in chosen for other in left)
-    return _kind(min(inside, default=0)), sum(inside), -broken
+    return _link_kind(min(inside, default=0)), sum(inside), -broken
 
 
-def _kind(closeness: int) -> int:
+def _link_kind(closeness: int) -> int:
     """2 NVLink, 1 on one NUMA node, 0 between nodes."""
     return 2 if closeness > NVLINK else min(closeness, 1)
 
 
-def _sets(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterator[Sequence[int]]:
-    yield neighbours(free, size)
+def _candidate_sets(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterator[Sequence[int]]:
+    yield gang_gpus(free, size)
     known = sorted({*free, *near})
     if len({links.closeness(one, other) for one, other in combinations(known, 2)}) == 1:
         return
-    yield from combinations(free, size) if comb(len(free), size) <= MOST_SETS else _grown(links, free, size, near)
+    yield from combinations(free, size) if comb(len(free), size) <= MOST_SETS else _grow_set(links, free, size, near)
 
 
-def _grown(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterable[Sequence[int]]:
+def _grow_set(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int]) -> Iterable[Sequence[int]]:
     for first in free:
         chosen = [first]
         while len(chosen) < size:
@@ -87,7 +89,7 @@ def _grown(links: GpuLinks, free: Sequence[int], size: int, near: Sequence[int])
         yield sorted(chosen)
 
 
-def _chain(links: GpuLinks, chosen: Sequence[int], near: Sequence[int]) -> list[int]:
+def _chain_gpus(links: GpuLinks, chosen: Sequence[int], near: Sequence[int]) -> list[int]:
     """`chosen` in an order in which each GPU has the best link to the previous one: consecutive ranks exchange most."""
     left = sorted(chosen)
     chain = [*near[-1:]] or [left.pop(0)]
@@ -180,7 +182,7 @@ class Devices:
         links = {at: machine.links for at, machine in enumerate(cluster.machines) if machine.links is not None}
         return Devices(((index, m.cores, range(m.gpus)) for index, m in enumerate(cluster.machines)), links)
 
-    def take(
+    def take_devices(
         self, cpus: float, gpus: float, *, apart: Iterable[DeviceSlot] = (), further: float = 0
     ) -> DeviceSlot | None:
         """Take devices from the first machine that has enough, without the GPUs of `apart`; None if no machine has.
@@ -192,28 +194,28 @@ class Devices:
         for machine, cores_left, gpus_left in self._machines:
             free = {gpu: left for gpu, left in gpus_left.items() if (machine, gpu) not in used}
             near = [gpu for index, gpu in used if index == machine]
-            boards = _pick(free, gpus, self._chooser(machine, near, int(further)))
-            cores = None if boards is None else self._cores(machine, cores_left, cpus, boards)
+            boards = _pick_gpus(free, gpus, self._chooser(machine, near, int(further)))
+            cores = None if boards is None else self._take_cores(machine, cores_left, cpus, boards)
             if cores is not None and boards is not None:
-                _spend(cores_left, cores)
-                _spend(gpus_left, boards)
+                _spend_share(cores_left, cores)
+                _spend_share(gpus_left, boards)
                 return DeviceSlot(machine, tuple(sorted(cores)), tuple(sorted(boards)))
         return None
 
     def _chooser(self, machine: int, near: list[int], further: int) -> Chooser:
         links = self.links.get(machine)
-        return neighbours if links is None else partial(linked, links, near=near, further=further)
+        return gang_gpus if links is None else partial(best_linked, links, near=near, further=further)
 
-    def _cores(
+    def _take_cores(
         self, machine: int, left: dict[int, float], cpus: float, boards: Iterable[int]
     ) -> dict[int, float] | None:
         """Cores of the NUMA nodes of the GPUs in `boards` if these have enough, else any free cores."""
         links = self.links.get(machine)
         beside = set() if links is None else {core for gpu in boards for core in links.cores[gpu]}
         local = {core: part for core, part in left.items() if core in beside}
-        return (_pick(local, cpus) if local else None) or _pick(left, cpus)
+        return (_pick_gpus(local, cpus) if local else None) or _pick_gpus(left, cpus)
 
-    def whole(self, machine: int) -> tuple[int, ...]:
+    def whole_gpus(self, machine: int) -> tuple[int, ...]:
         """Cores of a machine that are completely free."""
         return tuple(
             core for index, cores, _ in self._machines if index == machine for core in cores if cores[core] == 1
@@ -224,7 +226,7 @@ Chooser = Callable[[list[int], int], list[int]]
 """(free devices, count) -> those to take."""
 
 
-def _pick(left: dict[int, float], amount: float, choose: Chooser = neighbours) -> dict[int, float] | None:
+def _pick_gpus(left: dict[int, float], amount: float, choose: Chooser = gang_gpus) -> dict[int, float] | None:
     """Whole devices for the whole part of `amount`, one shared device for the rest."""
     whole, part = int(amount + ROUNDING), amount - int(amount + ROUNDING)
     free = [device for device in left if left[device] > 1 - ROUNDING]
@@ -239,26 +241,26 @@ def _pick(left: dict[int, float], amount: float, choose: Chooser = neighbours) -
     return picked
 
 
-def _spend(left: dict[int, float], picked: dict[int, float]) -> None:
+def _spend_share(left: dict[int, float], picked: dict[int, float]) -> None:
     for device, part in picked.items():
         left[device] -= part
 
 
-def place(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[str, ...]]:
+def place_replicas(graph: Graph, cluster: Cluster) -> tuple[tuple[HostPlan, ...], tuple[str, ...]]:
     """The hosts of `graph`, and the names of those for which `cluster` has no devices left."""
     free, homeless, hosts = Devices.of(cluster), [], []
-    for lease, units in pools(graph, cluster):
+    for lease, units in device_pools(graph, cluster):
         shared = Devices((), free.links)
         for unit in sorted(units, key=lambda unit: -unit.replicas * (unit.cpus + unit.gpus)):
-            slots = _slots(unit, shared, free)
-            hosts += [_host(unit, replica, slot, lease) for replica, slot in enumerate(slots)]
+            slots = _device_slots(unit, shared, free)
+            hosts += [_host_plan(unit, replica, slot, lease) for replica, slot in enumerate(slots)]
             homeless += [f"{unit.name}/{replica}" for replica, slot in enumerate(slots) if slot is None]
             if lease:
-                shared = _lent(hosts, lease, free.links)
+                shared = _lent_devices(hosts, lease, free.links)
     hosts = list(_with_spare_cores(graph, hosts, free, cluster))
     core = tuple(f"{p.name}/{i}" for p in graph.placed.values() if _is_core(graph, p) for i in range(p.replicas))
     taken = {core for host in hosts if host.machine == 0 for core in host.cores}
-    cores = tuple(core for core in free.whole(0) if core not in taken) or cluster.machines[0].cores
+    cores = tuple(core for core in free.whole_gpus(0) if core not in taken) or cluster.machines[0].cores
     return (*((HostPlan(CORE, core, cores=cores),) if core else ()), *hosts), tuple(homeless)
 
 
@@ -269,7 +271,7 @@ def _with_spare_cores(graph: Graph, hosts: Iterable[HostPlan], free: Devices, cl
     So the share of a GPU does not depend on whether the others are used. Hosts that use a GPU alternately also use its
     cores alternately.
     """
-    spare = {index: spare_cores(free.whole(index), machine) for index, machine in enumerate(cluster.machines)}
+    spare = {index: spare_cores(free.whole_gpus(index), machine) for index, machine in enumerate(cluster.machines)}
     for host in hosts:
         said = any(graph.placed[name.partition("/")[0]].cpus is not None for name in host.nodes)
         if host.num_gpus < 1 or said:
@@ -296,24 +298,24 @@ def spare_cores(free: Sequence[int], machine: Machine) -> list[list[int]]:
     return found
 
 
-def _slots(unit: PlacedUnit, shared: Devices, free: Devices) -> list[DeviceSlot | None]:
+def _device_slots(unit: PlacedUnit, shared: Devices, free: Devices) -> list[DeviceSlot | None]:
     """The devices of every replica: those lent by its lease if there are enough, else free ones."""
     slots: list[DeviceSlot | None] = []
     for left in reversed(range(unit.replicas)):
         apart = [slot for slot in slots if slot is not None] if unit.gang else []
         further = left * unit.gpus if unit.gang else 0
-        wish = partial(Devices.take, cpus=unit.cpus, gpus=unit.gpus, apart=apart, further=further)
+        wish = partial(Devices.take_devices, cpus=unit.cpus, gpus=unit.gpus, apart=apart, further=further)
         slots.append(wish(shared) or wish(free))
     return slots
 
 
-def _host(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -> HostPlan:
+def _host_plan(unit: PlacedUnit, replica: int, slot: DeviceSlot | None, lease: str) -> HostPlan:
     nodes = tuple(f"{placed.name}/{replica}" for placed in unit.nodes)
     slot = slot or DeviceSlot(0, (), ())
     return HostPlan(nodes[0], nodes, slot.machine, unit.cpus, slot.cores, unit.gpus, slot.gpus, lease)
 
 
-def _lent(hosts: Sequence[HostPlan], lease: str, links: Mapping[int, GpuLinks]) -> Devices:
+def _lent_devices(hosts: Sequence[HostPlan], lease: str, links: Mapping[int, GpuLinks]) -> Devices:
     """The devices of a lease's hosts so far; all count as free for one more unit."""
     mine = [host for host in hosts if host.lease == lease]
     machines = sorted({host.machine for host in mine})
@@ -328,22 +330,24 @@ def _lent(hosts: Sequence[HostPlan], lease: str, links: Mapping[int, GpuLinks]) 
     return Devices(devices, links)
 
 
-def pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
+def device_pools(graph: Graph, cluster: Cluster) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
     """(lease, units) in order: units of one lease share devices; a unit with lease "" shares with none."""
-    plain = _pools(graph, units(graph))
-    if sum(need(pool)[0] for _, pool in plain) <= cluster.num_cores + ROUNDING:
+    plain = _machine_pools(graph, placed_units(graph))
+    if sum(unit_need(pool)[0] for _, pool in plain) <= cluster.num_cores + ROUNDING:
         return plain
-    return _pools(graph, [replace(u, cpus=u.cpus / u.replicas) if u.shrinks else u for u in units(graph)])
+    return _machine_pools(
+        graph, [replace(u, cpus=u.cpus / u.replicas) if u.shrinks else u for u in placed_units(graph)]
+    )
 
 
-def need(pool: Iterable[PlacedUnit]) -> tuple[float, float]:
+def unit_need(pool: Iterable[PlacedUnit]) -> tuple[float, float]:
     """(cores, GPUs) for units that alternate on the same devices: the needs of the largest of them."""
     pool = tuple(pool)
     return max(u.cpus * u.replicas for u in pool), max(u.gpus * u.replicas for u in pool)
 
 
-def _pools(graph: Graph, all_units: Sequence[PlacedUnit]) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
-    leases = {name: "+".join(names) for names in merged(graph.time_shared) for name in names}
+def _machine_pools(graph: Graph, all_units: Sequence[PlacedUnit]) -> tuple[tuple[str, tuple[PlacedUnit, ...]], ...]:
+    leases = {name: "+".join(names) for names in merge_units(graph.time_shared) for name in names}
     found: dict[str, list[PlacedUnit]] = {}
     for unit in all_units:
         lease = next((leases[placed.name] for placed in unit.nodes if placed.name in leases), "")
@@ -351,9 +355,9 @@ def _pools(graph: Graph, all_units: Sequence[PlacedUnit]) -> tuple[tuple[str, tu
     return tuple(("" if lease.startswith("/") else lease, tuple(members)) for lease, members in found.items())
 
 
-def units(graph: Graph) -> list[PlacedUnit]:
+def placed_units(graph: Graph) -> list[PlacedUnit]:
     """The units of all hosts except "core", before replicas are expanded."""
-    partners = {name: names for names in merged(graph.sharing) for name in names}
+    partners = {name: names for names in merge_units(graph.sharing) for name in names}
     found: list[PlacedUnit] = []
     for placed in graph.placed.values():
         mine = [graph.placed[name] for name in graph.placed if name in partners.get(placed.name, (placed.name,))]
@@ -365,10 +369,10 @@ def units(graph: Graph) -> list[PlacedUnit]:
 
 
 def _is_core(graph: Graph, placed: Placed) -> bool:
-    return not any(placed in unit.nodes for unit in units(graph))
+    return not any(placed in unit.nodes for unit in placed_units(graph))
 
 
-def merged(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+def merge_units(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Groups of names; groups that share a name are merged."""
     found: list[tuple[str, ...]] = []
     for group in groups:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowrl.graph.analysis.branches import Branches, PortPlan, in_pieces, stand_ins
-from flowrl.graph.analysis.numbers import Numbers, capacity, derive, in_flight, message_bytes
-from flowrl.graph.analysis.place import HostPlan, place
-from flowrl.graph.graph import Edge, EdgeKind, Graph, carried, owner, port_name
+from flowrl.graph.analysis.numbers import Numbers, derive_numbers, in_flight, lane_capacity, message_bytes
+from flowrl.graph.analysis.place import HostPlan, place_replicas
+from flowrl.graph.graph import Edge, EdgeKind, Graph, carried_type, port_name, port_owner
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport
 from flowrl.message_base import type_name
@@ -154,27 +154,27 @@ class Plan:
 def make_plan(graph: Graph, cluster: Cluster | None = None) -> Plan:
     """Plan `graph` for `cluster` (default: this machine). Checks nothing; flowrl.graph.analysis.check does that."""
     cluster = cluster or Cluster.here()
-    numbers = derive(graph)
-    hosts, homeless = place(graph, cluster)
+    numbers = derive_numbers(graph)
+    hosts, homeless = place_replicas(graph, cluster)
     by_replica = {replica: host for host in hosts for replica in host.nodes}
-    lanes = tuple(lane for edge in graph.edges for lane in _lanes(graph, edge, numbers, by_replica))
-    calls = tuple(call for edge in graph.edges for call in _calls(graph, edge, numbers, by_replica))
-    weights = _weights(graph, lanes, by_replica)
+    lanes = tuple(lane for edge in graph.edges for lane in _plan_lanes(graph, edge, numbers, by_replica))
+    calls = tuple(call for edge in graph.edges for call in _plan_calls(graph, edge, numbers, by_replica))
+    weights = _plan_weights(graph, lanes, by_replica)
     branches = Branches(graph)
     return Plan(
         graph=graph.name,
         numbers=numbers,
         hosts=hosts,
-        edges=tuple(_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
+        edges=tuple(_plan_edge(graph, edge, numbers, (*lanes, *calls)) for edge in graph.edges),
         lanes=lanes,
         calls=calls,
         weights=weights,
-        nodes=tuple(_node(graph, name) for name in graph.nodes),
-        admission=_admission(graph),
+        nodes=tuple(_plan_node(graph, name) for name in graph.nodes),
+        admission=_plan_admission(graph),
         trainers=branches.trainers,
         own_clock=branches.own_clock,
         in_pieces=in_pieces(graph),
-        ports=branches.plans(),
+        ports=branches.port_plans(),
         homeless=homeless,
         stand_ins=stand_ins(graph, hosts, [(one.consumer, one.transport) for one in weights]),
     )
@@ -185,17 +185,17 @@ def replicas(graph: Graph, name: str) -> list[str]:
     return [f"{name}/{index}" for index in range(graph.placed[name].replicas)]
 
 
-def _senders(graph: Graph, edge: Edge) -> list[str]:
+def _sender_ids(graph: Graph, edge: Edge) -> list[str]:
     """The replicas that send on `edge`. Of the ranks of a gang, only rank 0 publishes weights."""
-    senders = replicas(graph, owner(edge.out))
-    return senders[:1] if edge.kind == "latest" and graph.nodes[owner(edge.out)].gang else senders
+    senders = replicas(graph, port_owner(edge.out))
+    return senders[:1] if edge.kind == "latest" and graph.nodes[port_owner(edge.out)].gang else senders
 
 
-def _lanes(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[LanePlan]:
+def _plan_lanes(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[LanePlan]:
     if edge.kind == "call":
         return
-    for producer in _senders(graph, edge):
-        for consumer in replicas(graph, owner(edge.into)):
+    for producer in _sender_ids(graph, edge):
+        for consumer in replicas(graph, port_owner(edge.into)):
             yield LanePlan(
                 name=f"{producer}.{edge.out.name} -> {consumer}.{edge.into.name}",
                 edge=edge.name,
@@ -203,18 +203,18 @@ def _lanes(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
                 consumer=consumer,
                 producer_host=hosts[producer].name,
                 consumer_host=hosts[consumer].name,
-                capacity=capacity(graph, edge, numbers),
+                capacity=lane_capacity(graph, edge, numbers),
                 kind=edge.kind,
                 types=_type_names(edge),
-                transport=_transport(hosts[producer], hosts[consumer]),
+                transport=_lane_transport(hosts[producer], hosts[consumer]),
             )
 
 
-def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[CallPlan]:
+def _plan_calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan]) -> Iterator[CallPlan]:
     if edge.kind != "call":
         return
-    for caller in replicas(graph, owner(edge.out)):
-        for server in replicas(graph, owner(edge.into)):
+    for caller in replicas(graph, port_owner(edge.out)):
+        for server in replicas(graph, port_owner(edge.into)):
             yield CallPlan(
                 name=f"{caller}.{edge.out.name} -> {server}.{edge.into.name}",
                 edge=edge.name,
@@ -222,10 +222,10 @@ def _calls(graph: Graph, edge: Edge, numbers: Numbers, hosts: dict[str, HostPlan
                 server=server,
                 caller_host=hosts[caller].name,
                 server_host=hosts[server].name,
-                capacity=capacity(graph, edge, numbers),
+                capacity=lane_capacity(graph, edge, numbers),
                 affinity_margin=edge.affinity_margin,
                 types=_type_names(edge),
-                transport=_transport(hosts[caller], hosts[server]),
+                transport=_lane_transport(hosts[caller], hosts[server]),
             )
 
 
@@ -234,17 +234,17 @@ def _type_names(edge: Edge) -> tuple[str, ...]:
     return tuple(type_name(kind) if isinstance(kind, type) else str(kind) for kind in edge.out.types)
 
 
-def _transport(one: HostPlan, other: HostPlan) -> str:
+def _lane_transport(one: HostPlan, other: HostPlan) -> str:
     if one.name == other.name:
         return "process"
     return "ipc" if one.machine == other.machine else "tcp"
 
 
-def _edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | CallPlan, ...]) -> EdgePlan:
+def _plan_edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | CallPlan, ...]) -> EdgePlan:
     mine = [link for link in links if link.edge == edge.name]
     size = message_bytes(graph, edge, numbers)
-    depth = capacity(graph, edge, numbers)
-    bounded = None if edge.kind != "queue" else in_flight(carried(edge.out), numbers)
+    depth = lane_capacity(graph, edge, numbers)
+    bounded = None if edge.kind != "queue" else in_flight(carried_type(edge.out), numbers)
     return EdgePlan(
         name=edge.name,
         kind=edge.kind,
@@ -260,16 +260,16 @@ def _edge(graph: Graph, edge: Edge, numbers: Numbers, links: tuple[LanePlan | Ca
     )
 
 
-def _weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> tuple[WeightPlan, ...]:
+def _plan_weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPlan]) -> tuple[WeightPlan, ...]:
     """The transport to every reader. One trainer publishes in one way: between GPUs if all its readers can do so."""
     edges = {
-        edge.name: edge for edge in graph.edges if edge.kind == "latest" and issubclass(carried(edge.out), Weights)
+        edge.name: edge for edge in graph.edges if edge.kind == "latest" and issubclass(carried_type(edge.out), Weights)
     }
     lanes = tuple(lane for lane in lanes if lane.edge in edges)
     in_host_memory = {
         lane.producer
         for lane in lanes
-        if graph.nodes[owner(edges[lane.edge].into)].facts().weights_in_host_memory
+        if graph.nodes[port_owner(edges[lane.edge].into)].facts().weights_in_host_memory
         or not _at_once_on_gpus(hosts[lane.producer], hosts[lane.consumer])
     }
     return tuple(
@@ -278,7 +278,7 @@ def _weights(graph: Graph, lanes: tuple[LanePlan, ...], hosts: dict[str, HostPla
             lane.producer,
             lane.consumer,
             _weight_transport(hosts[lane.producer], hosts[lane.consumer], lane.producer in in_host_memory),
-            graph.nodes[owner(edges[lane.edge].into)].facts().weights_dtype,
+            graph.nodes[port_owner(edges[lane.edge].into)].facts().weights_dtype,
         )
         for lane in lanes
     )
@@ -301,7 +301,7 @@ def _weight_transport(trainer: HostPlan, reader: HostPlan, in_host_memory: bool)
     return WeightTransport.SHM if trainer.machine == reader.machine else WeightTransport.TCP
 
 
-def _node(graph: Graph, name: str) -> dict[str, Any]:
+def _plan_node(graph: Graph, name: str) -> dict[str, Any]:
     placed = graph.placed[name]
     return {
         "name": name,
@@ -313,7 +313,7 @@ def _node(graph: Graph, name: str) -> dict[str, Any]:
     }
 
 
-def _admission(graph: Graph) -> dict[str, Any] | None:
+def _plan_admission(graph: Graph) -> dict[str, Any] | None:
     admission = graph.admission
     if admission is None:
         return None
@@ -334,9 +334,9 @@ def routes_of(plan: Plan, node: str) -> tuple[WeightRoute, ...]:
 
     trainers = {name(p.producer) for p in plan.weights if node in (name(p.producer), name(p.consumer))}
     ways = {p.consumer: p for p in plan.weights if name(p.producer) in trainers}
-    return tuple(_route(ways[reader], plan.host_of(reader)) for reader in sorted(ways))
+    return tuple(_plan_route(ways[reader], plan.host_of(reader)) for reader in sorted(ways))
 
 
-def _route(way: WeightPlan, host: HostPlan) -> WeightRoute:
+def _plan_route(way: WeightPlan, host: HostPlan) -> WeightRoute:
     assert way.transport is not None, "`check` refuses a reader that no transport reaches"
     return WeightRoute(way.consumer, way.transport, len(host.gpus) or 1, way.dtype)

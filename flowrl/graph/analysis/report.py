@@ -11,30 +11,30 @@ from flowrl.graph.analysis.plan import HostPlan, Plan
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def render(report: Report) -> str:
+def render_report(report: Report) -> str:
     """Derived numbers, edges and processes as aligned columns, then warnings."""
     plan = report.plan
     return "\n".join(
         (
             f"{plan.graph}: {len(plan.nodes)} nodes, {len(plan.edges)} edges, {len(plan.hosts) + 1} processes",
             "",
-            *_numbers(plan),
+            *_number_words(plan),
             "",
-            *_table(
+            *_table_lines(
                 ("edge", "carries", "dispatch", "capacity", "transport", "retains"),
-                [_edge(plan, e.name) for e in plan.edges],
+                [_edge_words(plan, e.name) for e in plan.edges],
             ),
             "",
-            *_branches(plan),
-            *_table(("process", "nodes", "cores", "GPUs", "machine"), [_host(host) for host in plan.hosts]),
-            *_notes(report),
-            *_memory(report),
+            *_branch_lines(plan),
+            *_table_lines(("process", "nodes", "cores", "GPUs", "machine"), [_host_words(host) for host in plan.hosts]),
+            *_note_lines(report),
+            *_memory_lines(report),
             *(f"\nwarning: {warning}" for warning in report.warnings),
         )
     )
 
 
-def _notes(report: Report) -> Iterator[str]:
+def _note_lines(report: Report) -> Iterator[str]:
     """The nodes' notes on their settings; a note that several nodes have is printed once."""
     said: dict[str, list[str]] = {}
     for note in report.notes:
@@ -44,17 +44,17 @@ def _notes(report: Report) -> Iterator[str]:
         yield f"\nnote: {', '.join(names)}: {text}"
 
 
-def _memory(report: Report) -> Iterator[str]:
+def _memory_lines(report: Report) -> Iterator[str]:
     """What takes memory where and when, for the processes whose model has a known size."""
     if not report.residents:
         return
     yield "\n  memory in GiB, predicted from sizes (docs/memory.md); host: checkpoints and published weights, too"
-    yield from _table(("process", "in", *TERMS, "host"), list(process_rows(report.residents)))
+    yield from _table_lines(("process", "in", *TERMS, "host"), list(process_rows(report.residents)))
     if report.devices:
         yield ""
-        yield from _table(("device", "has", "most", "there"), list(device_rows(report.devices)))
+        yield from _table_lines(("device", "has", "most", "there"), list(device_rows(report.devices)))
     yield ""
-    yield from _table(("machine", "memory", "/dev/shm"), list(machine_rows(report.machines)))
+    yield from _table_lines(("machine", "memory", "/dev/shm"), list(machine_rows(report.machines)))
 
 
 def size_text(num_bytes: float) -> str:
@@ -84,12 +84,12 @@ def number_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "retained", size_text(plan.retained_bytes)
 
 
-def _numbers(plan: Plan) -> Iterator[str]:
+def _number_words(plan: Plan) -> Iterator[str]:
     for name, text in number_lines(plan):
         yield f"  {name:<18}{text}"
 
 
-def _branches(plan: Plan) -> Iterator[str]:
+def _branch_lines(plan: Plan) -> Iterator[str]:
     """Which nodes lead to which trainer, if the graph is more than one line of nodes."""
     beyond: dict[str, set[str]] = {}
     for port in plan.ports:
@@ -102,7 +102,7 @@ def _branches(plan: Plan) -> Iterator[str]:
     ]
     if taps:
         rows.append(("no trainer", " ".join(taps) + " (a loss there ends no sample)"))
-    yield from _table(("branch to", "nodes"), rows)
+    yield from _table_lines(("branch to", "nodes"), rows)
     yield ""
 
 
@@ -112,7 +112,7 @@ def _weight_readers(plan: Plan) -> set[str]:
     return {edge.into.partition(".")[0] for edge in plan.edges if edge.kind == "latest"} - fed
 
 
-def _edge(plan: Plan, name: str) -> tuple[str, ...]:
+def _edge_words(plan: Plan, name: str) -> tuple[str, ...]:
     edge = next(edge for edge in plan.edges if edge.name == name)
     return (
         name,
@@ -124,13 +124,13 @@ def _edge(plan: Plan, name: str) -> tuple[str, ...]:
     )
 
 
-def _host(host: HostPlan) -> tuple[str, ...]:
+def _host_words(host: HostPlan) -> tuple[str, ...]:
     shares = f" (time share: {host.lease})" if host.lease else ""
     gpus = ",".join(map(str, host.gpus)) or "-"
-    return host.name, " ".join(host.nodes) + shares, _cores(host.cores), gpus, f"{host.machine}"
+    return host.name, " ".join(host.nodes) + shares, _cores_text(host.cores), gpus, f"{host.machine}"
 
 
-def _cores(cores: Sequence[int]) -> str:
+def _cores_text(cores: Sequence[int]) -> str:
     """ "0-3,8" """
     runs: list[list[int]] = []
     for core in cores:
@@ -141,7 +141,7 @@ def _cores(cores: Sequence[int]) -> str:
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "any"
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+def _table_lines(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
     for row in (heads, *rows):
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flowrl.graph.analysis.branches import past, reachable
-from flowrl.graph.analysis.numbers import Numbers, askers, longest_sequence_for
-from flowrl.graph.analysis.place import PlacedUnit, merged, need, pools
+from flowrl.graph.analysis.branches import nodes_past, reachable_nodes
+from flowrl.graph.analysis.numbers import Numbers, longest_sequence_for, nodes_that_ask
+from flowrl.graph.analysis.place import PlacedUnit, device_pools, merge_units, unit_need
 from flowrl.graph.analysis.plan import Plan
-from flowrl.graph.graph import Graph, owner
+from flowrl.graph.graph import Graph, port_owner
 from flowrl.graph.machine import CLUSTER_EXAMPLE, GB, Cluster, files_problem
 from flowrl.graph.node import Facts
 
@@ -50,11 +50,11 @@ def ticket_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
     if admission is None:
         return
     for edge in graph.edges:
-        every = graph.nodes[owner(edge.out)].facts().publish_every
+        every = graph.nodes[port_owner(edge.out)].facts().publish_every
         ends_tickets = any(edge.into is port for port in admission.until)
         if ends_tickets and numbers.ahead is not None and 0 <= numbers.ahead < every - 1:
             yield (
-                f"{owner(edge.out)} has publish_every={every}, but there are only tickets for {numbers.ahead + 1} "
+                f"{port_owner(edge.out)} has publish_every={every}, but there are only tickets for {numbers.ahead + 1} "
                 f"batches, so the run would stop; use publish_every={numbers.ahead + 1} at most, or raise staleness "
                 f"by {every - 1 - numbers.ahead}."
             )
@@ -92,11 +92,11 @@ def group_problems(graph: Graph) -> Iterator[str]:
 def layout_problems(graph: Graph) -> Iterator[str]:
     """A trainer that computes rows cannot compute what its batcher packs into a tree."""
     for edge in graph.edges:
-        batcher, trainer = (graph.nodes[owner(port)].facts() for port in (edge.out, edge.into))
+        batcher, trainer = (graph.nodes[port_owner(port)].facts() for port in (edge.out, edge.into))
         if batcher.layout in ("auto", "tree") and trainer.layout == "rows":
             yield (
-                f"{owner(edge.out)} packs trees of shared prefixes (layout={batcher.layout!r}), but "
-                f"{owner(edge.into)} computes rows; give {owner(edge.out)} layout='rows'."
+                f"{port_owner(edge.out)} packs trees of shared prefixes (layout={batcher.layout!r}), but "
+                f"{port_owner(edge.into)} computes rows; give {port_owner(edge.out)} layout='rows'."
             )
 
 
@@ -128,11 +128,11 @@ def held_out_problems(graph: Graph) -> Iterator[str]:
             )
 
 
-def engine_length_problems(graph: Graph) -> Iterator[str]:
+def engine_length_words(graph: Graph) -> Iterator[str]:
     """A generator's engine has to take what it is asked: it refuses longer prompts, and cuts answers off."""
     for name, node in graph.nodes.items():
         most = node.facts().max_model_len
-        for asker in askers(graph, name) if most is not None else ():
+        for asker in nodes_that_ask(graph, name) if most is not None else ():
             longest, option = longest_sequence_for(graph, name, asker), graph.nodes[asker].facts().context_by
             if longest is not None and most is not None and longest > most:
                 yield (
@@ -155,7 +155,8 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
         if budget is not None and numbers.longest_sample is not None and 0 < budget < numbers.longest_sample:
             yield (
                 f"{name} has token_budget={budget}, but a sample can be {numbers.longest_sample} tokens long "
-                f"({_lengths(graph)}); raise token_budget to {numbers.longest_sample}, or shorten prompts or responses."
+                f"({_length_words(graph)}); raise token_budget to {numbers.longest_sample}, or shorten prompts or "
+                f"responses."
             )
     members = 1 if numbers.group_size is None else numbers.group_size
     sequences = (numbers.groups_per_batch or 0) * members
@@ -186,7 +187,7 @@ def batch_problems(graph: Graph, numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _lengths(graph: Graph) -> str:
+def _length_words(graph: Graph) -> str:
     facts = {name: node.facts() for name, node in graph.nodes.items()}
     prompts = [f"{name}: prompt {f.longest_prompt}" for name, f in facts.items() if f.longest_prompt is not None]
     responses = [
@@ -197,17 +198,17 @@ def _lengths(graph: Graph) -> str:
 
 def resource_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Check 9: the cluster has what the hosts need."""
-    units = [(lease, pool) for lease, pool in pools(graph, cluster)]
+    units = [(lease, pool) for lease, pool in device_pools(graph, cluster)]
     cores, gpus = (
-        (sum(amounts) for amounts in zip(*(need(pool) for _, pool in units), strict=True)) if units else (0, 0)
+        (sum(amounts) for amounts in zip(*(unit_need(pool) for _, pool in units), strict=True)) if units else (0, 0)
     )
     where = "this machine" if len(cluster.machines) == 1 else f"the {len(cluster.machines)} machines"
     if gpus > cluster.num_gpus:
-        parts = _parts(units, "gpus")
-        yield f"the graph needs {gpus:g} GPUs ({parts}) but {where} has {cluster.num_gpus}; {_relief('gpus')}."
+        parts = _parts_text(units, "gpus")
+        yield f"the graph needs {gpus:g} GPUs ({parts}) but {where} has {cluster.num_gpus}; {_relief_words('gpus')}."
     if cores > cluster.num_cores:
-        parts = _parts(units, "cpus")
-        yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief('cpus')}."
+        parts = _parts_text(units, "cpus")
+        yield f"the graph needs {cores:g} cores ({parts}) but {where} has {cluster.num_cores}; {_relief_words('cpus')}."
     for _, pool in units:
         yield from (
             f"the {unit.replicas} ranks of {unit.name} need different GPUs, and {where} has {cluster.num_gpus}; use "
@@ -236,12 +237,12 @@ def transport_problems(plan: Plan) -> Iterator[str]:
             )
 
 
-def _parts(units: list[tuple[str, tuple[PlacedUnit, ...]]], field: str) -> str:
+def _parts_text(units: list[tuple[str, tuple[PlacedUnit, ...]]], field: str) -> str:
     asking = [unit for _, pool in units for unit in pool if getattr(unit, field)]
     return ", ".join(f"{unit.name}: {unit.replicas} × {getattr(unit, field):g}" for unit in asking)
 
 
-def _relief(field: str) -> str:
+def _relief_words(field: str) -> str:
     return (
         f"use fewer replicas, a smaller {field}=, g.time_share(...) for nodes that may alternate, or declare a cluster "
         f'(--cluster "{CLUSTER_EXAMPLE}")'
@@ -261,16 +262,16 @@ def _memory_problems(graph: Graph, cluster: Cluster, where: str) -> Iterator[str
 
 def sharing_problems(graph: Graph) -> Iterator[str]:
     """Check 9: nodes that share a process or devices can do so."""
-    for names in merged(graph.sharing):
+    for names in merge_units(graph.sharing):
         counts = {name: graph.placed[name].replicas for name in names}
         if len(set(counts.values())) > 1 and any(graph.placed[name].heavy for name in names):
             each = ", ".join(f"{name} has {count}" for name, count in counts.items())
             yield f"g.together needs the same number of replicas of each node, but {each}; make them equal."
-    for names in merged(graph.time_shared):
+    for names in merge_units(graph.time_shared):
         for name in names:
             if not graph.placed[name].heavy:
                 yield f"g.time_share names {name}, which needs no cpus and no gpus; leave it out, or give it cpus=."
-        for shared in merged(graph.sharing):
+        for shared in merge_units(graph.sharing):
             if len(both := [name for name in names if name in shared]) > 1:
                 nodes = " and ".join(both)
                 yield f"{nodes} are in g.together and in g.time_share; nodes of one process cannot alternate; keep one."
@@ -281,7 +282,7 @@ def idle_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
     if graph.admission is None or numbers.tickets is None:
         return
     samples = numbers.tickets * (numbers.group_size or 1)
-    feeders = {owner(port): None for port in graph.admission.until}
+    feeders = {port_owner(port): None for port in graph.admission.until}
     if numbers.ahead == 0:
         yield f"staleness 0 is synchronous: {', '.join(feeders)} and the trainer work alternately."
     for name, node in graph.nodes.items():
@@ -343,30 +344,30 @@ def capability_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[
 
 def gap_notes(graph: Graph) -> Iterator[str]:
     """What corrects the gap between a quantized generator and its trainer, as "node: note"."""
-    for name, gap, facts in _gaps(graph):
+    for name, gap, facts in _quantized_gaps(graph):
         if facts.correction:
             yield f"{name}: {gap}; the loss corrects that by {facts.correction}"
 
 
 def gap_warnings(graph: Graph) -> Iterator[str]:
     """Nodes that take the logprobs of a quantized generator for the trainer's, without a correction."""
-    for name, gap, facts in _gaps(graph):
+    for name, gap, facts in _quantized_gaps(graph):
         if not facts.correction:
             yield f"{gap}, and {name} takes them for the trainer's without a correction; {facts.correct_by}."
 
 
-def _gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
+def _quantized_gaps(graph: Graph) -> Iterator[tuple[str, str, Facts]]:
     """(node, its gap as a sentence, its facts) for the nodes to which the gap matters: they get samples of a quantized
     generator over a path on which no node makes data of them (`Facts.as_data`). A node that sends weights, but none to
     this generator, is left out."""
-    weights = [(owner(edge.out), owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
+    weights = [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges if edge.kind == "latest"]
     senders = {sender for sender, _ in weights}
     as_data = frozenset(name for name, node in graph.nodes.items() if node.facts().as_data)
     for generator in dict.fromkeys(into for _, into in weights):
         if not (quantization := graph.nodes[generator].facts().quantization):
             continue
         gap = f"{generator} samples in {quantization}, with other logprobs than the trainer's (behavior_gap)"
-        reached = reachable(graph, generator, not_past=as_data)
+        reached = reachable_nodes(graph, generator, not_past=as_data)
         for name in (name for name in graph.nodes if name in reached):
             facts = graph.nodes[name].facts()
             if facts.correction is not None and ((name, generator) in weights or name not in senders):
@@ -403,9 +404,9 @@ class EpisodeTime:
         return max(self.seconds / self.ahead, self.step_s) if self.ahead else None
 
 
-def notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
+def step_time_notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
     """The time of a step, for each node whose episodes have an expected time."""
-    for one in _times(graph, numbers):
+    for one in _episode_times(graph, numbers):
         step = (
             f"{one.node}: {one.places} episodes of {one.seconds:g} s at a time (limits.expected_s) give "
             f"{one.places / one.seconds:.2g} a second, so a step of {one.batch} takes {one.step_s:.3g} s or more"
@@ -416,9 +417,9 @@ def notes(graph: Graph, numbers: Numbers) -> Iterator[str]:
             yield f"{step}; the trainer waits for episodes where an update takes less than {one.update_s:.3g} s"
 
 
-def warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
+def step_time_warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
     """Check 10: episodes that wait for a place, although there are tickets for them."""
-    for one in _times(graph, numbers):
+    for one in _episode_times(graph, numbers):
         if one.places < one.admitted:
             yield (
                 f"{one.node} has places for {one.places} episodes at a time, of {one.seconds:g} s each, so a step of "
@@ -427,11 +428,11 @@ def warnings(graph: Graph, numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _times(graph: Graph, numbers: Numbers) -> Iterator[EpisodeTime]:
+def _episode_times(graph: Graph, numbers: Numbers) -> Iterator[EpisodeTime]:
     ahead, groups = numbers.ahead, numbers.groups_per_batch
     if graph.admission is None or ahead is None or ahead < 0 or not groups:
         return
-    for name in sorted(past(graph, graph.admission.out)):
+    for name in sorted(nodes_past(graph, graph.admission.out)):
         facts, replicas = graph.nodes[name].facts(), graph.placed[name].replicas
         if facts.expected_s is None or facts.expected_s <= 0:
             continue

@@ -24,7 +24,7 @@ from flowrl.graph.analysis.check import check
 from flowrl.graph.analysis.numbers import longest_asked
 from flowrl.graph.analysis.plan import HostPlan, Plan, make_plan, routes_of
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import dump, user_code
+from flowrl.graph.load import dump_options, user_code
 from flowrl.graph.machine import Cluster, raise_limit
 from flowrl.hub import pinned_commits, take_commits
 from flowrl.machine.proxies import reach_directly
@@ -106,7 +106,7 @@ class Launch:
     @cached_property
     def unfinished(self) -> UnfinishedEvaluation | None:
         """What the answers depend on, for a graph that only evaluates; None for any other graph."""
-        return UnfinishedEvaluation.of(self.graph, dump(self.config))
+        return UnfinishedEvaluation.of(self.graph, dump_options(self.config))
 
     def _machines(self, cluster: RayCluster) -> Cluster:
         """Join a running cluster now, because the plan depends on its machines; flowrl's own Ray starts later."""
@@ -142,7 +142,7 @@ class Launch:
         view.progress("driver", f"records go to {directory.path}")
         if self.derived:
             view.progress("driver", self.derived)
-        if resume_from is not None and (changed := directory.changed_config(dump(self.config))):
+        if resume_from is not None and (changed := directory.changed_config(dump_options(self.config))):
             view.warning(f"--resume has other options than the run was started with: {'; '.join(changed)}")
         if directory.goes_on:
             view.progress("driver", "continuing an evaluation that ended early: its answers are kept")
@@ -238,7 +238,7 @@ class Launch:
         return {
             "graph": self.graph.name,
             "graph_file": str(self.graph_file),
-            "config": dump(self.config),
+            "config": dump_options(self.config),
             "options": options,
             "hub": pinned_commits(),
             "command": sys.argv,
@@ -299,7 +299,7 @@ class PreparedRun:
             advise=self.launch.advise,
         )
         with writing(self.directory.path):
-            driver = Driver(job, cluster, endpoint, view, dump(self.launch.config))
+            driver = Driver(job, cluster, endpoint, view, dump_options(self.launch.config))
         asyncio.get_running_loop().set_exception_handler(lambda _, context: driver.unretrieved(context))
         try:
             alone = self.launch.unfinished is not None
@@ -324,7 +324,7 @@ class PreparedRun:
             run_id=run_id,
             driver_pid=os.getpid(),
             graph_file=str(self.launch.graph_file.resolve()),
-            config=dump(self.launch.config),
+            config=dump_options(self.launch.config),
             places=tuple(self._place(replica_id, host, run_id) for replica_id in host.nodes),
             plan=self.plan,
             cores=host.cores,

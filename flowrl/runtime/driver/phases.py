@@ -14,7 +14,7 @@ from typing import Any
 
 from flowrl.channel.control import is_cancel
 from flowrl.graph.analysis.plan import Plan
-from flowrl.graph.graph import Graph, owner
+from flowrl.graph.graph import Graph, port_owner
 from flowrl.runtime.checkpoints.rundir import Best
 from flowrl.runtime.driver.job import RunOptions, RunState
 from flowrl.runtime.driver.run_checkpoints import RunCheckpoints
@@ -229,7 +229,7 @@ def of_set(figures: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def _kept_open(graph: Graph, evaluations: Iterable[str]) -> set[str]:
     """The evaluations, and all nodes that receive from them, directly or through other nodes."""
-    kept, edges = set(evaluations), [(owner(edge.out), owner(edge.into)) for edge in graph.edges]
+    kept, edges = set(evaluations), [(port_owner(edge.out), port_owner(edge.into)) for edge in graph.edges]
     while more := {receiver for sender, receiver in edges if sender in kept} - kept:
         kept |= more
     return kept

@@ -30,7 +30,7 @@ from flowrl.channel.links.endpoint_transport import EndpointTransport
 from flowrl.channel.links.sweep import sweep
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.graph.graph import Graph
-from flowrl.graph.load import rebuild
+from flowrl.graph.load import rebuild_graph
 from flowrl.graph.machine import require_files
 from flowrl.graph.node import Node
 from flowrl.hub import take_commits
@@ -275,7 +275,7 @@ class ProcessEngine:
 
     def build_graph(self) -> Graph:
         """A new graph with its own nodes. `flowrl.testing` overrides this and `make_replica`."""
-        return rebuild(self._graph_file(), self.spec.config)[0]
+        return rebuild_graph(self._graph_file(), self.spec.config)[0]
 
     def make_replica(self, node: Node, place: ReplicaPlace, lease: Lease) -> Replica:
         return Replica(node, place, self.endpoint, self.trace, lease)

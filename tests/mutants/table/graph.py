@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="turns_add_up",
         fault="what nodes in turns have on a device is added up",
-        function="DeviceUse.peak",
+        function="DeviceUse.peak_bytes",
         before="max(sizes) for sizes in self._by_lease().values()",
         after="sum(sizes) for sizes in self._by_lease().values()",
         test="tests/graph/test_graph_memory.py::test_every_device_says_who_is_there_when",
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         name="turns_all_at_once",
         fault="the models of a lease are counted as if they were on the device at the same time",
-        function="DeviceUse.peak",
+        function="DeviceUse.peak_bytes",
         before="max(sizes) for sizes in self._by_lease().values()",
         after="sum(sizes) for sizes in self._by_lease().values()",
         test="tests/graph/test_graph_memory.py::test_every_device_says_who_is_there_when",

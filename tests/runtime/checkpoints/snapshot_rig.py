@@ -19,7 +19,7 @@ from flowrl import Cluster, Machine
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.load import rebuild
+from flowrl.graph.load import rebuild_graph
 from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.process.context import ReplicaPlace
@@ -48,7 +48,7 @@ class OneHost(RigOrders):
 async def running(name: str, config: dict[str, Any], directory: Path | None) -> AsyncIterator[tuple[Snapshotter, Any]]:
     """The graph's host at work, from the checkpoint in `directory` if there is one: (its snapshotter, its task)."""
     file = str(GRAPHS / f"{name}.py")
-    graph, _ = rebuild(file, config)
+    graph, _ = rebuild_graph(file, config)
     plan = make_plan(graph, CLUSTER)
     (host,) = plan.hosts
     run_id = uuid.uuid4().hex[:10]

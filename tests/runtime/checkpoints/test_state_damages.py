@@ -13,7 +13,7 @@ import pytest
 
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.load import rebuild
+from flowrl.graph.load import rebuild_graph
 from flowrl.runtime.checkpoints import checkpoint, resume
 from flowrl.runtime.checkpoints.checkpoint import SEAL, STATE
 from flowrl.runtime.checkpoints.rundir import RunDir
@@ -43,7 +43,7 @@ def packed_of(path: Path) -> bytes:
 
 
 def require(path: Path) -> dict[str, int]:
-    graph, _ = rebuild(GRAPH, {})
+    graph, _ = rebuild_graph(GRAPH, {})
     return resume.require(path, graph, make_plan(graph, EIGHT_CORES), 0)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ConfigError
-from flowrl.graph.load import dump, load_file
+from flowrl.graph.load import dump_options, load_file
 from flowrl.messages import Prompt
 from flowrl.models import Policy
 from flowrl.nodes import Evaluation
@@ -46,7 +46,7 @@ def write_rows(number: int, answer: str = "1") -> None:
 def unfinished(*args: str, graph: str = "evaluate") -> UnfinishedEvaluation | None:
     file = load_file(graph)
     cfg = file.parse(args)
-    return UnfinishedEvaluation.of(file.build(cfg), dump(cfg))
+    return UnfinishedEvaluation.of(file.build(cfg), dump_options(cfg))
 
 
 def asked(*more: str) -> UnfinishedEvaluation:

@@ -15,7 +15,7 @@ from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.errors import NodeFailed
 from flowrl.graph.analysis.plan import make_plan
-from flowrl.graph.load import load_file, rebuild
+from flowrl.graph.load import load_file, rebuild_graph
 from flowrl.runtime.activity import hostloop
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
@@ -103,7 +103,7 @@ def test_what_ends_a_program_in_a_task_leaves_the_hosts_loop_running(tmp_path: P
 
 async def _host_runs(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     """What the one host of the graph answers to `run`, with a driver that admits everything."""
-    plan = make_plan(rebuild(str(ODD), config)[0], EIGHT_CORES)
+    plan = make_plan(rebuild_graph(str(ODD), config)[0], EIGHT_CORES)
     (host,) = plan.hosts
     run_id = uuid.uuid4().hex[:10]
     endpoint = Endpoint("driver", run_id=run_id, driver_pid=os.getpid())
