@@ -16,10 +16,9 @@ from flowrl.commands.tune.tuned_graph import TunedGraph
 from flowrl.commands.tune.tuned_placement import TunedPlacement
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.check import check
-from flowrl.graph.load import load_file
+from flowrl.graph.load import load_file, shipped_names
 from flowrl.graph.machine import Cluster
 from flowrl.graph.option_types import changed_config, options_of
-from flowrl.graph.shipped import shipped_names
 from flowrl.runtime.driver.resources import ProcessSlot, environment
 
 ROOT = Path(__file__).parents[2]

@@ -128,7 +128,7 @@ def held_out_problems(graph: Graph) -> Iterator[str]:
             )
 
 
-def engine_length_words(graph: Graph) -> Iterator[str]:
+def engine_length_problems(graph: Graph) -> Iterator[str]:
     """A generator's engine has to take what it is asked: it refuses longer prompts, and cuts answers off."""
     for name, node in graph.nodes.items():
         most = node.facts().max_model_len

@@ -8,7 +8,7 @@ Waits: for processes to answer or end (the death of one ends the wait), for the 
 the last weights. An interrupt ends admission, and the groups in flight are finished. After SIGTERM, --term-minutes end
 every wait.
 
-The run continues without a process if other replicas stand in for its replicas; `flowrl.graph.analysis.stand_ins` says
+The run continues without a process if other replicas stand in for its replicas; `flowrl.graph.analysis.branches` says
 which processes these are. Callers send the requests that the lost process had not answered to another replica, and
 report those that it had answered but not reported. Tickets and locks no longer wait for it. Invariant: each process
 drops everything from the lost one that arrives after it was told of the loss. So an answer is reported either by the
@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
-from flowrl.graph.analysis.stand_ins import may_end
+from flowrl.graph.analysis.branches import may_end
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.rundir import writing
 from flowrl.runtime.driver.job import Job, RunState
