@@ -64,30 +64,30 @@ class Peak(threading.Thread):
 async def exceeded(limit_bytes: int, processes: int, *, huge: bool) -> int:
     """The largest memory of a sandbox with this limit."""
     process = SandboxProcess(SandboxSettings(memory_bytes=limit_bytes), seed=0)
-    await process.start()
+    await process.start_sandbox()
     peak = Peak(process._process.pid)
     peak.start()
     with suppress(SandboxEnded):
-        await process.run(FILL.format(processes=processes, advice=14 if huge else 15))
+        await process.run_code(FILL.format(processes=processes, advice=14 if huge else 15))
     peak.over.set()
     peak.join()
-    await process.end()
+    await process.end_sandbox()
     return peak.most
 
 
 async def watching_s() -> float:
     """Processor time of the watching process in a second in which the interpreter waits."""
     process = SandboxProcess(SandboxSettings(), seed=0)
-    await process.start()
+    await process.start_sandbox()
 
     def used() -> float:
         fields = Path(f"/proc/{process._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     began_s, before = time.monotonic(), used()
-    await process.run(f"import time; time.sleep({WAIT_S})")
+    await process.run_code(f"import time; time.sleep({WAIT_S})")
     spent = (used() - before) / (time.monotonic() - began_s)
-    await process.end()
+    await process.end_sandbox()
     return spent
 
 

@@ -61,7 +61,7 @@ def openai_client(**options: Any) -> Any:
         import openai
     except ImportError:
         raise ConfigError("an agent's function gets a client of the package openai; install it") from None
-    direct = openai.DefaultAsyncHttpxClient(verify=_certificates(), trust_env=False)
+    direct = openai.DefaultAsyncHttpxClient(verify=load_certificates(), trust_env=False)
     return openai.AsyncOpenAI(http_client=direct, **options)
 
 
@@ -73,12 +73,12 @@ def warm_up() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _certificates() -> ssl.SSLContext:
+def load_certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
 async def _one_call() -> None:
-    server = await asyncio.start_server(_answered, "127.0.0.1", 0)
+    server = await asyncio.start_server(answer_of_example, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, openai_client(api_key="none", base_url=f"http://127.0.0.1:{port}/v1") as client:
         messages: list[Any] = [{"role": "user", "content": "hello"}]
@@ -88,7 +88,7 @@ async def _one_call() -> None:
             messages.append({"role": "tool", "tool_call_id": CALLED["id"], "content": ""})
 
 
-async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def answer_of_example(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
         await reader.readuntil(b"\r\n\r\n")
         body = json.dumps(ANSWER).encode()
@@ -113,10 +113,10 @@ class ProgramAgent(Env):
 
     async def step(self, action: Action) -> Step:
         os.environ.update(json.loads(action.text))
-        result = await self.play(self._options)
+        result = await self.play_program(self._options)
         return Step(Observation(result.packed()), terminated=True)
 
-    async def play(self, options: Mapping[str, Any]) -> AgentResult:
+    async def play_program(self, options: Mapping[str, Any]) -> AgentResult:
         """Run the program. `options["task"]` is what it is to do."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class FunctionAgent(ProgramAgent):
         agent_function(options["function"])
         warm_up()
 
-    async def play(self, options: Mapping[str, Any]) -> AgentResult:
+    async def play_program(self, options: Mapping[str, Any]) -> AgentResult:
         async with openai_client() as client:
             return AgentResult.of(await self._function(client, options["task"]))
 
@@ -142,14 +142,14 @@ class CommandAgent(ProgramAgent):
     """A command line. It finds the task as JSON on its standard input. Its end ends the episode, and with it helpers
     that it has started and that outlive it."""
 
-    async def play(self, options: Mapping[str, Any]) -> AgentResult:
+    async def play_program(self, options: Mapping[str, Any]) -> AgentResult:
         output, target = os.pipe()
         with _LastLine(output) as last:
             try:
-                program = _started(options["command"], json.dumps(options["task"]), target)
+                program = start_program(options["command"], json.dumps(options["task"]), target)
             finally:
                 os.close(target)
-            if status := await _status(program):
+            if status := await exit_status(program):
                 raise EnvironmentFailed("env_died", f"the command ended with the status {status}")
             return AgentResult.of_line(last.text())
 
@@ -168,7 +168,7 @@ def agent_function(place: str) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-def _started(command: str, text: str, output: int) -> subprocess.Popen[bytes]:
+def start_program(command: str, text: str, output: int) -> subprocess.Popen[bytes]:
     """The program, with `text` as its input: in a file, which needs nobody who writes while the program reads."""
     with tempfile.TemporaryFile() as given:
         given.write(text.encode())
@@ -180,7 +180,7 @@ def _started(command: str, text: str, output: int) -> subprocess.Popen[bytes]:
             raise EnvironmentFailed("env_died", told) from None
 
 
-async def _status(program: subprocess.Popen[bytes]) -> int:
+async def exit_status(program: subprocess.Popen[bytes]) -> int:
     """The exit status, as soon as the program has ended. If the wait is cancelled, the program is killed."""
     loop, handle = asyncio.get_running_loop(), os.pidfd_open(program.pid)
     ended = asyncio.Event()
@@ -204,14 +204,14 @@ class _LastLine:
         os.set_blocking(source, False)
 
     def __enter__(self) -> _LastLine:
-        asyncio.get_running_loop().add_reader(self._source, self._read)
+        asyncio.get_running_loop().add_reader(self._source, self._read_lines)
         return self
 
     def __exit__(self, *problem: object) -> None:
         asyncio.get_running_loop().remove_reader(self._source)
         os.close(self._source)
 
-    def _read(self) -> bool:
+    def _read_lines(self) -> bool:
         """Read what has arrived; False if there is nothing more for now, or the pipe has ended."""
         try:
             part = os.read(self._source, READ_BYTES)
@@ -227,7 +227,7 @@ class _LastLine:
     def text(self) -> str:
         """The last line that is not empty, of all that a program that has ended has written."""
         for _ in range(2 * LINE_BYTES // READ_BYTES):  # more than a pipe holds; a helper may go on writing
-            if not self._read():
+            if not self._read_lines():
                 break
         lines = self._end.decode(errors="replace").rstrip().splitlines()
         return lines[-1] if lines else ""

@@ -70,7 +70,7 @@ class VllmExtraction:
             reasoning or "",
             [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls or ()],
         )
-        if tools and (why := errors[0] if errors else _unread(parser, sampled.body, parts)):
+        if tools and (why := errors[0] if errors else unread_calls(parser, sampled.body, parts)):
             raise UnreadableReply(why)
         return parts
 
@@ -104,7 +104,7 @@ def _check_name(kind: str, name: str | None, known: list[str]) -> None:
         raise ConfigError(problem)
 
 
-def _unread(parser: Any, text: str, parts: ReplyParts) -> str:
+def unread_calls(parser: Any, text: str, parts: ReplyParts) -> str:
     """Why a call in `text` was not read, where the parser did not say so itself."""
     if parts.calls:
         return ""
@@ -112,11 +112,11 @@ def _unread(parser: Any, text: str, parts: ReplyParts) -> str:
         start = getattr(parser.tool_parser, attribute, None)
         if start and start in text and start not in parts.reasoning:
             return f"the text has {start!r}, and no call that could be read"
-    dropped = _after(text, parts, getattr(parser.reasoning_parser, "reasoning_end_str", None))
+    dropped = text_after(text, parts, getattr(parser.reasoning_parser, "reasoning_end_str", None))
     return f"the call {json.dumps(dropped[:80], ensure_ascii=False)} is incomplete" if dropped else ""
 
 
-def _after(text: str, parts: ReplyParts, reasoning_end: str | None) -> str:
+def text_after(text: str, parts: ReplyParts, reasoning_end: str | None) -> str:
     """The text after everything that the parser returned: some parsers drop an incomplete call."""
     last = parts.content.strip() or parts.reasoning.strip()
     _, found, rest = text.rpartition(last) if last else ("", "", text)
@@ -227,14 +227,14 @@ class ReplyParser:
         read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
         self._reasoning_key = next(read, REASONING_KEYS[0])
 
-    def parse(self, reply: Ids | str, context: Ids | str, tools: Messages = ()) -> ParsedReply:
+    def parse_reply(self, reply: Ids | str, context: Ids | str, tools: Messages = ()) -> ParsedReply:
         """The reply as a message. `reply`, and `context` (everything before it), are ids, or text with its special
         tokens.
 
         Without tools nothing is a call, even if the text looks like one.
         """
-        sampled = self._sampled(reply, context, tools)
-        parts, malformed = self._parts(sampled)
+        sampled = self._sampled_text(reply, context, tools)
+        parts, malformed = self._find_parts(sampled)
         if malformed or (parts.calls and not tools):
             parts = ReplyParts(sampled.body)
         message: dict[str, Any] = {"role": "assistant", "content": parts.content}
@@ -242,30 +242,30 @@ class ReplyParser:
             message[self._reasoning_key] = parts.reasoning
         if parts.calls:
             message["tool_calls"] = list(parts.calls)
-        return ParsedReply(message, _sendable(malformed) if tools else "")
+        return ParsedReply(message, is_sendable(malformed) if tools else "")
 
-    def _parts(self, sampled: SampledText) -> tuple[ReplyParts, str]:
+    def _find_parts(self, sampled: SampledText) -> tuple[ReplyParts, str]:
         """(the parts of the reply, with calls in OpenAI's form; why the reply cannot be read, "" if it can)."""
         try:
             found = self._extract(sampled)
             if sampled.body.strip() and not (found.content.strip() or found.reasoning.strip() or found.calls):
                 raise UnreadableReply("the text has none of the forms that a reply can have")
-            calls = [_formed(call, sampled, index) for index, call in enumerate(found.calls)]
+            calls = [form_call(call, sampled, index) for index, call in enumerate(found.calls)]
             return ReplyParts(found.content, found.reasoning, calls), ""
         except UnreadableReply as problem:
             return ReplyParts(sampled.body), str(problem)
         except Exception as problem:  # the boundary to the parser, which is third-party code
             return ReplyParts(sampled.body), one_line(problem)
 
-    def _sampled(self, reply: Ids | str, context: Ids | str, tools: Messages) -> SampledText:
-        before = context if isinstance(context, str) else self._decoded(context)
+    def _sampled_text(self, reply: Ids | str, context: Ids | str, tools: Messages) -> SampledText:
+        before = context if isinstance(context, str) else self._decode_ids(context)
         if isinstance(reply, str):
             return SampledText(reply, self._end.sub("", reply), (), before, tools)
         ids = tuple(map(int, reply))
         body = ids[:-1] if ids and ids[-1] in self._special_ids else ids
-        return SampledText(self._decoded(ids), self._decoded(body), ids, before, tools)
+        return SampledText(self._decode_ids(ids), self._decode_ids(body), ids, before, tools)
 
-    def _decoded(self, ids: Ids) -> str:
+    def _decode_ids(self, ids: Ids) -> str:
         listed = [int(one) for one in ids]
         return str(self._tokenizer.decode(listed, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -287,7 +287,7 @@ def _of_response_template(tokenizer: Any) -> Extract:
     return extract
 
 
-def _formed(call: Any, sampled: SampledText, index: int) -> dict[str, Any]:
+def form_call(call: Any, sampled: SampledText, index: int) -> dict[str, Any]:
     """The call in the form of OpenAI's API. Raises UnreadableReply."""
     function = call.get("function", call) if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping):
@@ -298,27 +298,27 @@ def _formed(call: Any, sampled: SampledText, index: int) -> dict[str, Any]:
     known = json.loads(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(known, Mapping):
         raise UnreadableReply(f"the arguments of {name[:60]} are a {type(known).__name__}; they need an object")
-    if _depth(known) > MOST_NESTED:
+    if nesting_depth(known) > MOST_NESTED:
         raise UnreadableReply(f"the arguments of {name[:60]} are nested deeper than {MOST_NESTED}")
-    formed = {"name": _sendable(name), "arguments": _sendable(json.dumps(known, ensure_ascii=False))}
+    formed = {"name": is_sendable(name), "arguments": is_sendable(json.dumps(known, ensure_ascii=False))}
     return {"id": _call_id(call.get("id"), sampled, index), "type": "function", "function": formed}
 
 
-def _depth(value: Any) -> int:
+def nesting_depth(value: Any) -> int:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0)
+    return 1 + max(map(nesting_depth, inner), default=0)
 
 
 def _call_id(given: Any, sampled: SampledText, index: int) -> str:
     """The policy's own id if the text contains it, else a hash: vLLM's parsers make up a random id if the text has
     none."""
     if isinstance(given, str) and given and given in sampled.whole:
-        return _sendable(given)
+        return is_sendable(given)
     place = f"{index}/{len(sampled.context)}/{sampled.context}{sampled.whole}"
     return hashlib.blake2b(place.encode("utf-8", "replace"), digest_size=8).hexdigest()[:ID_LENGTH]
 
 
-def _sendable(text: str) -> str:
+def is_sendable(text: str) -> str:
     """`text` with lone surrogates replaced, which a policy can write as escapes in JSON."""
     return text.encode("utf-8", "replace").decode()
 

@@ -54,7 +54,7 @@ class TextBound:
     characters_per_token: int | None
     """As `most_characters_per_token` says; None: nothing is refused."""
 
-    def check(self, text: str) -> None:
+    def check_text(self, text: str) -> None:
         """Raises TooMuchText."""
         if self.characters_per_token is not None:
             least = -(-len(text) // self.characters_per_token)
@@ -81,10 +81,10 @@ class ChatTemplate:
         self._json_arguments = False
         self._find_form()
 
-    def text(self, messages: Messages) -> str:
+    def render_text(self, messages: Messages) -> str:
         """The rendering of `messages` up to where the policy continues."""
         try:
-            given = [self._formed(message) for message in messages]
+            given = [self._form_messages(message) for message in messages]
             return render(self.tokenizer, given, add_generation_prompt=True, tools=self.tools)
         except Exception as problem:  # the boundary to the template, which is the model author's program
             roles = ", ".join(str(message.get("role")) for message in messages[-4:])
@@ -93,19 +93,19 @@ class ChatTemplate:
                 "feed roles in an order that it knows, or use another template"
             ) from None
 
-    def ids(self, text: str) -> Int32:
+    def render_ids(self, text: str) -> Int32:
         """The ids of text that starts a context. Raises TooMuchText beyond the bound that was given."""
         if self._bound is not None:
-            self._bound.check(text)
+            self._bound.check_text(text)
         return token_ids(self.tokenizer, text)
 
     @cached_property
     def _mark_ids(self) -> Int32:
-        return self.ids(MARK)
+        return self.render_ids(MARK)
 
     def ids_after_reply(self, text: str) -> Int32:
         """The ids of text that follows a reply. Raises ConfigError if a token would span the boundary."""
-        mark, whole = self._mark_ids, self.ids(MARK + text)
+        mark, whole = self._mark_ids, self.render_ids(MARK + text)
         if not np.array_equal(whole[: mark.size], mark):
             raise ConfigError(
                 f"the tokenizer joins the end of a reply with {text[:20]!r}, which the chat template writes after it, "
@@ -117,7 +117,7 @@ class ChatTemplate:
         """The text of `ids`, special tokens included."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def following(self, history: Messages, sampled: Int32, new: Messages) -> Int32:
+    def ids_following(self, history: Messages, sampled: Int32, new: Messages) -> Int32:
         """The ids that the template writes between the reply that ends `history` and the next reply, without those
         already sampled.
 
@@ -125,18 +125,18 @@ class ChatTemplate:
         """
         reply = history[-1]
         role = str(new[0]["role"]) if new else "assistant"
-        boundary = self.boundary(role, calls=bool(reply.get("tool_calls")))
+        boundary = self.boundary_before(role, calls=bool(reply.get("tool_calls")))
         mark = self._unused_mark([*history, *new])
-        ids = self.ids_after_reply(self._after_mark([*history[:-1], _marked(reply, mark), *new], mark))
-        start = self._closing(boundary, sampled)
+        ids = self.ids_after_reply(self._after_mark([*history[:-1], with_marks(reply, mark), *new], mark))
+        start = self._closing_text(boundary, sampled)
         if not np.array_equal(ids[: start + 1], boundary.token_ids[: start + 1]):
             raise ConfigError(
                 f"the chat template ends this reply with {self.decode(ids[: start + 1])!r} and the probe's with "
                 f"{self.decode(boundary.token_ids[: start + 1])!r}; use a template that ends all replies alike"
             )
-        return ids[start + self.overlap(sampled, ids[start : boundary.token_ids.size]) :]
+        return ids[start + self.overlap_with(sampled, ids[start : boundary.token_ids.size]) :]
 
-    def overlap(self, sampled: Int32, closing: Int32) -> int:
+    def overlap_with(self, sampled: Int32, closing: Int32) -> int:
         """How many ids of `closing` the policy has sampled itself: `sampled` ends with them, and they contain an end
         token.
 
@@ -148,25 +148,25 @@ class ChatTemplate:
                 return n
         return 0
 
-    def ends(self, sampled: Int32) -> bool:
+    def end_ids(self, sampled: Int32) -> bool:
         """Whether the policy ended its reply itself, with an end token."""
         return sampled.size > 0 and int(sampled[-1]) in self._added
 
     def content_ids(self, sampled: Int32) -> Int32:
         """`sampled` without the end that the policy sampled."""
-        end = self.overlap(sampled, self.boundary("user").token_ids)
+        end = self.overlap_with(sampled, self.boundary_before("user").token_ids)
         if end == 0 and sampled.size and sampled[-1] == self.tokenizer.eos_token_id:
             end = 1
         return sampled[: sampled.size - end]
 
-    def boundary(self, role: str, *, calls: bool = False) -> Boundary:
+    def boundary_before(self, role: str, *, calls: bool = False) -> Boundary:
         """The boundary between a reply, with or without tool calls, and a message of `role`.
 
         Raises ConfigError if the template drops either, or shows one of them more than once.
         """
         key = (role, calls)
         if key not in self._boundaries:
-            self._boundaries[key] = self._probe(role, calls)
+            self._boundaries[key] = self._probe_boundary(role, calls)
         return self._boundaries[key]
 
     def marked_starts(self, messages: Messages, indices: Sequence[int], text: str) -> list[int]:
@@ -180,7 +180,7 @@ class ChatTemplate:
             {**message, "content": marks[n] + str(message.get("content") or "")} if n in marks else message
             for n, message in enumerate(messages)
         ]
-        shown = self.text(marked)
+        shown = self.render_text(marked)
         starts, plain, last = [], "", 0
         for index in indices:
             if (at := shown.find(marks[index], last)) < 0:
@@ -197,7 +197,7 @@ class ChatTemplate:
         """Where in `text`, the rendering of `messages`, the reply `index` begins; -1 if the template rewrites it."""
         mark = self._unused_mark(messages)
         reply = {**messages[index], "content": mark + str(messages[index].get("content") or "")}
-        shown = self.text([*messages[:index], reply, *messages[index + 1 :]])
+        shown = self.render_text([*messages[:index], reply, *messages[index + 1 :]])
         return shown.find(mark) if shown.replace(mark, "", 1) == text else -1
 
     def probe_call(self, argument: str) -> Mapping[str, Any]:
@@ -218,36 +218,36 @@ class ChatTemplate:
         """Find out whether the template takes content as text or as parts (as templates for images do), and arguments
         as JSON text."""
         try:
-            self.boundary("user")
+            self.boundary_before("user")
         except ConfigError as problem:
             self._in_parts = True
             if not self._reads_parts():
                 raise problem from None
         with suppress(ConfigError):  # a template without tool calls serves conversations without them
-            self.boundary("user", calls=True)
+            self.boundary_before("user", calls=True)
 
     def _reads_parts(self) -> bool:
         """Whether a boundary is found with content in parts, and the template reads the parts instead of printing
         them."""
         try:
-            self.boundary("user")
+            self.boundary_before("user")
         except ConfigError:
             return False
-        return "'type'" not in self.text([ASKED])
+        return "'type'" not in self.render_text([ASKED])
 
-    def _probe(self, role: str, calls: bool) -> Boundary:
-        between = self._between(role, calls)
+    def _probe_boundary(self, role: str, calls: bool) -> Boundary:
+        between = self._text_between(role, calls)
         ids = self.ids_after_reply(between)
         if not calls:
             return Boundary(ids, 0)
         try:
-            plain = int(self.boundary(role).token_ids[0])
+            plain = int(self.boundary_before(role).token_ids[0])
         except ConfigError:
             return Boundary(ids, -1)  # the template shows such a message only after a call
         found = np.flatnonzero(ids == plain)
         return Boundary(ids, int(found[0]) if found.size else -1)
 
-    def _between(self, role: str, calls: bool) -> str:
+    def _text_between(self, role: str, calls: bool) -> str:
         after = self._shown_after(role, calls)
         if after.count(NEXT) != 1:
             raise ConfigError(
@@ -277,7 +277,7 @@ class ChatTemplate:
                 raise problem from None
 
     def _after_mark(self, messages: Messages, mark: str) -> str:
-        text = self.text(messages)
+        text = self.render_text(messages)
         if text.count(mark) != 1:
             raise ConfigError(
                 f"the chat template shows an earlier reply {text.count(mark)} times instead of once, so the boundary "
@@ -285,7 +285,7 @@ class ChatTemplate:
             )
         return text.partition(mark)[2]
 
-    def _closing(self, boundary: Boundary, sampled: Int32) -> int:
+    def _closing_text(self, boundary: Boundary, sampled: Int32) -> int:
         """The index in the boundary's ids at which the reply is complete."""
         if boundary.closing >= 0:
             return boundary.closing
@@ -298,7 +298,7 @@ class ChatTemplate:
             "feed it as a reply without calls, or use another template"
         )
 
-    def _formed(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _form_messages(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message as this template takes it."""
         formed = dict(message)
         content = formed.get("content") or ""
@@ -327,7 +327,7 @@ class ChatTemplate:
         return mark
 
 
-def _marked(reply: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def with_marks(reply: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """The reply with `mark` in place of its content, and of its last call's arguments if it has calls."""
     if not reply.get("tool_calls"):
         return {"role": "assistant", "content": mark}

@@ -81,7 +81,7 @@ class Conversation:
         """Everything fed and answered so far."""
         return (*self._messages, *self._fed)
 
-    def feed(self, messages: Messages) -> None:
+    def feed_messages(self, messages: Messages) -> None:
         """Add what the environment says: the first messages, a tool's answer, the next question."""
         self._fed += messages
         self._asked = None
@@ -89,9 +89,9 @@ class Conversation:
     def context(self) -> Int32:
         """All token ids of the next request, up to where the policy continues. It stays the same until something is
         fed."""
-        return _read_only(_joined([span.token_ids for span in self._context()], np.int32))
+        return _read_only(join_spans([span.token_ids for span in self._context_of()], np.int32))
 
-    def sampled(
+    def add_sampled(
         self,
         token_ids: npt.ArrayLike,
         logprobs: npt.ArrayLike,
@@ -102,13 +102,13 @@ class Conversation:
 
         `message` is the reply as parsed; without one it is the text without its end, and has no tool calls.
         """
-        context = self._context()
+        context = self._context_of()
         ids = np.array(token_ids, np.int32)
         span = Span(ids, self.template.decode(ids), np.array(logprobs, np.float32), np.array(versions, np.int32))
         _check_lengths(span)
         if message is None:
             message = {"role": "assistant", "content": self.template.decode(self.template.content_ids(ids))}
-        self._commit(context, span, message)
+        self._commit_spans(context, span, message)
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """One for each branch, in the order in which they started; with `history="append"` at most one."""
@@ -119,7 +119,7 @@ class Conversation:
         """Number of tokens of all sequences."""
         return sum(span.token_ids.size for branch in self._branches for span in branch)
 
-    def _commit(self, context: tuple[Span, ...], span: Span, message: Mapping[str, Any]) -> None:
+    def _commit_spans(self, context: tuple[Span, ...], span: Span, message: Mapping[str, Any]) -> None:
         current = self._branches[-1] if self._branches else ()
         if current == context[: len(current)]:
             self._branches[-1:] = [(*context, span)]
@@ -129,59 +129,59 @@ class Conversation:
         self._messages += [*self._fed, message]
         self._fed, self._asked = [], None
 
-    def _context(self) -> tuple[Span, ...]:
+    def _context_of(self) -> tuple[Span, ...]:
         if not self._fed:
             raise ConfigError("nothing was fed since the last reply; feed a message before the next request")
         if self._asked is None:
-            self._asked = self._appended() if self.history == "append" else self._rendered()
+            self._asked = self._append_rendered() if self.history == "append" else self._render_whole()
         return self._asked
 
-    def _appended(self) -> tuple[Span, ...]:
+    def _append_rendered(self) -> tuple[Span, ...]:
         if not self._branches:
-            return self._opening(self.template.text(self._fed))
-        ids = self.template.following(self._messages, self._replies[-1].span.token_ids, self._fed)
+            return self._opening_ids(self.template.render_text(self._fed))
+        ids = self.template.ids_following(self._messages, self._replies[-1].span.token_ids, self._fed)
         return (*self._branches[-1], Span(ids, self.template.decode(ids)))
 
-    def _rendered(self) -> tuple[Span, ...]:
-        text = self.template.text(self.messages)
+    def _render_whole(self) -> tuple[Span, ...]:
+        text = self.template.render_text(self.messages)
         if not self._branches:
-            return self._opening(text)
+            return self._opening_ids(text)
         current = "".join(span.text for span in self._branches[-1])
         if text.startswith(current):
             return (*self._branches[-1], self._after_reply(text[len(current) :]))
-        return self._rewritten(text)
+        return self._rewrite_history(text)
 
-    def _rewritten(self, text: str) -> tuple[Span, ...]:
+    def _rewrite_history(self, text: str) -> tuple[Span, ...]:
         """The spans of a rendering that differs from the previous context; replies that the rendering keeps also keep
         their ids."""
         spans: list[Span] = []
         end = 0
         starts = self.template.marked_starts(self.messages, [reply.index for reply in self._replies], text)
         for reply, start in zip(self._replies, starts, strict=True):
-            kept = self._kept(reply.span, text, start)
+            kept = self._kept_spans(reply.span, text, start)
             if kept is not None and start >= end:
-                spans += [self._piece(text[end:start], first=not spans), kept]
+                spans += [self._fed_span(text[end:start], first=not spans), kept]
                 end = start + len(kept.text)
-        return (*spans, self._piece(text[end:], first=not spans))
+        return (*spans, self._fed_span(text[end:], first=not spans))
 
-    def _kept(self, span: Span, text: str, start: int) -> Span | None:
+    def _kept_spans(self, span: Span, text: str, start: int) -> Span | None:
         """The reply as context, with its end or without, if the template shows exactly that at `start`."""
-        closing = self.template.boundary("user").token_ids
+        closing = self.template.boundary_before("user").token_ids
         for ids in (span.token_ids, self.template.content_ids(span.token_ids)):
             shown = self.template.decode(ids)
-            follows = "" if self.template.ends(ids) else self.template.decode(closing[:1])
+            follows = "" if self.template.end_ids(ids) else self.template.decode(closing[:1])
             if start >= 0 and text.startswith(shown + follows, start):
                 return Span(ids, shown)
         return None
 
-    def _opening(self, text: str) -> tuple[Span, ...]:
-        return (Span(self.template.ids(text), text),)
+    def _opening_ids(self, text: str) -> tuple[Span, ...]:
+        return (Span(self.template.render_ids(text), text),)
 
     def _after_reply(self, text: str) -> Span:
         return Span(self.template.ids_after_reply(text), text)
 
-    def _piece(self, text: str, *, first: bool) -> Span:
-        return Span(self.template.ids(text), text) if first else self._after_reply(text)
+    def _fed_span(self, text: str, *, first: bool) -> Span:
+        return Span(self.template.render_ids(text), text) if first else self._after_reply(text)
 
 
 def token_sequence(spans: Sequence[Span]) -> TokenSequence:
@@ -191,10 +191,10 @@ def token_sequence(spans: Sequence[Span]) -> TokenSequence:
     logprobs = [np.zeros(s.token_ids.size) if s.logprobs is None else s.logprobs for s in spans]
     versions = [np.full(s.token_ids.size, -1) if s.versions is None else s.versions for s in spans]
     return TokenSequence(
-        _read_only(_joined([span.token_ids for span in spans], np.int32)),
-        _read_only(_joined(masks, np.bool_)),
-        _read_only(_joined(logprobs, np.float32)),
-        _read_only(_joined(versions, np.int32)),
+        _read_only(join_spans([span.token_ids for span in spans], np.int32)),
+        _read_only(join_spans(masks, np.bool_)),
+        _read_only(join_spans(logprobs, np.float32)),
+        _read_only(join_spans(versions, np.int32)),
     )
 
 
@@ -205,7 +205,7 @@ def _check_lengths(span: Span) -> None:
         raise ConfigError("a reply has {} token ids, {} logprobs and {} versions; give one of each".format(*sizes))
 
 
-def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+def join_spans(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate(arrays, dtype=dtype, casting="same_kind")
 
 

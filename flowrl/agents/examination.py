@@ -46,13 +46,13 @@ class Examination:
     def __str__(self) -> str:
         if self.no_tools:
             return f"{self.history()} Tool calls cannot be fed: {self.no_tools}."
-        return " ".join([self.history(), "Tool calls can be fed.", *self._shown(), self._parsing()])
+        return " ".join([self.history(), "Tool calls can be fed.", *self._show_kind(), self._show_parsing()])
 
-    def _shown(self) -> list[str]:
+    def _show_kind(self) -> list[str]:
         text = "The template does not show which tools there are: describe them in the environment's first message."
         return [text] if self.hides_tools else []
 
-    def _parsing(self) -> str:
+    def _show_parsing(self) -> str:
         if self.no_parsing:
             return f"Tool calls are not parsed back: {self.no_parsing}."
         return f"A rendered tool call was parsed back by {self.parsed_by}."
@@ -82,7 +82,7 @@ def examine(
     """
     template = ChatTemplate(tokenizer, tools)
     no_tools = _no_tools(template)
-    found = {kind: _sizes(template, kind) for kind in _kinds(template, no_tools)}
+    found = {kind: sequence_sizes(template, kind) for kind in kinds_of_history(template, no_tools)}
     rewrites = tuple(kind for kind, (_, sequences) in found.items() if len(sequences) > 1)
     appended, sequences = max(found.values(), key=lambda sizes: sum(sizes[1]) / sizes[0])
     no_parsing, no_calls = ("", False) if no_tools else parsed_back(template, parser)
@@ -104,36 +104,38 @@ def shown_reply(template: ChatTemplate, reply: Mapping[str, Any]) -> tuple[Int32
 
     The reply starts at the first id that differs from the rendering that ends with the question.
     """
-    text = template.text([ASKED, reply, {"role": "user", "content": NEXT}]).partition(MARK)[0]
-    before, whole = template.ids(template.text([ASKED])), template.ids(text + MARK)
-    start = _common(before, whole)
-    end = _end(template, calls=bool(reply.get("tool_calls")))
+    text = template.render_text([ASKED, reply, {"role": "user", "content": NEXT}]).partition(MARK)[0]
+    before, whole = template.render_ids(template.render_text([ASKED])), template.render_ids(text + MARK)
+    start = common_length(before, whole)
+    end = end_of_turn(template, calls=bool(reply.get("tool_calls")))
     return np.concatenate([whole[start:], end]), template.decode(whole[:start])
 
 
-def _common(a: Int32, b: Int32) -> int:
+def common_length(a: Int32, b: Int32) -> int:
     """Number of equal ids at the beginning of `a` and `b`."""
     size = min(a.size, b.size)
     differing = np.flatnonzero(a[:size] != b[:size])
     return int(differing[0]) if differing.size else size
 
 
-def _end(template: ChatTemplate, *, calls: bool) -> Int32:
+def end_of_turn(template: ChatTemplate, *, calls: bool) -> Int32:
     """The ids after the mark in a reply, up to its end token; if the closing is unknown, up to the last end token
     before the point where the next message's role makes a difference."""
-    boundary = template.boundary("tool" if calls else "user", calls=calls)
+    boundary = template.boundary_before("tool" if calls else "user", calls=calls)
     if boundary.closing >= 0:
         return boundary.token_ids[: boundary.closing + 1]
-    ids = boundary.token_ids[: _common(boundary.token_ids, template.boundary("user", calls=calls).token_ids)]
-    while ids.size and not template.ends(ids):
+    ids = boundary.token_ids[
+        : common_length(boundary.token_ids, template.boundary_before("user", calls=calls).token_ids)
+    ]
+    while ids.size and not template.end_ids(ids):
         ids = ids[:-1]
     return ids
 
 
 def _no_tools(template: ChatTemplate) -> str:
     try:
-        template.boundary("tool", calls=True)
-        template.boundary("user", calls=True)
+        template.boundary_before("tool", calls=True)
+        template.boundary_before("user", calls=True)
     except ConfigError as problem:
         return str(problem)
     return ""
@@ -143,44 +145,44 @@ def _hides_tools(template: ChatTemplate) -> bool:
     """Whether the rendering is the same with and without tools."""
     tokenizer = template.tokenizer
     with_tools = template if template.tools else ChatTemplate(tokenizer, (ANY_TOOL,))
-    return with_tools.text([ASKED]) == ChatTemplate(tokenizer).text([ASKED])
+    return with_tools.render_text([ASKED]) == ChatTemplate(tokenizer).render_text([ASKED])
 
 
-def _kinds(template: ChatTemplate, no_tools: str) -> list[str]:
+def kinds_of_history(template: ChatTemplate, no_tools: str) -> list[str]:
     reasoning = ["reasoning"] if "</think>" in str(template.tokenizer.chat_template) else []
     return ["plain", *reasoning, *([] if no_tools else ["calls"])]
 
 
-def _sizes(template: ChatTemplate, kind: str) -> tuple[int, list[int]]:
+def sequence_sizes(template: ChatTemplate, kind: str) -> tuple[int, list[int]]:
     """Tokens of the probe's one sequence with appended history, and of each sequence with the template's."""
-    (appended,), sequences = _probe(template, kind, "append"), _probe(template, kind, "template")
+    (appended,), sequences = probe_messages(template, kind, "append"), probe_messages(template, kind, "template")
     return appended, sequences
 
 
-def _probe(template: ChatTemplate, kind: str, history: History) -> list[int]:
+def probe_messages(template: ChatTemplate, kind: str, history: History) -> list[int]:
     conversation = Conversation(template, history=history)
     new: Mapping[str, Any] = ASKED
     for n in range(PROBED_REPLIES):
-        conversation.feed([new])
+        conversation.feed_messages([new])
         context = conversation.context()
         calls = kind == "calls" and n == 0
-        ids, message = _reply(template, "calls" if calls else kind, context)
-        conversation.sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
+        ids, message = probe_reply(template, "calls" if calls else kind, context)
+        conversation.add_sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
         new = template.probe_answer("sum") if calls else ASKED
     return [sequence.token_ids.size for sequence in conversation.sequences()]
 
 
-def _reply(template: ChatTemplate, kind: str, context: Int32) -> tuple[Int32, Mapping[str, Any]]:
+def probe_reply(template: ChatTemplate, kind: str, context: Int32) -> tuple[Int32, Mapping[str, Any]]:
     """What a policy might sample after `context`, and the message that it is."""
     if kind == "reasoning":
         opened = template.decode(context).rstrip().endswith("<think>")
         text = ("" if opened else "<think>\n") + f"why\n</think>\n\n{MARK}"
-        return np.concatenate([template.ids(text), _end(template, calls=False)]), _said(text)
-    message = template.probe_call(MARK) if kind == "calls" else _said(MARK)
+        return np.concatenate([template.render_ids(text), end_of_turn(template, calls=False)]), said_message(text)
+    message = template.probe_call(MARK) if kind == "calls" else said_message(MARK)
     return shown_reply(template, message)[0], message
 
 
-def _said(text: str) -> Mapping[str, Any]:
+def said_message(text: str) -> Mapping[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -190,7 +192,7 @@ def parsed_back(template: ChatTemplate, parser: ReplyParser | None) -> tuple[str
         return "the tokenizer has no response_template, and no parser was given", True
     call = template.probe_call(MARK)
     ids, before = shown_reply(template, call)
-    parsed = (parser or reply_parser(template.tokenizer)).parse(ids, before, template.tools or (ANY_TOOL,))
+    parsed = (parser or reply_parser(template.tokenizer)).parse_reply(ids, before, template.tools or (ANY_TOOL,))
     reply = template.decode(ids)
     if parsed.malformed:
         return f"{reply!r} could not be read ({parsed.malformed})", True

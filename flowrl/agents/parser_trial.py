@@ -35,7 +35,7 @@ def examine_with_parsers(
     Raises ConfigError for a template without a boundary, and for parsers that cannot be used.
     """
     named = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    found = _found(policy, tools, {"named": named}, _words(named))
+    found = find_parsers(policy, tools, {"named": named}, list_words(named))
     return Examination(**{**found, "rewrites": tuple(found["rewrites"])})
 
 
@@ -44,11 +44,11 @@ def parsers_that_read(policy: Policy, tools: Messages) -> list[str]:
 
     Raises ConfigError as above.
     """
-    names: list[str] = _found(policy, tools, {"names": parser_names("tool_parser")}, "vLLM's parsers")["reading"]
+    names: list[str] = find_parsers(policy, tools, {"names": parser_names("tool_parser")}, "vLLM's parsers")["reading"]
     return sorted(names, key=lambda name: name not in OF_MANY_MODELS)
 
 
-def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str) -> dict[str, Any]:
+def find_parsers(policy: Policy, tools: Messages, question: dict[str, Any], what: str) -> dict[str, Any]:
     """The answer of a new process to `question`. Raises ConfigError, whose text names `what` is tried."""
     options = {**{name: getattr(policy, name) for name in POLICY}, "tokenizer": asdict(policy.tokenizer)}
     asked = {"model": policy.model, "options": options, "tools": [dict(tool) for tool in tools], **question}
@@ -68,7 +68,7 @@ def _found(policy: Policy, tools: Messages, question: dict[str, Any], what: str)
     return found
 
 
-def _words(named: dict[str, str | None]) -> str:
+def list_words(named: dict[str, str | None]) -> str:
     """ "vLLM's tool_parser=hermes" """
     return "vLLM's " + " and ".join(f"{option}={name}" for option, name in named.items() if name)
 
@@ -79,16 +79,16 @@ def main() -> None:
     die_with_parent()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as outbox:
         os.dup2(2, 1)  # for what libraries print
-        print(json.dumps(_answer(json.load(sys.stdin))), file=outbox)
+        print(json.dumps(answer_request(json.load(sys.stdin))), file=outbox)
 
 
-def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+def answer_request(asked: dict[str, Any]) -> dict[str, Any]:
     try:
         tokenizer = known_tokenizer(asked_policy(asked["model"], **asked["options"]))
         if "names" in asked:
-            return {"reading": [name for name in asked["names"] if _reads(name, tokenizer, asked["tools"])]}
+            return {"reading": [name for name in asked["names"] if parser_reads(name, tokenizer, asked["tools"])]}
         named = asked["named"]
-        return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=_words(named)))
+        return asdict(examine(tokenizer, asked["tools"], reply_parser(tokenizer, **named), named=list_words(named)))
     except ConfigError as problem:
         return {"refused": str(problem)}
 
@@ -99,7 +99,7 @@ def asked_policy(model: str, *, tokenizer: dict[str, Any], **options: Any) -> Po
     return Policy(model, tokenizer=TokenizerOptions(**{**tokenizer, **lists}), **options)
 
 
-def _reads(name: str, tokenizer: Any, tools: Messages) -> bool:
+def parser_reads(name: str, tokenizer: Any, tools: Messages) -> bool:
     """Whether vLLM's parser of this name reads the call that the template renders."""
     try:
         parser = reply_parser(tokenizer, tool_parser=name)

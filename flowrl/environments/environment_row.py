@@ -158,7 +158,7 @@ PINS = Path(__file__).parents[2] / "requirements" / "environments.txt"
 """What `flowrl setup environments` installs."""
 
 
-def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
+def import_package(name: EnvironmentName, module: str, *, distribution: str) -> Any:
     """The module, untyped; `distribution` is what pip calls its package. Raises ConfigError if it does not import."""
     package = f"environment {name.text!r}: the package {distribution}"
     with refuse_exit(package):
@@ -173,7 +173,7 @@ def imported(name: EnvironmentName, module: str, *, distribution: str) -> Any:
                 ) from None
             needs = distribution if missing == module.partition(".")[0] else missing
             raise ConfigError(
-                f"environment {name.text!r} needs the package {needs}; {_remedy(needs, of=distribution)}"
+                f"environment {name.text!r} needs the package {needs}; {install_remedy(needs, of=distribution)}"
             ) from None
         except Exception as problem:  # the boundary to the package's import
             raise ConfigError(f"{package} does not import: {one_line(problem)}") from None
@@ -188,14 +188,14 @@ def _file_of(module: str) -> str | None:
     return None if found is None or found.submodule_search_locations is not None else found.origin
 
 
-def _remedy(package: str, *, of: str) -> str:
+def install_remedy(package: str, *, of: str) -> str:
     """How to install a package that the distribution `of` needs: plain pip might replace packages that flowrl needs."""
-    pinned = {_canonical(line.partition("==")[0]) for line in PINS.read_text(encoding="utf-8").splitlines()}
-    known = {_canonical(package), _canonical(of)} & pinned
+    pinned = {canonical_name(line.partition("==")[0]) for line in PINS.read_text(encoding="utf-8").splitlines()}
+    known = {canonical_name(package), canonical_name(of)} & pinned
     return "flowrl setup environments" if known else f"pip install {package}"
 
 
-def _canonical(distribution: str) -> str:
+def canonical_name(distribution: str) -> str:
     """The canonical spelling of a distribution's name, for which pip accepts several."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
@@ -219,7 +219,7 @@ class FoundEnvironment:
     before_fork: Callable[[], None] = lambda: None
     """Loads what the processes of episodes share. May raise anything."""
 
-    def made(self) -> Env:
+    def make_environment(self) -> Env:
         """The result of `make`. Raises ConfigError for whatever `make` raises, as a mistake of the user."""
         try:
             return self.make()
@@ -233,7 +233,7 @@ def find_environment(text: str) -> FoundEnvironment:
     """Import what the name needs. Raises ConfigError. Only `made` checks an adapter's options."""
     name = EnvironmentName(text)
     if name.adapter:
-        return _adapted(name)
+        return find_adapter(name)
     kind = _own_class(name)
     _check_options(name, kind)
     return FoundEnvironment(
@@ -241,7 +241,7 @@ def find_environment(text: str) -> FoundEnvironment:
     )
 
 
-def _adapted(name: EnvironmentName) -> FoundEnvironment:
+def find_adapter(name: EnvironmentName) -> FoundEnvironment:
     """Imports only the adapter that is named: most adapters import a package."""
     module, _, wanted = ADAPTERS[name.adapter].partition(":")
     kind: Any = getattr(importlib.import_module(f"flowrl.environments.{module}"), wanted)

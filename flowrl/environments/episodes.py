@@ -92,32 +92,32 @@ class Episodes:
             self._refuse_process_options()
             self._in_loop, self.seats, self.replays = found, found.kind.seats, found.kind.replays
             self.saves = can_save(found.kind)
-            await found.made().close()
+            await found.make_environment().close()
             return self
         if missing := missing_variables(self._keep_variables):
             self._progress(f"keep_variables names {', '.join(missing)}, of which nothing is set on this machine")
         try:
             await self._try_making()
         except BaseException:  # a cancelled or failed trial also ends its processes
-            await self._end()
+            await self._end_zygote()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._end_zygote()
 
     async def reset(self, row: EnvironmentRow) -> OpenEpisode:
         """A new episode at the row's start, with its first observations.
 
         Raises EnvironmentFailed, and ZygoteFailed when no process can be started any more.
         """
-        return await self._begun(row, None)
+        return await self._begin_episode(row, None)
 
     async def restore(self, row: EnvironmentRow, state: bytes) -> OpenEpisode:
-        """A new episode that continues from the state that `OpenEpisode.save` returned. Raises as `reset` does."""
-        return await self._begun(row, state)
+        """A new episode that continues from the state that `OpenEpisode.save_state` returned. Raises as `reset` does."""
+        return await self._begin_episode(row, state)
 
     def _refuse_process_options(self) -> None:
         for name, given in (
@@ -131,37 +131,39 @@ class Episodes:
                 )
 
     async def _try_making(self) -> None:
-        episode = await self._opened(episodes=1)
+        episode = await self._open_episode(episodes=1)
         try:
             self.seats, self.replays, self.saves = await episode.try_making(limit_s=self._reset_s)
         finally:
             await episode.close_quietly()
 
-    async def _begun(self, row: EnvironmentRow, state: bytes | None) -> OpenEpisode:
+    async def _begin_episode(self, row: EnvironmentRow, state: bytes | None) -> OpenEpisode:
         found = self._in_loop
         episode = (
-            await self._opened(self._episodes_per_process) if found is None else LoopEpisode(found, step_s=self._step_s)
+            await self._open_episode(self._episodes_per_process)
+            if found is None
+            else LoopEpisode(found, step_s=self._step_s)
         )
         self._open.add(episode)
         episode.on_close = self._open.discard
         try:
-            await episode.begin(row, state, limit_s=self._reset_s)
+            await episode.begin_episode(row, state, limit_s=self._reset_s)
         except BaseException:  # a cancelled or failed reset also closes the environment
             await episode.close_quietly()
             raise
         return episode
 
-    async def _opened(self, episodes: int) -> ProcessEpisode:
+    async def _open_episode(self, episodes: int) -> ProcessEpisode:
         """An episode in a process that plays up to `episodes`."""
         await self._free.acquire()
         try:
-            process = self._waiting_one() or self._forked(await self._living())
+            process = self._waiting_one() or self._fork_process(await self._living_zygote())
         except BaseException:  # a cancelled or failed start also gives its place back
             self._free.release()
             raise
         again = process.num_begun + 1 < episodes
-        keep = self._keep if again else None
-        return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=keep, left=self._left)
+        keep = self._keep_process if again else None
+        return ProcessEpisode(self._name.text, process, step_s=self._step_s, keep=keep, left=self._episode_left)
 
     def _waiting_one(self) -> EpisodeProcess | None:
         """The process that played last; None if none waits, or if they have ended because their zygote is dead."""
@@ -169,21 +171,21 @@ class Episodes:
             return None
         return self._waiting.pop()
 
-    def _forked(self, zygote: ZygoteClient) -> EpisodeProcess:
+    def _fork_process(self, zygote: ZygoteClient) -> EpisodeProcess:
         process = EpisodeProcess(self._name.text, zygote)
-        process.exited.add_done_callback(lambda exited: self._exited(process))
+        process.exited.add_done_callback(lambda exited: self._process_exited(process))
         return process
 
-    def _keep(self, process: EpisodeProcess) -> None:
+    def _keep_process(self, process: EpisodeProcess) -> None:
         """Keep a process whose episode is over and that may play another one."""
         self._left_in_a_row = 0
         if process.exited.done():  # it has ended at the same moment
-            process.dispose()
+            process.dispose_process()
         else:
             self._waiting.append(process)
             self._free.release()
 
-    def _left(self) -> None:
+    def _episode_left(self) -> None:
         """Count an episode that has left something behind, so that its process has ended."""
         self._left_in_a_row += 1
         if self._left_in_a_row >= MOST_LEFT and self._episodes_per_process > 1:
@@ -194,20 +196,20 @@ class Episodes:
                 "has no effect"
             )
 
-    def _exited(self, process: EpisodeProcess) -> None:
+    def _process_exited(self, process: EpisodeProcess) -> None:
         if process in self._waiting:
             self._waiting.remove(process)
-            process.dispose()
+            process.dispose_process()
         else:
             self._free.release()
 
-    async def _living(self) -> ZygoteClient:
+    async def _living_zygote(self) -> ZygoteClient:
         """The zygote, a new one if it has died."""
         async with self._starting:
             if self._zygote is not None and not self._zygote.dead:
                 return self._zygote
             if self._zygote is not None:
-                await self._zygote.stop()
+                await self._zygote.stop_zygote()
                 self._use_restart(self._zygote)
             zygote = ZygoteClient(
                 self._name.text,
@@ -215,7 +217,7 @@ class Episodes:
                 start_s=self._reset_s,
                 keep_variables=self._keep_variables,
             )
-            await zygote.start()
+            await zygote.start_zygote()
             self._zygote = zygote
             return zygote
 
@@ -225,12 +227,12 @@ class Episodes:
             raise ZygoteFailed(with_tail(f"{text}, and no restart is left", died.output.tail()))
         self._restarts_left -= 1
 
-    async def _end(self) -> None:
+    async def _end_zygote(self) -> None:
         try:
             await asyncio.gather(*(episode.close_quietly() for episode in list(self._open)))
             for process in self._waiting:
-                process.kill()
-            await asyncio.gather(*(process.gone() for process in list(self._waiting)))
+                process.kill_process()
+            await asyncio.gather(*(process.wait_gone() for process in list(self._waiting)))
         finally:
             if self._zygote is not None:
-                await self._zygote.stop()
+                await self._zygote.stop_zygote()

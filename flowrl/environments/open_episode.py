@@ -41,29 +41,29 @@ class Player:
     """One environment object through its one episode. All methods raise EnvironmentFailed."""
 
     def __init__(self, name: str, make: Callable[[], Env]) -> None:
-        with boundary(f"making {name}"):
+        with guard_calls(f"making {name}"):
             self.env = make()
         self._name = type(self.env).__name__
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, ...]:
-        with boundary(f"{self._name}.reset"):
+        with guard_calls(f"{self._name}.reset"):
             return checked_reset(self.env, await self.env.reset(task, seed))
 
     async def restore(self, state: bytes) -> None:
-        with boundary(f"{self._name}.restore"):
+        with guard_calls(f"{self._name}.restore"):
             self.env.restore(state)
 
     async def step(self, action: Action, seat: int) -> Step:
-        with boundary(f"{self._name}.step"):
+        with guard_calls(f"{self._name}.step"):
             seats: tuple[int, ...] = () if self.env.seats == 1 else (seat,)
             return checked_step(self.env, await cast(Any, self.env.step)(action, *seats))
 
     def save(self) -> bytes | None:
-        with boundary(f"{self._name}.save"):
+        with guard_calls(f"{self._name}.save"):
             return checked_state(self.env, self.env.save())
 
     async def close(self) -> None:
-        with boundary(f"{self._name}.close"):
+        with guard_calls(f"{self._name}.close"):
             await self.env.close()
 
 
@@ -105,7 +105,7 @@ class ZygoteFailed(FlowrlError):
 
 
 @contextlib.contextmanager
-def boundary(doing: str) -> Iterator[None]:
+def guard_calls(doing: str) -> Iterator[None]:
     """Turns what an environment's code raises into EnvironmentFailed. `doing` names the call, as in "FrozenLake.step".
 
     A cancellation from outside passes through; one that the environment itself raised becomes EnvironmentFailed.
@@ -119,19 +119,19 @@ def boundary(doing: str) -> Iterator[None]:
     except MemoryError as problem:
         raise EnvironmentFailed("env_out_of_memory", f"{doing} ran out of memory: {problem}".rstrip(": ")) from None
     except UNREACHABLE as problem:
-        raise EnvironmentFailed("env_unreachable", f"{doing} lost its server: {_tail(problem)}") from None
+        raise EnvironmentFailed("env_unreachable", f"{doing} lost its server: {tail_of_traceback(problem)}") from None
     except SystemExit as problem:
         raise EnvironmentFailed("env_died", f"{doing} called sys.exit({problem.code!r})") from None
     except asyncio.CancelledError as problem:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise EnvironmentFailed("env_raised", f"{doing} raised: {_tail(problem)}") from None
+        raise EnvironmentFailed("env_raised", f"{doing} raised: {tail_of_traceback(problem)}") from None
     except Exception as problem:  # the boundary to the environment's code
-        raise EnvironmentFailed("env_raised", f"{doing} raised: {_tail(problem)}") from None
+        raise EnvironmentFailed("env_raised", f"{doing} raised: {tail_of_traceback(problem)}") from None
 
 
-def _tail(problem: BaseException) -> str:
+def tail_of_traceback(problem: BaseException) -> str:
     """The end of a traceback, from the environment's own frames on."""
     trace = problem.__traceback__
     for _ in range(OWN_FRAMES):
@@ -155,11 +155,11 @@ class TimeLimit:
         try:
             await self._limit.__aexit__(kind, error, frames)
         except TimeoutError:
-            raise self._over() from None
+            raise self._limit_over() from None
         if isinstance(error, TimeoutError) and self._limit.expired():
-            raise self._over() from None
+            raise self._limit_over() from None
 
-    def _over(self) -> EnvironmentFailed:
+    def _limit_over(self) -> EnvironmentFailed:
         return EnvironmentFailed("env_timed_out", f"{self._doing} took more than {self._seconds:g} s")
 
 
@@ -187,7 +187,7 @@ class OpenEpisode(ABC):
         """Play one action."""
         assert not self._over, f"an episode of {self._name} is over, and was asked for one more step"
         self._over = True
-        step = await self._step(action, seat)
+        step = await self._call_step(action, seat)
         self._over = step.over
         return step
 
@@ -196,7 +196,7 @@ class OpenEpisode(ABC):
         if not self._closed:
             self._closed = self._over = True
             try:
-                await self._close()
+                await self._call_close()
             finally:
                 self.on_close(self)
 
@@ -208,18 +208,18 @@ class OpenEpisode(ABC):
             return
 
     @abstractmethod
-    async def begin(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
+    async def begin_episode(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
         """Reset, or restore a saved state."""
 
     @abstractmethod
-    async def save(self) -> bytes | None:
+    async def save_state(self) -> bytes | None:
         """The environment's state for `Episodes.restore`; None if it has none."""
 
     @abstractmethod
-    async def _step(self, action: Action, seat: int) -> Step: ...
+    async def _call_step(self, action: Action, seat: int) -> Step: ...
 
     @abstractmethod
-    async def _close(self) -> None: ...
+    async def _call_close(self) -> None: ...
 
 
 class LoopEpisode(OpenEpisode):
@@ -230,7 +230,7 @@ class LoopEpisode(OpenEpisode):
         self._found = found
         self._player: Player | None = None
 
-    async def begin(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
+    async def begin_episode(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
         self._player = Player(self._name, self._found.make)
         async with TimeLimit(limit_s, f"{self._name}: reset"):
             if state is None:
@@ -238,16 +238,16 @@ class LoopEpisode(OpenEpisode):
             else:
                 await self._player.restore(state)
 
-    async def save(self) -> bytes | None:
+    async def save_state(self) -> bytes | None:
         assert self._player is not None
         return self._player.save()
 
-    async def _step(self, action: Action, seat: int) -> Step:
+    async def _call_step(self, action: Action, seat: int) -> Step:
         assert self._player is not None
         async with TimeLimit(self._step_s, f"{self._name}: step"):
             return await self._player.step(action, seat)
 
-    async def _close(self) -> None:
+    async def _call_close(self) -> None:
         if self._player is not None:
             async with TimeLimit(self._step_s, f"{self._name}: close"):
                 await self._player.close()

@@ -40,9 +40,9 @@ class Observation:
 
     def __post_init__(self) -> None:
         _check_text("an observation's text", self.text)
-        _set(self, "messages", tuple(_message(message) for message in _items("messages", self.messages)))
-        _set(self, "tools", tuple(_tool(tool) for tool in _items("tools", self.tools)))
-        _set(self, "metrics", _metrics(self.metrics))
+        set_field(self, "messages", tuple(check_message(message) for message in check_items("messages", self.messages)))
+        set_field(self, "tools", tuple(check_tool(tool) for tool in check_items("tools", self.tools)))
+        set_field(self, "metrics", check_metrics(self.metrics))
         if self.text and self.messages:
             raise MalformedValue("an observation has both text and messages; put the text into the messages")
 
@@ -84,11 +84,11 @@ class Action:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise MalformedValue(f"an action's text is {_short(self.text)}; it needs text")
+            raise MalformedValue(f"an action's text is {shorten_value(self.text)}; it needs text")
         if self.finish_reason not in FINISH_REASONS:
             raise MalformedValue(f"finish_reason is {self.finish_reason!r}; it has to be {' or '.join(FINISH_REASONS)}")
-        _set(self, "tool_calls", tuple(self.tool_calls))
-        _set(self, "token_ids", tuple(map(int, self.token_ids)))
+        set_field(self, "tool_calls", tuple(self.tool_calls))
+        set_field(self, "token_ids", tuple(map(int, self.token_ids)))
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,19 @@ class Step:
 
     def __post_init__(self) -> None:
         seats = isinstance(self.observation, tuple | list)
-        _set(self, "observation", tuple(_observations(self.observation)) if seats else _observed(self.observation))
+        set_field(
+            self,
+            "observation",
+            tuple(check_observations(self.observation)) if seats else check_observation(self.observation),
+        )
         several = isinstance(self.reward, tuple | list)
-        rewards = tuple(_number("a reward", one) for one in self.rewards)
-        _set(self, "reward", rewards if several else rewards[0])
+        rewards = tuple(check_number("a reward", one) for one in self.rewards)
+        set_field(self, "reward", rewards if several else rewards[0])
         for name in ("terminated", "truncated"):
-            _set(self, name, _flag(name, getattr(self, name)))
-        _set(self, "metrics", _metrics(self.metrics))
+            set_field(self, name, check_flag(name, getattr(self, name)))
+        set_field(self, "metrics", check_metrics(self.metrics))
         _check_max_tokens(self.max_tokens)
-        _set(self, "stop", tuple(_stop(text) for text in _items("stop", self.stop)))
+        set_field(self, "stop", tuple(check_stop(text) for text in check_items("stop", self.stop)))
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -191,7 +195,7 @@ def checked_reset(env: Env, found: Any) -> tuple[Observation, ...]:
     observations = tuple(found) if isinstance(found, tuple | list) else (found,)
     for one in observations:
         if not isinstance(one, Observation):
-            raise MalformedValue(f"{type(env).__name__}.reset returned {_short(one)}; it needs an Observation")
+            raise MalformedValue(f"{type(env).__name__}.reset returned {shorten_value(one)}; it needs an Observation")
     _check_seats(env, "reset", "observations", len(observations))
     return observations
 
@@ -199,7 +203,7 @@ def checked_reset(env: Env, found: Any) -> tuple[Observation, ...]:
 def checked_step(env: Env, found: Any) -> Step:
     """What `step` returned. Raises MalformedValue that names the environment's class."""
     if not isinstance(found, Step):
-        raise MalformedValue(f"{type(env).__name__}.step returned {_short(found)}; it needs a Step")
+        raise MalformedValue(f"{type(env).__name__}.step returned {shorten_value(found)}; it needs a Step")
     _check_seats(env, "step", "observations", len(found.observations))
     _check_seats(env, "step", "rewards", len(found.rewards))
     return found
@@ -208,7 +212,7 @@ def checked_step(env: Env, found: Any) -> Step:
 def checked_state(env: Env, found: Any) -> bytes | None:
     """What `save` returned. Raises MalformedValue that names the environment's class."""
     if found is not None and not isinstance(found, bytes):
-        raise MalformedValue(f"{type(env).__name__}.save returned {_short(found)}; it needs bytes or None")
+        raise MalformedValue(f"{type(env).__name__}.save returned {shorten_value(found)}; it needs bytes or None")
     return found
 
 
@@ -226,29 +230,29 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(function["name"], known, str(call.get("id") or ""))
 
 
-def _set(value: object, name: str, to: object) -> None:
+def set_field(value: object, name: str, to: object) -> None:
     object.__setattr__(value, name, to)
 
 
-def _observed(value: Any) -> Observation:
+def check_observation(value: Any) -> Observation:
     if not isinstance(value, Observation):
-        raise MalformedValue(f"a step's observation is {_short(value)}; it needs an Observation")
+        raise MalformedValue(f"a step's observation is {shorten_value(value)}; it needs an Observation")
     return value
 
 
-def _observations(values: Any) -> list[Observation]:
-    return [_observed(value) for value in values]
+def check_observations(values: Any) -> list[Observation]:
+    return [check_observation(value) for value in values]
 
 
-def _items(what: str, values: Any) -> Sequence[Any]:
+def check_items(what: str, values: Any) -> Sequence[Any]:
     if not isinstance(values, tuple | list):
-        raise MalformedValue(f"{what} is {_short(values)}; it needs a tuple")
+        raise MalformedValue(f"{what} is {shorten_value(values)}; it needs a tuple")
     return values
 
 
-def _message(message: Any) -> Mapping[str, str]:
+def check_message(message: Any) -> Mapping[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise MalformedValue(f"an observation's message is {_short(message)}; it needs role and content")
+        raise MalformedValue(f"an observation's message is {shorten_value(message)}; it needs role and content")
     if isinstance(message["content"], list | tuple):
         raise MalformedValue(
             "an observation's message has a list of parts as content; images are not supported: give one text, and "
@@ -261,10 +265,12 @@ def _message(message: Any) -> Mapping[str, str]:
     return dict(message)
 
 
-def _tool(tool: Any) -> Mapping[str, Any]:
+def check_tool(tool: Any) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MalformedValue(f"a tool is {_short(tool)}; it needs {{'type': 'function', 'function': {{'name': …}}}}")
+        raise MalformedValue(
+            f"a tool is {shorten_value(tool)}; it needs {{'type': 'function', 'function': {{'name': …}}}}"
+        )
     try:
         known: Mapping[str, Any] = json.loads(json.dumps(tool))
     except (TypeError, ValueError) as problem:
@@ -274,31 +280,31 @@ def _tool(tool: Any) -> Mapping[str, Any]:
     return known
 
 
-def _metrics(values: Any) -> Mapping[str, float]:
+def check_metrics(values: Any) -> Mapping[str, float]:
     if not isinstance(values, Mapping):
-        raise MalformedValue(f"metrics is {_short(values)}; it needs names with numbers")
-    return {str(name): _number(f"the metric {name!r}", value) for name, value in values.items()}
+        raise MalformedValue(f"metrics is {shorten_value(values)}; it needs names with numbers")
+    return {str(name): check_number(f"the metric {name!r}", value) for name, value in values.items()}
 
 
-def _number(what: str, value: Any) -> float:
+def check_number(what: str, value: Any) -> float:
     number = number_in(value)
     if number is None or not math.isfinite(number):
-        raise MalformedValue(f"{what} is {_short(value)}; it needs a finite number")
+        raise MalformedValue(f"{what} is {shorten_value(value)}; it needs a finite number")
     return number
 
 
-def _flag(what: str, value: Any) -> bool:
+def check_flag(what: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise MalformedValue(f"{what} is {_short(value)}; it needs True or False")
+        raise MalformedValue(f"{what} is {shorten_value(value)}; it needs True or False")
     return bool(value)
 
 
 def _check_max_tokens(value: Any) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise MalformedValue(f"max_tokens is {_short(value)}; it needs a whole number above 0, or None")
+        raise MalformedValue(f"max_tokens is {shorten_value(value)}; it needs a whole number above 0, or None")
 
 
-def _stop(text: Any) -> str:
+def check_stop(text: Any) -> str:
     _check_text("a stop text", text)
     if not text:
         raise MalformedValue("a stop text is empty; it would end every reply at once")
@@ -307,12 +313,12 @@ def _stop(text: Any) -> str:
 
 def _check_text(what: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise MalformedValue(f"{what} is {_short(value)}; it needs text")
+        raise MalformedValue(f"{what} is {shorten_value(value)}; it needs text")
     if problem := scalar_problem(value):
         raise MalformedValue(f"{what} holds {problem}")
 
 
-def _short(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -331,12 +337,12 @@ def without_middle(text: str, most_bytes: int) -> str:
     whole = text.encode("utf-8", "replace")
     if len(whole) <= most_bytes:
         return whole.decode()
-    room = most_bytes - len(_mark(len(whole)).encode())
+    room = most_bytes - len(omission_mark(len(whole)).encode())
     head, tail = whole[: room - room // 2], whole[len(whole) - room // 2 :]
-    return f"{head.decode(errors='ignore')}{_mark(len(whole) - room)}{tail.decode(errors='ignore')}"
+    return f"{head.decode(errors='ignore')}{omission_mark(len(whole) - room)}{tail.decode(errors='ignore')}"
 
 
-def _mark(num_bytes: int) -> str:
+def omission_mark(num_bytes: int) -> str:
     return f"\n[{num_bytes} bytes left out]\n"
 
 

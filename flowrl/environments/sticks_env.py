@@ -58,7 +58,7 @@ class SticksAgainst(Env):
         self._rng = random.Random(seed)
         self.left = self.rules.start(self._rng)
         if self.left > self.rules.take and self._rng.random() < 0.5:
-            self._reply()
+            self._opponent_reply()
         return Observation(str(self.left))
 
     async def step(self, action: Action) -> Step:
@@ -66,11 +66,11 @@ class SticksAgainst(Env):
         self.left -= taken
         won = taken > 0 and self.left == 0
         if taken and self.left:
-            self._reply()
+            self._opponent_reply()
         over = taken == 0 or self.left == 0
         metrics = {"not_allowed": float(taken == 0)} if over else {}
         return Step(Observation("" if over else str(self.left)), float(won), terminated=over, metrics=metrics)
 
-    def _reply(self) -> None:
+    def _opponent_reply(self) -> None:
         best = self.rules.winning(self.left)
         self.left -= best if best and self._rng.random() < self.skill else self._rng.choice(self.rules.moves(self.left))

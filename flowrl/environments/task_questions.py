@@ -29,7 +29,7 @@ def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
     if place_of_rows(task) is None:
         return load_rows(task, whole=whole)
     mine, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_read, args=(task, whole, theirs))
+    process = multiprocessing.get_context("fork").Process(target=read_rows_to, args=(task, whole, theirs))
     process.start()
     theirs.close()
     assert process.pid is not None
@@ -52,7 +52,7 @@ def load_rows_apart(task: Task, *, whole: bool = False) -> Rows:
     return found
 
 
-def _read(task: Task, whole: bool, target: Connection) -> None:
+def read_rows_to(task: Task, whole: bool, target: Connection) -> None:
     die_with_parent()
     try:
         found: Rows | str = load_rows(task, whole=whole)
@@ -86,7 +86,7 @@ class TaskQuestions:
     places: Mapping[int, int] = field(default_factory=dict)
     """Seed of each of the environment's rows -> the row's index within its part."""
 
-    def row(self, environment_row: EnvironmentRow) -> Row:
+    def row_of_question(self, environment_row: EnvironmentRow) -> Row:
         """The question of an environment's row: the one that the row names, else a held-out question for a held-out
         row.
 
@@ -150,7 +150,7 @@ def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
             f"the task of environment {name.text!r} has {len(rows.train)} rows, none of them held out, so held-out "
             "episodes would have nothing to ask; add rows"
         )
-    questions = TaskQuestions(rows, sets, _places(name))
+    questions = TaskQuestions(rows, sets, places_of_questions(name))
     for row in questions.all:
         if any(turn["role"] == "assistant" for turn in row.turns):
             raise ConfigError(
@@ -160,7 +160,7 @@ def load_questions(name: EnvironmentName, task: Task) -> TaskQuestions:
     return questions
 
 
-def _places(name: EnvironmentName) -> Mapping[int, int]:
+def places_of_questions(name: EnvironmentName) -> Mapping[int, int]:
     """Seed -> index of the row within its part. Seeds as indices would skip the questions at the other part's seeds."""
     found = environment_rows(name.text)
     return {row.seed: place for part in (found.train, found.held_out) for place, row in enumerate(part)}

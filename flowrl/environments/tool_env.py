@@ -55,7 +55,7 @@ class ToolEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], ToolEnv]:
         """Reads the task and loads the tools. Raises ConfigError for what is wrong with them."""
         shared = _tool_task(name)
-        shared.tools.check()
+        shared.tools.check_tools()
         kind = cls if shared.tools.replays else UnrepeatableToolEnv
         return lambda: kind(shared)
 
@@ -65,9 +65,9 @@ class ToolEnv(Env):
         self._open = AsyncExitStack()
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self._row = self._shared.questions.row(EnvironmentRow(task["name"], task["options"], seed))
+        self._row = self._shared.questions.row_of_question(EnvironmentRow(task["name"], task["options"], seed))
         self._asked_set = task["options"].get(SET, "")
-        self._tools = await self._open.enter_async_context(self._shared.tools.session(seed))
+        self._tools = await self._open.enter_async_context(self._shared.tools.open_session(seed))
         return replace(question_of(self._row), tools=self._tools.descriptions)
 
     async def close(self) -> None:
@@ -75,7 +75,7 @@ class ToolEnv(Env):
 
     async def step(self, action: Action) -> Step:
         if action.tool_calls:
-            return Step(Observation(messages=await self._answers(action.tool_calls)), metrics=self._metrics)
+            return Step(Observation(messages=await self._answer_calls(action.tool_calls)), metrics=self._metrics)
         reward = self._shared.score(self._row, action.text, self._asked_set)
         return Step(Observation(), reward, terminated=True, metrics=self._metrics)
 
@@ -84,17 +84,17 @@ class ToolEnv(Env):
         """Metrics of the episode so far."""
         return {"tool_calls": self._calls, "tool_errors": self._errors}
 
-    async def _answers(self, calls: Sequence[ToolCall]) -> tuple[Mapping[str, str], ...]:
+    async def _answer_calls(self, calls: Sequence[ToolCall]) -> tuple[Mapping[str, str], ...]:
         until = time.monotonic() + self._shared.reply_s
-        return tuple([_message(call, await self._executed(call, until)) for call in calls])
+        return tuple([reply_message(call, await self._execute_call(call, until)) for call in calls])
 
-    async def _executed(self, call: ToolCall, until: float) -> ToolResult:
+    async def _execute_call(self, call: ToolCall, until: float) -> ToolResult:
         self._calls += 1
         if self._calls > self._shared.calls:
             text = f"No tool call is left of the {self._shared.calls} that are allowed. Answer without one."
             result = ToolResult(text, failed=True)
         else:
-            result = await self._tools.execute(call, limit_s=until - time.monotonic())
+            result = await self._tools.execute_call(call, limit_s=until - time.monotonic())
         self._errors += result.failed
         return result
 
@@ -105,7 +105,7 @@ class UnrepeatableToolEnv(ToolEnv):
     replays = False
 
 
-def _message(call: ToolCall, result: ToolResult) -> Mapping[str, str]:
+def reply_message(call: ToolCall, result: ToolResult) -> Mapping[str, str]:
     message = {"role": "tool", "content": result.text, "name": without_middle(call.name, NAME_BYTES)}
     return {**message, "tool_call_id": without_middle(call.call_id, NAME_BYTES)} if call.call_id else message
 

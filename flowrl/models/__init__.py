@@ -37,7 +37,7 @@ from flowrl.models.policy import (
 )
 from flowrl.models.tokens.chat import Chat, load_tokenizer, special_texts, template_end, template_next
 from flowrl.models.tokens.tool_form import tool_form, uses_tools
-from flowrl.models.tokens.vocabulary import difference
+from flowrl.models.tokens.vocabulary import describe_difference
 from flowrl.tasks import Row
 
 __all__ = [
@@ -72,13 +72,13 @@ def resolve(policy: Policy, *, progress: Progress = silent) -> str:
     Safe to call from several processes: one creates the model, the others wait. `progress` is called with one line per
     stage. Raises ConfigError if the model, or the tokenizer that the policy's options name, does not exist.
     """
-    directory = _found(policy, progress)
+    directory = find_directory(policy, progress)
     if not policy.tokenizer.chosen:
         return str(directory)
     return str(model_with_tokenizer(directory, policy, _tokenizer_directory(policy, progress), progress))
 
 
-def _found(policy: Policy, progress: Progress) -> Path:
+def find_directory(policy: Policy, progress: Progress) -> Path:
     """The directory of the model with its own tokenizer."""
     if policy.model in CHARACTER_MODELS:
         from flowrl.models.built_in_models import tiny_model
@@ -98,7 +98,7 @@ def _tokenizer_directory(policy: Policy, progress: Progress) -> Path | None:
     named = Policy(policy.tokenizer.name) if policy.tokenizer.name else None
     if named is None:
         return None
-    return _found(named, progress) if named.built_in else found_tokenizer(policy, progress)
+    return find_directory(named, progress) if named.built_in else found_tokenizer(policy, progress)
 
 
 def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
@@ -116,7 +116,7 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
 
         check_tool_task(policy.task)
     elif not policy.built_in:
-        check_code(_found(policy, progress), trusted=policy.trust_remote_code)
+        check_code(find_directory(policy, progress), trusted=policy.trust_remote_code)
     if policy.tokenizer.chosen and policy.model not in CHARACTER_MODELS:
         resolve(policy, progress=progress)
     elif policy.tokenizer.name and policy.tokenizer.name not in CHARACTER_MODELS:
@@ -136,7 +136,7 @@ def require_same_vocabulary(scored: Policy, scorer: Policy) -> None:
     they differ."""
     mine, other = (tokenizer_of(policy).get_vocab() for policy in (scored, scorer))
     if mine != other:
-        raise ConfigError(difference(scored.model, mine, scorer.model, other))
+        raise ConfigError(describe_difference(scored.model, mine, scorer.model, other))
 
 
 def known_context(policy: Policy) -> int | None:
@@ -205,7 +205,7 @@ def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
             return
         if not tokenizer.chat_template:
             Chat(tokenizer).prompt(row.turns)
-        tool_form(tokenizer).require(row.all_turns, row.tools)
+        tool_form(tokenizer).require_shown(row.all_turns, row.tools)
 
 
 def end_problem(policy: Policy) -> str | None:
@@ -250,15 +250,15 @@ def stop_ids(policy: Policy, tokenizer: Any) -> list[int]:
     directory = known_tokenizer_directory(policy) if named else known_directory(policy)
     ids: Any = None
     if directory is not None:
-        ids = _json(directory / "generation_config.json").get("eos_token_id")
+        ids = read_json(directory / "generation_config.json").get("eos_token_id")
         if ids is None and not named and not (directory / "generation_config.json").is_file():
-            ids = _json(directory / "config.json").get("eos_token_id")
+            ids = read_json(directory / "config.json").get("eos_token_id")
     found = ids if isinstance(ids, list) else [ids]
     own = tokenizer.eos_token_id
     return list({int(one): None for one in (own, *found) if one is not None})
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

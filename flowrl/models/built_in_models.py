@@ -73,10 +73,10 @@ class Answers:
 
     def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
         """Prompts, each with an answer and the end token."""
-        return [[self._lesson(row, rng) for row in rows]]
+        return [[self._make_lesson(row, rng) for row in rows]]
 
-    def _lesson(self, row: Row, rng: random.Random) -> Lesson:
-        prompt = self._prompt(row)
+    def _make_lesson(self, row: Row, rng: random.Random) -> Lesson:
+        prompt = self._prompt_ids(row)
         text = self._demonstrate(row, rng)
         answer = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]
         return [*prompt, *answer], [*([IGNORED] * len(prompt)), *answer]
@@ -85,17 +85,17 @@ class Answers:
         """The share of rows whose answer is exactly right."""
         most = max(len(row.answer or "") for row in rows) + 1
         pad = self._tokenizer.pad_token_id
-        replies_BT = continued(model, [self._prompt(row) for row in rows], most, pad=pad, greedy=greedy)
+        replies_BT = continue_prompt(model, [self._prompt_ids(row) for row in rows], most, pad=pad, greedy=greedy)
         answers: list[str] = self._tokenizer.batch_decode(replies_BT, skip_special_tokens=True)
         return sum(a == row.answer for a, row in zip(answers, rows, strict=True)) / len(rows)
 
-    def _prompt(self, row: Row) -> list[int]:
+    def _prompt_ids(self, row: Row) -> list[int]:
         if row.prompt_id not in self._prompts:
             self._prompts[row.prompt_id] = self._chat.with_tools(row.tools).prompt(row.turns)[1].tolist()
         return self._prompts[row.prompt_id]
 
 
-def continued(model: Any, contexts: Sequence[list[int]], most: int, *, pad: int, greedy: bool) -> Tensor:
+def continue_prompt(model: Any, contexts: Sequence[list[int]], most: int, *, pad: int, greedy: bool) -> Tensor:
     """What the model writes after each context: `most` tokens or fewer, padded on the right."""
     import torch
 
@@ -172,7 +172,7 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            _Run(model, lessons, tokenizer.pad_token_id, rows, recipe, progress).train()
+            _Run(model, lessons, tokenizer.pad_token_id, rows, recipe, progress).train_model()
     finally:
         torch.set_num_threads(num_threads)
 
@@ -190,7 +190,7 @@ class _Run:
         self._random = random.Random(recipe.seed)
         self._checked = sorted(rows.held_out or rows.train, key=lambda row: row.prompt_id)[: recipe.num_checked]
 
-    def train(self) -> None:
+    def train_model(self) -> None:
         """Train until a target is reached or the maximum number of steps is done."""
         import torch
 
@@ -204,8 +204,8 @@ class _Run:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             optimizer.step()
             if step % recipe.check_every == 0:
-                sampled = self._score(greedy=False)
-                greedy = self._score(greedy=True) if sampled >= recipe.greedy_from else 0.0
+                sampled = self._score_model(greedy=False)
+                greedy = self._score_model(greedy=True) if sampled >= recipe.greedy_from else 0.0
                 self._progress(
                     f"SFT step {step}, loss {loss.item():.2f}, {self._lessons.measure} {sampled:.2f} sampled"
                     + (f", {greedy:.2f} greedy" if greedy else "")
@@ -225,11 +225,11 @@ class _Run:
     def _loss_of(self, lessons: Sequence[Lesson]) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        input_ids_BT, labels_BT = self._batch(lessons)
+        input_ids_BT, labels_BT = self._draw_batch(lessons)
         logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False).logits
         return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
 
-    def _batch(self, lessons: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
+    def _draw_batch(self, lessons: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
         """(ids, labels), right-padded; prompts and padding have no label."""
         import torch
 
@@ -238,7 +238,7 @@ class _Run:
         labels_BT = [[*labels, *([IGNORED] * (width - len(labels)))] for _, labels in lessons]
         return torch.tensor(ids_BT), torch.tensor(labels_BT)
 
-    def _score(self, *, greedy: bool) -> float:
+    def _score_model(self, *, greedy: bool) -> float:
         return self._lessons.score(self._model, self._checked, greedy=greedy)
 
 
@@ -315,37 +315,38 @@ class ToolTraces:
         long."""
         calls = [rng.random() < self._called for _ in rows]
         groups = [
-            [self.trace(r, calls=kind) for r, c in zip(rows, calls, strict=True) if c == kind] for kind in (False, True)
+            [self.make_trace(r, calls=kind) for r, c in zip(rows, calls, strict=True) if c == kind]
+            for kind in (False, True)
         ]
         return [group for group in groups if group]
 
-    def trace(self, row: Row, *, calls: bool) -> Lesson:
+    def make_trace(self, row: Row, *, calls: bool) -> Lesson:
         """A whole episode: its replies and their end tokens have labels; the calculator's answers have none."""
         key = (row.prompt_id, calls)
         if key not in self._known:
-            ids, mask = self._chat.demonstration(*_episode(row, calls))
+            ids, mask = self._chat.demonstration(*play_episode(row, calls))
             self._known[key] = ids.tolist(), np.where(mask, ids, IGNORED).tolist()
         return self._known[key]
 
     def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
         """The share of rows whose call and answer are right after a first token that begins a call."""
-        traces = [self.trace(row, calls=True) for row in rows]
-        calls = self._imitated(model, traces, 0, given=1, greedy=greedy)
-        return float((calls & self._imitated(model, traces, 1, given=0, greedy=greedy)).mean())
+        traces = [self.make_trace(row, calls=True) for row in rows]
+        calls = self._imitated_mask(model, traces, 0, given=1, greedy=greedy)
+        return float((calls & self._imitated_mask(model, traces, 1, given=0, greedy=greedy)).mean())
 
-    def _imitated(self, model: Any, traces: Sequence[Lesson], reply: int, *, given: int, greedy: bool) -> Bool:
+    def _imitated_mask(self, model: Any, traces: Sequence[Lesson], reply: int, *, given: int, greedy: bool) -> Bool:
         """Whether the model reproduces the reply of each trace, given the context and the first `given` ids of the
         reply."""
         contexts, rests = [], []
         for ids, labels in traces:
-            start, end = _replies(labels)[reply]
+            start, end = sample_replies(labels)[reply]
             contexts.append(ids[: start + given])
             rests.append(ids[start + given : end])
-        found = continued(model, contexts, max(map(len, rests)), pad=self._pad, greedy=greedy).tolist()
+        found = continue_prompt(model, contexts, max(map(len, rests)), pad=self._pad, greedy=greedy).tolist()
         return np.array([one[: len(rest)] == rest for one, rest in zip(found, rests, strict=True)])
 
 
-def _episode(row: Row, calls: bool) -> tuple[list[Mapping[str, Any]], str]:
+def play_episode(row: Row, calls: bool) -> tuple[list[Mapping[str, Any]], str]:
     """The messages before the last answer, and that answer."""
     if not calls:
         return list(row.turns), careless_answer(row.prompt)
@@ -353,7 +354,7 @@ def _episode(row: Row, calls: bool) -> tuple[list[Mapping[str, Any]], str]:
     return [*row.turns, call_message(row), {"role": "tool", "name": "calculator", "content": answer}], answer
 
 
-def _replies(labels: Sequence[int]) -> list[tuple[int, int]]:
+def sample_replies(labels: Sequence[int]) -> list[tuple[int, int]]:
     """[start, end) of every stretch of labels."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(labels) != IGNORED, [0]])))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
@@ -425,14 +426,14 @@ def smollm2_model(progress: Progress) -> Path:
 
     def make(target: Path) -> None:
         progress(f"smollm2: converting {source.name}, once")
-        _convert(source, target)
+        convert_weights(source, target)
         progress("smollm2: converted")
 
     recipe = {"file": source.name, "bytes": source.stat().st_size, "dtype": "bfloat16", "recipe": 1}
     return cached_model("smollm2", recipe, make, progress)
 
 
-def _convert(source: Path, target: Path) -> None:
+def convert_weights(source: Path, target: Path) -> None:
     try:
         import gguf  # noqa: F401
     except ImportError:

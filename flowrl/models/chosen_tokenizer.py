@@ -40,7 +40,7 @@ def with_special_tokens(tokenizer: Any, options: TokenizerOptions, *, rows: int 
     _require_tokens(tokenizer, options, options.name or model)
     if more:
         tokenizer.add_special_tokens({"extra_special_tokens": more}, replace_extra_special_tokens=False)
-    if roles := _roles(options):
+    if roles := special_roles(options):
         tokenizer.add_special_tokens(roles)
     if options.bos:
         _begin_with(tokenizer, None if options.bos == NONE else options.bos, options.name or model)
@@ -53,7 +53,7 @@ def end_token_ids(tokenizer: Any, options: TokenizerOptions) -> list[int]:
     return [int(tokenizer.convert_tokens_to_ids(token)) for token in options.eos]
 
 
-def _roles(options: TokenizerOptions) -> dict[str, str]:
+def special_roles(options: TokenizerOptions) -> dict[str, str]:
     roles = {"eos_token": options.eos[0] if options.eos else "", "pad_token": options.pad}
     return {role: token for role, token in roles.items() if token}
 
@@ -93,7 +93,7 @@ def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
             f"--tokenizer.bos needs a tokenizer with a tokenizer.json, and {of} has none; leave it "
             "out, or save the tokenizer as a fast one"
         )
-    ending = _behind(tokenizer)
+    ending = ids_behind(tokenizer)
     if token is None:
         tokenizer.bos_token = None
     else:
@@ -110,7 +110,7 @@ def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=marks)
 
 
-def _behind(tokenizer: Any) -> list[int]:
+def ids_behind(tokenizer: Any) -> list[int]:
     """The ids that the tokenizer adds after a text."""
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(plain), -1, -1):
@@ -127,7 +127,7 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 def with_template(tokenizer: Any, policy: Policy) -> Any:
     """`tokenizer` with the template, the values and the end of a turn that `policy` names. Raises ConfigError."""
     if policy.chat_template:
-        tokenizer.chat_template = _chosen(policy.chat_template)
+        tokenizer.chat_template = chosen_template(policy.chat_template)
     if policy.chat_template_kwargs:
         tokenizer.chat_template = _with_values(tokenizer.chat_template, policy)
     if policy.tokenizer.eos and isinstance(tokenizer.chat_template, str) and template_end(tokenizer) == "":
@@ -139,11 +139,11 @@ def with_template(tokenizer: Any, policy: Policy) -> Any:
 def check_template(policy: Policy) -> None:
     """Raise ConfigError for a file that cannot be read, and for values that are not written as NAME=VALUE."""
     if policy.chat_template:
-        _chosen(policy.chat_template)
-    _values(policy)
+        chosen_template(policy.chat_template)
+    read_values(policy)
 
 
-def _chosen(name: str) -> str | None:
+def chosen_template(name: str) -> str | None:
     if name == NONE:
         return None
     try:
@@ -161,21 +161,21 @@ def _with_values(template: Any, policy: Policy) -> str:
             f"chat_template_kwargs={policy.chat_template_kwargs} sets values of a chat template, and {policy.model} "
             "has none; leave them out, or name a template"
         )
-    values = _values(policy)
+    values = read_values(policy)
     if unread := [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]:
         raise ConfigError(
             f"the chat template of {policy.model} does not read {unread[0]}; leave it out of chat_template_kwargs, or "
             "spell it as the template does"
         )
-    return "".join(f"{{%- set {name} = {_jinja(value)} -%}}" for name, value in values.items()) + str(text)
+    return "".join(f"{{%- set {name} = {jinja_literal(value)} -%}}" for name, value in values.items()) + str(text)
 
 
-def _values(policy: Policy) -> dict[str, Any]:
+def read_values(policy: Policy) -> dict[str, Any]:
     found = parse_options("chat_template_kwargs", policy.chat_template_kwargs)
     return {name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in found.items()}
 
 
-def _jinja(value: Any) -> str:
+def jinja_literal(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool | int | float | str):
@@ -196,8 +196,8 @@ def model_with_tokenizer(directory: Path, policy: Policy, source: Path | None, p
     say. Raises ConfigError."""
     recipe = {
         "origin": str(directory.absolute()),
-        "model": _files(directory),
-        "tokenizer": None if source is None else _files(source),
+        "model": files_to_link(directory),
+        "tokenizer": None if source is None else files_to_link(source),
         "options": asdict(policy.tokenizer),
         "transformers": version("transformers"),
     }
@@ -205,19 +205,19 @@ def model_with_tokenizer(directory: Path, policy: Policy, source: Path | None, p
 
     def make(target: Path) -> None:
         progress(f"writing {policy.model} with the tokenizer that --tokenizer chooses")
-        _write(directory, policy, source, target)
+        write_directory(directory, policy, source, target)
 
     return cached_directory("tokenizers", name, recipe, make, progress, unused_days=UNUSED_DAYS)
 
 
 def embedding_rows(directory: Path) -> int | None:
     """How many tokens the model has embeddings for, by its config; None if the config does not say."""
-    config = _json(directory / "config.json")
+    config = read_json(directory / "config.json")
     found = config.get("vocab_size", dict(config.get("text_config") or {}).get("vocab_size"))
     return found if isinstance(found, int) else None
 
 
-def _write(directory: Path, policy: Policy, source: Path | None, target: Path) -> None:
+def write_directory(directory: Path, policy: Policy, source: Path | None, target: Path) -> None:
     for path in directory.iterdir():
         if not TOKENIZER_FILE.fullmatch(path.name) and path.name not in (*CONFIGS, RECIPE):
             (target / path.name).symlink_to(path.absolute())
@@ -231,24 +231,24 @@ def _write(directory: Path, policy: Policy, source: Path | None, target: Path) -
         rows=embedding_rows(directory),
         model=policy.model,
     )
-    ids = _ids(tokenizer, options, source)
+    ids = special_ids(tokenizer, options, source)
     for name in CONFIGS:
         if (directory / name).is_file() or "eos_token_id" in ids:
-            described = _with_ids(dict(_json(directory / name)), ids)
+            described = _with_ids(dict(read_json(directory / name)), ids)
             (target / name).write_text(json.dumps(described, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _save(tokenizer, target, trusted=trusted, of=options.name or policy.model)
+    save_tokenizer(tokenizer, target, trusted=trusted, of=options.name or policy.model)
 
 
-def _save(tokenizer: Any, target: Path, *, trusted: bool, of: str) -> None:
+def save_tokenizer(tokenizer: Any, target: Path, *, trusted: bool, of: str) -> None:
     """Write the tokenizer so that it is the same when it is loaded from `target`. Raises ConfigError if that fails."""
     tokenizer.save_pretrained(target)
     loaded = load_tokenizer(target, trust_remote_code=trusted)
-    if tokenizer.is_fast and not _alike(tokenizer, loaded):
+    if tokenizer.is_fast and not are_alike(tokenizer, loaded):
         file = target / "tokenizer_config.json"
-        file.write_text(json.dumps({**_json(file), "tokenizer_class": GENERIC_CLASS}, indent=2) + "\n", "utf-8")
+        file.write_text(json.dumps({**read_json(file), "tokenizer_class": GENERIC_CLASS}, indent=2) + "\n", "utf-8")
         loaded = load_tokenizer(target, trust_remote_code=trusted)
-    if not _alike(tokenizer, loaded):
-        kind = _json(target / "config.json").get("model_type")
+    if not are_alike(tokenizer, loaded):
+        kind = read_json(target / "config.json").get("model_type")
         raise ConfigError(
             f"transformers loads a {type(loaded).__name__} for {kind} models, and that does not read texts as the "
             f"tokenizer of {of} ({type(tokenizer).__name__}) does with these options; leave them out, or name a "
@@ -256,11 +256,11 @@ def _save(tokenizer: Any, target: Path, *, trusted: bool, of: str) -> None:
         )
 
 
-def _alike(one: Any, other: Any) -> bool:
-    return _marks(one) == _marks(other)
+def are_alike(one: Any, other: Any) -> bool:
+    return special_marks(one) == special_marks(other)
 
 
-def _marks(tokenizer: Any) -> tuple[object, ...]:
+def special_marks(tokenizer: Any) -> tuple[object, ...]:
     return (
         tokenizer.get_vocab(),
         tokenizer.eos_token_id,
@@ -272,11 +272,11 @@ def _marks(tokenizer: Any) -> tuple[object, ...]:
     )
 
 
-def _ids(tokenizer: Any, options: TokenizerOptions, source: Path | None) -> dict[str, int | list[int] | None]:
+def special_ids(tokenizer: Any, options: TokenizerOptions, source: Path | None) -> dict[str, int | list[int] | None]:
     """The ids of the special tokens that differ from the model's, by their keys in the two configurations."""
     found: dict[str, int | list[int] | None] = {}
     if source is not None:
-        ends = _json(source / "generation_config.json").get("eos_token_id")
+        ends = read_json(source / "generation_config.json").get("eos_token_id")
         found = {"eos_token_id": tokenizer.eos_token_id if ends is None else ends}
         found |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     if options.eos:
@@ -297,7 +297,7 @@ def _with_ids(config: dict[str, Any], ids: Mapping[str, int | list[int] | None])
     return {**config, **ids}
 
 
-def _files(directory: Path) -> dict[str, Any]:
+def files_to_link(directory: Path) -> dict[str, Any]:
     """What distinguishes one state of a directory from another."""
     paths = (path for path in sorted(directory.iterdir()) if path.is_file() and path.name != RECIPE)
     found = {path.name: path.stat() for path in paths}
@@ -307,7 +307,7 @@ def _files(directory: Path) -> dict[str, Any]:
     }
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

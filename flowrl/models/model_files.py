@@ -27,7 +27,7 @@ def check_directory(path: Path) -> None:
     if not (path / "config.json").is_file():
         require_no_adapter(path)
         raise ConfigError(f"{path} is no model directory: config.json is missing; name one that transformers can load")
-    config = _json(path / "config.json")
+    config = read_json(path / "config.json")
     for file in weight_files(path):
         if file.suffix == ".bin":
             _check_pickle(file)
@@ -48,7 +48,7 @@ def require_no_adapter(path: Path) -> None:
 
 def check_code(path: str | Path, *, trusted: bool) -> None:
     """Raise ConfigError if the model needs its own Python files to be run, and they are not trusted."""
-    config = _json(Path(path) / "config.json")
+    config = read_json(Path(path) / "config.json")
     if "auto_map" in config and not trusted and config.get("model_type") not in _known_types():
         raise ConfigError(
             f"{path} is a {config.get('model_type')} model, whose Python files are part of it; read them, then add "
@@ -76,7 +76,7 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
 
 def stored_dtype(path: str | Path) -> str:
     """The dtype that the model's config.json names, such as bfloat16; "auto" if it names none."""
-    config = _json(Path(path) / "config.json")
+    config = read_json(Path(path) / "config.json")
     return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
 
@@ -84,10 +84,10 @@ def weight_files(path: Path) -> list[Path]:
     """The files with the weights: safetensors if there are any, and those that the index names if there is one. Raises
     ConfigError if files are missing."""
     index = path / INDEX
-    files = _listed(index) or sorted(path.glob("*.safetensors"))
+    files = listed_files(index) or sorted(path.glob("*.safetensors"))
     if not files:
         index = path / PICKLED_INDEX
-        files = _listed(index) or sorted(path.glob(PICKLED))
+        files = listed_files(index) or sorted(path.glob(PICKLED))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which its {index.name} names; download the model again")
@@ -98,11 +98,11 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _listed(index: Path) -> list[Path]:
+def listed_files(index: Path) -> list[Path]:
     """The files that an index names; [] if the index does not exist."""
     if not index.is_file():
         return []
-    return [index.parent / name for name in dict.fromkeys(_json(index).get("weight_map", {}).values())]
+    return [index.parent / name for name in dict.fromkeys(read_json(index).get("weight_map", {}).values())]
 
 
 def _check_pickle(file: Path) -> None:
@@ -134,14 +134,14 @@ def _check_weights(file: Path) -> None:
 def context_length(path: str | Path) -> int:
     """The most tokens that fit into the model's context, by its config. Raises ConfigError if the config has no
     number."""
-    config = _json(Path(path) / "config.json")
+    config = read_json(Path(path) / "config.json")
     found = config.get("text_config", config).get("max_position_embeddings")
     if not isinstance(found, int):
         raise ConfigError(f"{path}/config.json has no max_position_embeddings; set limits.tokens, or add it there")
     return found
 
 
-def _json(file: Path) -> Mapping[str, Any]:
+def read_json(file: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as problem:
@@ -177,8 +177,8 @@ def found_directory(policy: Policy, progress: Progress) -> Path:
     if policy.path.is_dir():
         return policy.path.resolve()
     if policy.hub_name is None:
-        raise ConfigError(_nowhere(policy))
-    return fetch_snapshot(policy.hub_name, model_files, _complete, progress)
+        raise ConfigError(refuse_missing(policy))
+    return fetch_snapshot(policy.hub_name, model_files, complete_files, progress)
 
 
 def known_tokenizer_directory(policy: Policy) -> Path | None:
@@ -228,7 +228,7 @@ def model_files(names: Iterable[str]) -> list[str]:
     return sorted({*weights, *(name for name in top if name.endswith(BESIDE))})
 
 
-def _complete(directory: Path) -> bool:
+def complete_files(directory: Path) -> bool:
     try:
         check_directory(directory)
     except ConfigError:
@@ -236,7 +236,7 @@ def _complete(directory: Path) -> bool:
     return True
 
 
-def _nowhere(policy: Policy) -> str:
+def refuse_missing(policy: Policy) -> str:
     near = difflib.get_close_matches(policy.model, BUILT_IN, 1, 0.7)
     hint = f"; did you mean {near[0]}?" if near else "; correct the path, or write OWNER/NAME for a model of the Hub"
     return (

@@ -108,7 +108,7 @@ def known_config(policy: Policy) -> Mapping[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def note(decision: Decision) -> str:
+def layout_note(decision: Decision) -> str:
     """A line of `flowrl check` about a layout."""
     if decision.trees:
         return f"prefixes that sequences share are computed once ({RULE})"

@@ -56,7 +56,7 @@ def model_size(policy: Policy) -> ModelSize:
     directory = known_directory(policy)
     if directory is not None:
         try:
-            if found := sum(_parameters(file) for file in weight_files(directory)):
+            if found := sum(count_parameters(file) for file in weight_files(directory)):
                 return ModelSize(found)
         except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             pass  # the check of the model reports what is wrong with it
@@ -74,7 +74,7 @@ def model_context(policy: Policy) -> int | None:
         return None
 
 
-def _parameters(file: Path) -> int:
+def count_parameters(file: Path) -> int:
     if file.suffix != ".safetensors":
         return file.stat().st_size // BYTES_OF_PICKLED
     with file.open("rb") as stream:

@@ -79,14 +79,14 @@ def reference_cache(
     known = SpooledSequences(sequences)
     recipe = {
         "version": VERSION,
-        "model": fingerprint(Path(model_dir)),
+        "model": model_fingerprint(Path(model_dir)),
         "dtype": dtype,
         "data": hashlib.blake2b(np.sort(known.keys).tobytes(), digest_size=KEY_BYTES).hexdigest(),
     }
 
     def make(target: Path) -> None:
         progress(f"reference logprobs of {len(known)} sequences: computing them, kept for later runs")
-        _Pass(open_model, token_budget, progress).write(known, target)
+        _Pass(open_model, token_budget, progress).write_logprobs(known, target)
 
     return ReferenceCache(cached_directory("references", "reference", recipe, make, progress))
 
@@ -97,7 +97,7 @@ def key_of(token_ids: Int32, mask: Bool) -> bytes:
     return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 
 
-def fingerprint(model_dir: Path) -> str:
+def model_fingerprint(model_dir: Path) -> str:
     """A hash over the names and bytes of the model's config and weights files."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for file in sorted(model_dir.iterdir()):
@@ -135,7 +135,7 @@ class SpooledSequences:
         mask = stored >= 0
         return np.where(mask, stored, ~stored), mask
 
-    def blocks(self) -> list[npt.NDArray[np.int64]]:
+    def iter_blocks(self) -> list[npt.NDArray[np.int64]]:
         """Blocks of neighbouring sequences, each of about `BLOCK_TOKENS` tokens, as indices; the longest of a block
         first."""
         lengths = self._stops - self._starts
@@ -153,9 +153,9 @@ class _Pass:
         self._progress = progress
         self._done = self._reported = 0
 
-    def write(self, known: SpooledSequences, target: Path) -> None:
+    def write_logprobs(self, known: SpooledSequences, target: Path) -> None:
         """Fill `target` with the logprobs of all `known` sequences; the model is freed at the end."""
-        blocks = known.blocks()
+        blocks = known.iter_blocks()
         order = np.concatenate(blocks)
         offsets = np.concatenate(([0], np.cumsum(known.counted[order])))
         np.save(target / OFFSETS, offsets.astype(np.int64))
@@ -168,13 +168,13 @@ class _Pass:
             first = 0
             for block in blocks:
                 places = offsets[first : (first := first + len(block)) + 1]
-                for done in self._fill(model, logprobs, [known[int(index)] for index in block], places):
-                    self._report(done, len(known))
+                for done in self._fill_block(model, logprobs, [known[int(index)] for index in block], places):
+                    self._report_progress(done, len(known))
         finally:
             model.close()
         del logprobs  # flushes the memory map
 
-    def _fill(
+    def _fill_block(
         self,
         model: ScoringModel,
         logprobs: Float32,
@@ -190,7 +190,7 @@ class _Pass:
                 logprobs[offsets[number] : offsets[number + 1]] = logprobs_T[places]
             yield len(part)
 
-    def _report(self, number: int, of: int) -> None:
+    def _report_progress(self, number: int, of: int) -> None:
         self._done += number
         if (tenth := 10 * self._done // of) > self._reported:
             self._reported = tenth

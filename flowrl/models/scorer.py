@@ -37,34 +37,34 @@ def label_weights(text: str, labels: Sequence[str], *, model: str, option: str =
     """
     if not text and len(labels) > 1:
         raise ConfigError(
-            f"{model} scores {len(labels)} labels ({listed(labels)}); choose one with {option} {labels[0]}, or a sum "
+            f"{model} scores {len(labels)} labels ({list_labels(labels)}); choose one with {option} {labels[0]}, or a sum "
             f"with {option} {labels[0]}=0.7,{labels[1]}=0.3"
         )
     chosen = {text or labels[0]: 1.0} if "=" not in text or text in labels else parse_weights(option, text)
     weights = dict.fromkeys(range(len(labels)), 0.0)
     for name, weight in chosen.items():
-        weights[_index(name, labels, model, option)] += weight
+        weights[label_index(name, labels, model, option)] += weight
     if not any(weights.values()):
-        raise ConfigError(f"{option} {text!r} weighs every label 0; give one of {listed(labels)} another weight")
+        raise ConfigError(f"{option} {text!r} weighs every label 0; give one of {list_labels(labels)} another weight")
     return tuple(weights.values())
 
 
-def weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
+def weighted_sum(scores: Sequence[float], weights: Sequence[float]) -> float:
     """The weighted sum of one sample's scores, one for each label; a label that weighs 0 may have any score."""
     return math.fsum(weight * score for weight, score in zip(weights, scores, strict=True) if weight)
 
 
-def listed(labels: Sequence[str]) -> str:
+def list_labels(labels: Sequence[str]) -> str:
     """`labels` in one line, each with its number."""
     return ", ".join(f"{number} {name}" for number, name in enumerate(labels))
 
 
-def _index(name: str, labels: Sequence[str], model: str, option: str) -> int:
+def label_index(name: str, labels: Sequence[str], model: str, option: str) -> int:
     if name in labels:
         return labels.index(name)
     if name.isdecimal() and int(name) < len(labels):
         return int(name)
-    raise ConfigError(f"{option} names {name!r}, but {model} has the labels {listed(labels)}")
+    raise ConfigError(f"{option} names {name!r}, but {model} has the labels {list_labels(labels)}")
 
 
 ScoredMessages = Messages | tuple[Messages, str]
@@ -100,7 +100,7 @@ class Scorer:
 
     def score_labels(self, conversations: Sequence[ScoredMessages]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each conversation."""
-        return self.label_scores([self.ids(*_parts(conversation)) for conversation in conversations])
+        return self.label_scores([self.ids(*split_parts(conversation)) for conversation in conversations])
 
     def ids(self, turns: Messages, response: str, *, tools: Messages = ()) -> Int32:
         """The token ids to score, rendered with this model's own template up to the end token. Raises Unrendered."""
@@ -126,7 +126,7 @@ class Scorer:
 
     def summed(self, scores: Sequence[float]) -> float:
         """The score of a sequence whose labels have these scores."""
-        return weighted(scores, tuple(self.labels.values()))
+        return weighted_sum(scores, tuple(self.labels.values()))
 
     def by_name(self, scores: Sequence[float]) -> dict[str, float]:
         """Label -> score, for a sequence whose labels have these scores; {} if the model has one label."""
@@ -210,7 +210,7 @@ def stored_statistics(config: Mapping[str, Any]) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _parts(conversation: ScoredMessages) -> tuple[Messages, str]:
+def split_parts(conversation: ScoredMessages) -> tuple[Messages, str]:
     if isinstance(conversation, tuple) and len(conversation) == 2 and isinstance(conversation[1], str):
         return conversation[0], conversation[1]
     turns: Sequence[Mapping[str, str]] = conversation

@@ -36,7 +36,7 @@ from flowrl.machine.disk import told_if_full
 from flowrl.messages import Batch, Bool, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
 from flowrl.models.model_files import stored_dtype
-from flowrl.models.model_layout import balance_problems, note, shared_notes, shared_problems, trainer_layout
+from flowrl.models.model_layout import balance_problems, layout_note, shared_notes, shared_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.training.batch_stats import BatchStats, loss_masks, trained_mask
@@ -343,7 +343,7 @@ class Trainer(ResidentNode):
         return {"sequence": self.sequence_parallel_size, "kind": kind, "tensor": self.tensor_parallel_size}
 
     def notes(self) -> list[str]:
-        return [note(self._layout), *shared_notes(**self._shared)]
+        return [layout_note(self._layout), *shared_notes(**self._shared)]
 
     def preflight(self) -> None:
         check_model(self.policy)

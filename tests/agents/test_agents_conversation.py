@@ -69,7 +69,7 @@ def known(name: str, tokenizer: str) -> Known:
     examination = examine(made, [ADD])
     template = ChatTemplate(made, () if examination.no_tools else [ADD])
     try:
-        template.text([{"role": "system", "content": "short"}, {"role": "user", "content": "a"}])
+        template.render_text([{"role": "system", "content": "short"}, {"role": "user", "content": "a"}])
     except ConfigError:
         return Known(template, examination, has_system=False)
     return Known(template, examination, has_system=True)
@@ -118,18 +118,20 @@ class Played:
         self.exact = exact
         """Whether the policy samples the ids that tokenizing its text gives, and always its end token."""
         if system and of.has_system:
-            self.conversation.feed([{"role": "system", "content": "s"}])
+            self.conversation.feed_messages([{"role": "system", "content": "s"}])
         calls = False
         for n, exchange in enumerate(script):
             self._exchange(n, exchange, answer=calls)
             calls = exchange.kind == "call"
         answer = self.template.probe_answer("last")
-        self.conversation.feed([answer if calls else {"role": "user", "content": "last"}])
+        self.conversation.feed_messages([answer if calls else {"role": "user", "content": "last"}])
         self.last = self.conversation.context()
 
     def _exchange(self, n: int, exchange: Exchange, *, answer: bool) -> None:
         told = f"{exchange.fed}t{n}."
-        self.conversation.feed([self.template.probe_answer(told) if answer else {"role": "user", "content": told}])
+        self.conversation.feed_messages(
+            [self.template.probe_answer(told) if answer else {"role": "user", "content": told}]
+        )
         context = self.conversation.context()
         ids, message, serial = self._reply(n, exchange)
         before = self.conversation.messages
@@ -137,7 +139,7 @@ class Played:
             context, ids, -np.arange(1, ids.size + 1) / 8, np.full(ids.size, n), serial, before, exchange.kind
         )
         self.requests.append(request)
-        self.conversation.sampled(ids, request.logprobs, request.versions, message)
+        self.conversation.add_sampled(ids, request.logprobs, request.versions, message)
 
     def _reply(self, n: int, exchange: Exchange) -> tuple[Int32, Mapping[str, Any] | None, str]:
         serial = f"z{n}z"
@@ -153,7 +155,7 @@ class Played:
             text = ("" if opened else "<think>\n") + f"why\n</think>\n\n{exchange.reply.strip()}{serial}"
         else:
             text = f"{exchange.reply}{serial}"
-        end = self.template.boundary("user").token_ids[: 1 if exchange.ended or self.exact else 0]
+        end = self.template.boundary_before("user").token_ids[: 1 if exchange.ended or self.exact else 0]
         noise = [] if self.exact or exchange.kind != "plain" else exchange.noise
         ids = np.concatenate([self._plain(noise), self._sampled(text, exchange), end])
         return ids.astype(np.int32), None, serial
@@ -170,7 +172,7 @@ class Played:
         cuts = [] if self.exact else sorted({0, *(cut % (len(text) + 1) for cut in exchange.cuts)})
         cuts = [cut for cut in cuts if cut <= text.find("<") or "<" not in text] or [0]
         parts = [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
-        return np.concatenate([self.template.ids(part) for part in parts])
+        return np.concatenate([self.template.render_ids(part) for part in parts])
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         return self.conversation.sequences()
@@ -243,12 +245,14 @@ def test_what_re_tokenizing_gives_where_the_policy_samples_it(name: str, tokeniz
     of = known(name, tokenizer)
     played = Played(of, "append", data.draw(exchanges(of)), system=data.draw(st.booleans()), exact=True)
     for _, context, messages in after_replies(played):
-        text = of.template.text(messages)
-        whole = of.template.ids(text)
+        text = of.template.render_text(messages)
+        whole = of.template.render_ids(text)
         if of.template.decode(context) == text and set(joints(played, context)) <= set(ends(of, whole)):
             assert np.array_equal(context, whole)
     if not of.examination.rewrites and tokenizer == "characters":
-        assert np.array_equal(played.last, of.template.ids(of.template.text(played.conversation.messages)))
+        assert np.array_equal(
+            played.last, of.template.render_ids(of.template.render_text(played.conversation.messages))
+        )
 
 
 @EVERY
@@ -267,16 +271,16 @@ def test_the_templates_history(name: str, tokenizer: str, data: st.DataObject) -
 def test_a_rewritten_context_costs_a_few_renderings_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each earlier reply made an episode cubic: of 128 turns 38 s in place of 1.5."""
     template, rendered, num_turns = known("qwen3", "characters").template, list[int](), 24
-    plain = ChatTemplate.text
-    monkeypatch.setattr(ChatTemplate, "text", lambda self, told: rendered.append(len(told)) or plain(self, told))
+    plain = ChatTemplate.render_text
+    monkeypatch.setattr(ChatTemplate, "render_text", lambda self, told: rendered.append(len(told)) or plain(self, told))
     conversation = Conversation(template, history="template")
     for turn in range(num_turns):
-        conversation.feed([{"role": "user", "content": f"question {turn}"}])
+        conversation.feed_messages([{"role": "user", "content": f"question {turn}"}])
         conversation.context()
         said = f"<think>\nwhy {turn}\n</think>\n\nreply {turn}"
-        ids = template.ids(said)
+        ids = template.render_ids(said)
         lengths = np.zeros(ids.size)
-        conversation.sampled(ids, lengths, lengths, {"role": "assistant", "content": said})
+        conversation.add_sampled(ids, lengths, lengths, {"role": "assistant", "content": said})
     assert len(conversation.sequences()) == num_turns, "each context rewrites the one before"
     assert len(rendered) <= 3 * num_turns
 
@@ -284,7 +288,7 @@ def test_a_rewritten_context_costs_a_few_renderings_however_long_it_is(monkeypat
 def check_starts(played: Played) -> None:
     """One rendering finds what one for each reply finds."""
     template, messages = played.template, played.conversation.messages
-    text = template.text(messages)
+    text = template.render_text(messages)
     replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     each = [template.marked_start(messages, index, text) for index in replies]
     assert template.marked_starts(messages, replies, text) == each
@@ -307,10 +311,10 @@ def check_concatenation(played: Played) -> None:
 def check_fed_pieces(played: Played) -> None:
     """With what was sampled each piece is what the template renders after the reply's last word."""
     template, first = played.template, played.requests[0]
-    assert template.decode(first.context) == template.text(first.messages)
+    assert template.decode(first.context) == template.render_text(first.messages)
     for request, context, messages in after_replies(played):
         piece = template.decode(context[request.context.size + request.sampled.size :])
-        shown = template.text(messages).split(request.serial)[-1]
+        shown = template.render_text(messages).split(request.serial)[-1]
         assert shown.endswith(piece)
         assert (template.decode(request.sampled) + piece).endswith(shown)
 
@@ -319,15 +323,15 @@ def check_renderings(played: Played, *, by_id: bool) -> None:
     template = played.template
     contexts = [(r.context, r.messages) for r in played.requests] + [(played.last, played.conversation.messages)]
     for n, (context, messages) in enumerate(contexts):
-        text = template.text(messages)
+        text = template.render_text(messages)
         assert template.decode(context) == text
         if by_id:
-            assert np.array_equal(context, template.ids(text))
+            assert np.array_equal(context, template.render_ids(text))
         for request in played.requests[:n]:
             shown = template.decode(request.sampled)
             # A template may strip a reply and write white space of its own before it: then it has not kept the reply.
             kept = shown in text and shown == shown.lstrip()
-            if request.kind == "plain" and kept and template.ends(request.sampled):
+            if request.kind == "plain" and kept and template.end_ids(request.sampled):
                 assert contains(context, request.sampled)
 
 

@@ -46,7 +46,7 @@ class Leaving:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._left = asyncio.Semaphore(0)
-        joined = CallRuns.joined
+        joined = CallRuns.join_run
 
         @asynccontextmanager
         async def counted(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -56,7 +56,7 @@ class Leaving:
             finally:
                 self._left.release()
 
-        monkeypatch.setattr(CallRuns, "joined", counted)
+        monkeypatch.setattr(CallRuns, "join_run", counted)
 
     async def seen(self) -> None:
         """Returns when the endpoint has seen that one more client has left."""
@@ -164,10 +164,10 @@ def test_what_was_sampled_when_its_session_had_ended_is_not_delivered() -> None:
             return "yes"
 
         with pytest.raises(ApiProblem, match="the session ended while this call was open"):
-            async with runs.joined(b"call", sampled, str, retried=False) as joined:
+            async with runs.join_run(b"call", sampled, str, retried=False) as joined:
                 await asyncio.wait({joined.task})
-                runs.close()
-                await joined.delivered()
+                runs.close_runs()
+                await joined.deliver_once()
 
     run(work())
 

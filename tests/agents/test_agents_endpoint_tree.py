@@ -43,7 +43,7 @@ def has_tools(name: str) -> bool:
 @functools.cache
 def has_system(name: str) -> bool:
     try:
-        template_of("merging", 0, name).text([{"role": "system", "content": "s"}, user("a")])
+        template_of("merging", 0, name).render_text([{"role": "system", "content": "s"}, user("a")])
     except ConfigError:
         return False
     return True
@@ -117,12 +117,12 @@ class Agents:
         for move in moves:
             tools, messages = self.next_call(move)
             try:
-                asked = self.tree.asked(messages, TOOLS[tools])
+                asked = self.tree.find_context(messages, TOOLS[tools])
             except ConfigError:
                 assert move.kind in ("edit", "summarise") and self.name != "qwen2_5"
                 continue  # a template may refuse an order of messages that an agent made up
             if move.kind == "side by side":  # another call is answered between this one and its answer
-                self.answer(self.tree.asked(messages, TOOLS[tools]), tools, messages, move)
+                self.answer(self.tree.find_context(messages, TOOLS[tools]), tools, messages, move)
             self.answer(asked, tools, messages, move)
 
     def next_call(self, move: Move) -> tuple[int, tuple[Message, ...]]:
@@ -144,7 +144,7 @@ class Agents:
         ids, message = reply(template, text, move, calls=move.calls and tools == 1)
         span = Span(ids, template.decode(ids), logprobs(ids, number), np.full(ids.size, number, np.int32))
         context = asked.token_ids
-        returned = self.tree.add(asked, span, message)
+        returned = self.tree.add_reply(asked, span, message)
         self.answered.append(Answered(tools, messages, context, ids, number, as_returned(returned, move)))
 
 
@@ -182,9 +182,11 @@ def reply(template: ChatTemplate, said: str, move: Move, *, calls: bool) -> tupl
     if calls:
         shown = template.decode(shown_reply(template, template.probe_call(MARK))[0]).replace(MARK, said)
         call = template.probe_call(said)["tool_calls"][0]
-        return template.ids(shown), {"role": "assistant", "content": "", "tool_calls": [{**call, "id": ""}]}
-    end = template.boundary("user").token_ids[: 1 if move.ended else 0]
-    ids = np.concatenate([template.ids(said[: move.cut]), template.ids(said[move.cut :]), end]).astype(np.int32)
+        return template.render_ids(shown), {"role": "assistant", "content": "", "tool_calls": [{**call, "id": ""}]}
+    end = template.boundary_before("user").token_ids[: 1 if move.ended else 0]
+    ids = np.concatenate([template.render_ids(said[: move.cut]), template.render_ids(said[move.cut :]), end]).astype(
+        np.int32
+    )
     return ids, {"role": "assistant", "content": said}
 
 
@@ -247,7 +249,7 @@ def test_a_reply_that_comes_back_has_its_sampled_ids(tokenizer: str, moves: list
                 places = [at for other in source if (at := find(one.context, other.sampled, end)) >= 0]
                 assert places
                 end = min(places)
-        assert template.decode(one.context) == template.text(one.messages)
+        assert template.decode(one.context) == template.render_text(one.messages)
 
 
 def find(ids: Int32, part: Int32, start: int) -> int:
@@ -278,9 +280,9 @@ def test_a_sequence_goes_on_wherever_an_agent_does(moves: list[Move]) -> None:
 
 def answered(tree: MessageTree, asked: AskedMessages, text: str, **message: Any) -> Message:
     """Add a reply whose ids are those of `text`, as the client sees it."""
-    ids = template_of("characters", 0).ids(text)
+    ids = template_of("characters", 0).render_ids(text)
     span = Span(ids, text, np.zeros(ids.size, np.float32), np.zeros(ids.size, np.int32))
-    return tree.add(asked, span, {"content": text, **message})
+    return tree.add_reply(asked, span, {"content": text, **message})
 
 
 def decoded(asked: Asked) -> str:
@@ -295,17 +297,17 @@ def a_tree() -> tuple[MessageTree, SampledBranches]:
 def test_the_text_that_the_policy_sampled_is_kept_and_not_what_the_client_made_of_it() -> None:
     """Here the reply's reasoning, which the client never saw."""
     tree, _ = a_tree()
-    said = answered(tree, tree.asked([user("q")]), "<think>why</think>yes", content="yes")
-    assert "<think>why</think>yes<|im_end|>" in decoded(tree.asked([user("q"), said, user("more")]))
-    assert "why" not in decoded(tree.asked([user("q"), {**said, "content": "no"}, user("more")]))
-    summary = tree.asked([user("summary"), said, user("more")])
+    said = answered(tree, tree.find_context([user("q")]), "<think>why</think>yes", content="yes")
+    assert "<think>why</think>yes<|im_end|>" in decoded(tree.find_context([user("q"), said, user("more")]))
+    assert "why" not in decoded(tree.find_context([user("q"), {**said, "content": "no"}, user("more")]))
+    summary = tree.find_context([user("summary"), said, user("more")])
     assert "<think>why</think>yes<|im_end|>" in decoded(summary)
 
 
 def test_a_reply_in_a_summary_is_context_and_trains_where_it_was_sampled() -> None:
     tree, branches = a_tree()
-    said = answered(tree, tree.asked([user("q")]), "yes")
-    answered(tree, tree.asked([user("summary"), said, user("more")]), "no")
+    said = answered(tree, tree.find_context([user("q")]), "yes")
+    answered(tree, tree.find_context([user("summary"), said, user("more")]), "no")
     first, second = branches.sequences()
     assert [template_of("characters", 0).decode(s.token_ids[s.policy_mask]) for s in (first, second)] == ["yes", "no"]
 
@@ -313,7 +315,7 @@ def test_a_reply_in_a_summary_is_context_and_trains_where_it_was_sampled() -> No
 def test_a_call_is_known_by_its_id_unless_its_arguments_were_edited() -> None:
     tree, _ = a_tree()
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": "1 2"}}}
-    asked = tree.asked([user("q")], TOOLS[1])
+    asked = tree.find_context([user("q")], TOOLS[1])
     one = answered(tree, asked, "first", tool_calls=[call])
     two = answered(tree, asked, "second", tool_calls=[call])
     assert one["tool_calls"][0]["id"] != two["tool_calls"][0]["id"]
@@ -322,7 +324,7 @@ def test_a_call_is_known_by_its_id_unless_its_arguments_were_edited() -> None:
         sent = {**message["tool_calls"][0], "function": {"name": "add", "arguments": arguments}}
         back = {"role": "assistant", "content": None, "tool_calls": [sent]}
         answer = {"role": "tool", "content": "3", "tool_call_id": sent["id"]}
-        return decoded(tree.asked([user("q"), back, answer], TOOLS[1]))
+        return decoded(tree.find_context([user("q"), back, answer], TOOLS[1]))
 
     assert "second<|im_end|>" in again(two, '{"a":  "1 2"}') and "first<|im_end|>" in again(one, '{"a": "1 2"}')
     assert "second" not in again(two, '{"a": "1 3"}')
@@ -331,24 +333,24 @@ def test_a_call_is_known_by_its_id_unless_its_arguments_were_edited() -> None:
 def test_a_calls_own_id_is_kept_once() -> None:
     tree, _ = a_tree()
     call = {"id": "add:0", "type": "function", "function": {"name": "add", "arguments": {"a": "1 2"}}}
-    asked = tree.asked([user("q")], TOOLS[1])
+    asked = tree.find_context([user("q")], TOOLS[1])
     ids = [answered(tree, asked, "first", tool_calls=[call, call])["tool_calls"][n]["id"] for n in (0, 1)]
     assert ids[0] == "add:0" and re.fullmatch(r"call\d{5}", ids[1])
 
 
 def test_tools_are_part_of_the_root() -> None:
     tree, branches = a_tree()
-    said = answered(tree, tree.asked([user("q")]), "yes")
-    answered(tree, tree.asked([user("q"), said, user("more")], TOOLS[1]), "no")
+    said = answered(tree, tree.find_context([user("q")]), "yes")
+    answered(tree, tree.find_context([user("q"), said, user("more")], TOOLS[1]), "no")
     assert len(branches.sequences()) == 2
 
 
 def test_replies_one_after_the_other_keep_their_ids() -> None:
     """As a client has them that took the message between out."""
     tree, _ = a_tree()
-    one = answered(tree, tree.asked([user("q")]), "<think>x</think>one", content="one")
-    two = answered(tree, tree.asked([user("q"), one, user("r")]), "<think>y</think>two", content="two")
-    text = decoded(tree.asked([user("q"), one, two, user("s")]))
+    one = answered(tree, tree.find_context([user("q")]), "<think>x</think>one", content="one")
+    two = answered(tree, tree.find_context([user("q"), one, user("r")]), "<think>y</think>two", content="two")
+    text = decoded(tree.find_context([user("q"), one, two, user("s")]))
     assert "<think>x</think>one<|im_end|>\n<|im_start|>assistant\n<think>y</think>two<|im_end|>" in text
 
 
@@ -365,15 +367,15 @@ def test_prompts_that_go_on_have_the_sampled_ids(texts: list[tuple[str, str, int
         np.zeros(0, np.int32),
     )
     for number, (fed, said, cut, ended) in enumerate(texts):
-        prompt, ids_so_far = f"{prompt}{fed}", np.concatenate([ids_so_far, template.ids(fed)])
-        asked = raw.asked(ids_so_far.tolist() if as_ids else prompt)
+        prompt, ids_so_far = f"{prompt}{fed}", np.concatenate([ids_so_far, template.render_ids(fed)])
+        asked = raw.find_context(ids_so_far.tolist() if as_ids else prompt)
         text = f"{said}{fed}{said}"
-        end = template.ids("<|im_end|>") if ended else template.ids("")
-        ids = np.concatenate([template.ids(text[:cut]), template.ids(text[cut:]), end]).astype(np.int32)
-        raw.add(asked, Span(ids, "", logprobs(ids, number), np.full(ids.size, number, np.int32)), text)
+        end = template.render_ids("<|im_end|>") if ended else template.render_ids("")
+        ids = np.concatenate([template.render_ids(text[:cut]), template.render_ids(text[cut:]), end]).astype(np.int32)
+        raw.add_reply(asked, Span(ids, "", logprobs(ids, number), np.full(ids.size, number, np.int32)), text)
         ids_so_far = np.concatenate([asked.token_ids, ids if as_ids else ids[: ids.size - end.size]])
         prompt += text
-        following = raw.asked([*ids_so_far.tolist(), 5] if as_ids else f"{prompt}x")
+        following = raw.find_context([*ids_so_far.tolist(), 5] if as_ids else f"{prompt}x")
         assert np.array_equal(following.token_ids[: ids_so_far.size], ids_so_far)
     cuts = 0 if as_ids else sum(ended for *_, ended in texts[:-1])
     assert len(branches.sequences()) == 1 + cuts

@@ -80,7 +80,7 @@ def test_preflight_says_what_a_template_does(name: str) -> None:
     assert ("does not show which tools there are" in said) == found.hides_tools == (base(name) in WITHOUT_DESCRIPTIONS)
     if found.no_tools:
         with pytest.raises(ConfigError, match="chat template"):
-            ChatTemplate(tokenizer_of(name), [ADD]).boundary("tool", calls=True)
+            ChatTemplate(tokenizer_of(name), [ADD]).boundary_before("tool", calls=True)
 
 
 WITHOUT_DESCRIPTIONS = {"deepseekv3"}
@@ -91,7 +91,7 @@ WITHOUT_DESCRIPTIONS = {"deepseekv3"}
 def test_tools_of_functions_are_shown(name: str) -> None:
     """With every type that a function's hints can have: templates read `type`, `nullable`, `enum` and `default`."""
     known = tokenizer_of(name)
-    text = ChatTemplate(known, Tools([every, add]).descriptions).text([{"role": "user", "content": "a"}])
+    text = ChatTemplate(known, Tools([every, add]).descriptions).render_text([{"role": "user", "content": "a"}])
     shown = [part in text for part in ("every", "numbers", "Takes every type", "The second one")]
     assert set(shown) == {base(name) not in WITHOUT_DESCRIPTIONS}
 
@@ -159,11 +159,15 @@ def test_a_rewriting_template_keeps_ids_of_what_it_keeps_and_makes_branches_of_t
     """qwen3 removes reasoning once a user has spoken again; the second reply has none and stays."""
     template = ChatTemplate(tokenizer_of("qwen3"))
     conversation = Conversation(template, history="template")
-    split = np.concatenate([template.ids(text) for text in ("fo", "ur<|im_end|>")])
-    for reply in (template.ids("<think>\nhm\n</think>\n\n4<|im_end|>"), split, template.ids("end<|im_end|>")):
-        conversation.feed([{"role": "user", "content": "2+2?"}])
+    split = np.concatenate([template.render_ids(text) for text in ("fo", "ur<|im_end|>")])
+    for reply in (
+        template.render_ids("<think>\nhm\n</think>\n\n4<|im_end|>"),
+        split,
+        template.render_ids("end<|im_end|>"),
+    ):
+        conversation.feed_messages([{"role": "user", "content": "2+2?"}])
         conversation.context()
-        conversation.sampled(reply, np.full(reply.size, -0.5), np.full(reply.size, 3))
+        conversation.add_sampled(reply, np.full(reply.size, -0.5), np.full(reply.size, 3))
     first, second = conversation.sequences()
     assert template.decode(first.token_ids).count("<think>") == 1 and first.policy_mask.sum() > split.size
     assert "<think>" not in template.decode(second.token_ids)
@@ -174,10 +178,10 @@ def test_a_rewriting_template_keeps_ids_of_what_it_keeps_and_makes_branches_of_t
 def test_phi3s_end_of_a_rendering_is_not_taken_for_history() -> None:
     template = ChatTemplate(tokenizer_of("phi3"))
     conversation = Conversation(template)
-    conversation.feed([{"role": "user", "content": "a"}])
+    conversation.feed_messages([{"role": "user", "content": "a"}])
     assert template.decode(conversation.context()) == "<|user|>\na<|end|>\n<|assistant|>\n"
-    conversation.sampled(template.ids("b"), [0.0], [0])  # cut off by a limit, without its end
-    conversation.feed([{"role": "user", "content": "c"}])
+    conversation.add_sampled(template.render_ids("b"), [0.0], [0])  # cut off by a limit, without its end
+    conversation.feed_messages([{"role": "user", "content": "c"}])
     expected = "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n<|assistant|>\n"
     assert template.decode(conversation.context()) == expected
 
@@ -190,20 +194,20 @@ def test_a_separator_in_a_reply_is_not_its_end() -> None:
     template = ChatTemplate(with_template(characters(), LINES))
     asked = [{"role": "user", "content": "a"}]
     said = {"role": "assistant", "content": "b\n"}
-    after = template.following([*asked, said], template.ids("b\n"), asked)
+    after = template.ids_following([*asked, said], template.render_ids("b\n"), asked)
     assert template.decode(after) == "\n<|end|>a\n<|end|>"
-    after = template.following([*asked, said], template.ids("b\n<|end|>"), asked)
+    after = template.ids_following([*asked, said], template.render_ids("b\n<|end|>"), asked)
     assert template.decode(after) == "a\n<|end|>"
 
 
 def test_a_call_that_is_written_in_another_way_ends_with_its_end_token() -> None:
     template = ChatTemplate(tokenizer_of("gptoss"), [ADD])
     call, answer = template.probe_call("1 2"), template.probe_answer("3")
-    sampled = template.ids(' to=functions.add<|channel|>commentary json<|message|>{"a":"1 2" }<|call|>')
-    after = template.decode(template.following([{"role": "user", "content": "a"}, call], sampled, [answer]))
+    sampled = template.render_ids(' to=functions.add<|channel|>commentary json<|message|>{"a":"1 2" }<|call|>')
+    after = template.decode(template.ids_following([{"role": "user", "content": "a"}, call], sampled, [answer]))
     assert after.startswith("<|start|>functions.add to=assistant") and after.endswith("<|end|><|start|>assistant")
     with pytest.raises(ConfigError, match="ends a reply with tool calls in its own way"):
-        template.following([{"role": "user", "content": "a"}, call], sampled[:-1], [answer])
+        template.ids_following([{"role": "user", "content": "a"}, call], sampled[:-1], [answer])
 
 
 def test_a_tokenizer_that_begins_text_with_a_blank_does_not_put_one_into_the_middle() -> None:
@@ -213,7 +217,7 @@ def test_a_tokenizer_that_begins_text_with_a_blank_does_not_put_one_into_the_mid
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
     template = ChatTemplate(tokenizer)
     asked = [{"role": "user", "content": "a"}]
-    after = template.following([*asked, {"role": "assistant", "content": "b"}], template.ids("b"), asked)
+    after = template.ids_following([*asked, {"role": "assistant", "content": "b"}], template.render_ids("b"), asked)
     assert template.decode(after).startswith("\n<|end|>")
 
 
@@ -221,9 +225,9 @@ def test_what_cannot_be_is_refused() -> None:
     conversation = Conversation(ChatTemplate(character_tokenizer()))
     with pytest.raises(ConfigError, match="nothing was fed"):
         conversation.context()
-    conversation.feed([{"role": "user", "content": "a"}])
+    conversation.feed_messages([{"role": "user", "content": "a"}])
     with pytest.raises(ConfigError, match="2 token ids, 1 logprobs and 2 versions"):
-        conversation.sampled([9, 9], [0.0], [0, 0])
+        conversation.add_sampled([9, 9], [0.0], [0, 0])
     with pytest.raises(ConfigError, match="neither 'append' nor 'template'"):
         Conversation(ChatTemplate(character_tokenizer()), history="whole")  # type: ignore[arg-type]
     assert conversation.sequences() == ()

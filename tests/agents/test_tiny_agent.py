@@ -20,7 +20,7 @@ from flowrl.machine.cache import RECIPE
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
 from flowrl.models.built_in_models import CALCULATOR, IGNORED, ToolTraces, call_message
 from flowrl.models.tokens.characters import TOOL_TOKENS, character_tokenizer, character_vocabulary, tool_tokenizer
-from flowrl.models.tokens.vocabulary import vocabulary, vocabulary_problem
+from flowrl.models.tokens.vocabulary import read_vocabulary, vocabulary_problem
 from flowrl.tasks import Row, Task, load_rows
 from flowrl.tasks.toy_tasks import careless_answer
 from tests.agents.tool_episodes import calculator, play
@@ -83,7 +83,7 @@ def test_tool_tokens_come_after_all_others(tokenizer: Any) -> None:
     mine = tokenizer.get_vocab()
     assert character_vocabulary().items() < mine.items()
     assert {token: mine[token] for token in TOOL_TOKENS} == {"<|tools|>": 261, "<|call|>": 262, "<|tool|>": 263}
-    assert vocabulary(Policy("tiny_agent")) == mine and vocabulary(Policy("tiny")) == character_vocabulary()
+    assert read_vocabulary(Policy("tiny_agent")) == mine and read_vocabulary(Policy("tiny")) == character_vocabulary()
     assert "different tokenizers" in str(vocabulary_problem(Policy("tiny_agent"), Policy("tiny_teacher")))
 
 
@@ -113,11 +113,11 @@ def test_a_reply_is_parsed_into_the_message_that_it_was(tokenizer: Any, content:
         message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
     template = ChatTemplate(tokenizer, [CALCULATOR])
     before = [{"role": "user", "content": history}]
-    context, whole = template.text(before), replies(tokenizer, [*before, message])
+    context, whole = template.render_text(before), replies(tokenizer, [*before, message])
     assert whole.startswith(context)
-    ids = template.ids(whole[len(context) :])
+    ids = template.render_ids(whole[len(context) :])
     assert tokenizer.parse_response(template.decode(ids), prefix=context) == message
-    assert tokenizer.parse_response(ids.tolist(), prefix=template.ids(context).tolist()) == message
+    assert tokenizer.parse_response(ids.tolist(), prefix=template.render_ids(context).tolist()) == message
 
 
 @pytest.mark.parametrize("reply", ['calculator{"expression":', "<|end|>", "calculator[1]<|end|>", 'a{"b":1} 2<|end|>'])
@@ -133,7 +133,7 @@ def test_a_trace_has_the_tokens_of_a_conversation(
     tokenizer: Any, system_prompt: str, calls: bool, a: int, b: int
 ) -> None:
     row = Row.ask(f"{a}+{b}=", answer=str(a + b))
-    ids, labels = ToolTraces(tokenizer, Task(system_prompt=system_prompt), 0.5).trace(row, calls=calls)
+    ids, labels = ToolTraces(tokenizer, Task(system_prompt=system_prompt), 0.5).make_trace(row, calls=calls)
     (sequence,) = conversation_of(tokenizer, row, system_prompt, calls).sequences()
     assert sequence.token_ids.tolist() == ids
     assert np.where(sequence.policy_mask, sequence.token_ids, IGNORED).tolist() == labels
@@ -145,19 +145,19 @@ def conversation_of(tokenizer: Any, row: Row, system_prompt: str, calls: bool) -
 
     def say(text: str) -> None:
         conversation.context()
-        ids = conversation.template.ids(f"{text}<|end|>")
+        ids = conversation.template.render_ids(f"{text}<|end|>")
         message = tokenizer.parse_response(ids.tolist(), prefix="", tools=[CALCULATOR])
-        conversation.sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
+        conversation.add_sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
 
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    conversation.feed([*system, *row.turns])
+    conversation.feed_messages([*system, *row.turns])
     if not calls:
         say(careless_answer(row.prompt))
         return conversation
     say(f'<|call|>calculator{{"expression":"{row.prompt[:-1]}"}}')
     (call,) = conversation.messages[-1]["tool_calls"]
     said = calculator(call["function"]["arguments"]["expression"])
-    conversation.feed([{"role": "tool", "name": "calculator", "content": said}])
+    conversation.feed_messages([{"role": "tool", "name": "calculator", "content": said}])
     say(said)
     return conversation
 

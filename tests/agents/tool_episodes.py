@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.agents import ChatTemplate, Conversation
-from flowrl.models.built_in_models import CALCULATOR, continued
+from flowrl.models.built_in_models import CALCULATOR, continue_prompt
 from flowrl.tasks import Row
 
 SUM = re.compile(r"(\d{1,9})([+-])(\d{1,9})")
@@ -42,11 +42,11 @@ def play(model: Any, tokenizer: Any, rows: Sequence[Row], *, greedy: bool, turns
     template = ChatTemplate(tokenizer, [CALCULATOR])
     conversations = [Conversation(template) for _ in rows]
     for conversation, row in zip(conversations, rows, strict=True):
-        conversation.feed(list(row.turns))
+        conversation.feed_messages(list(row.turns))
     open_ones = conversations
     for _ in range(turns):
         contexts = [one.context().tolist() for one in open_ones]
-        replies = continued(model, contexts, 64, pad=tokenizer.pad_token_id, greedy=greedy).tolist()
+        replies = continue_prompt(model, contexts, 64, pad=tokenizer.pad_token_id, greedy=greedy).tolist()
         for conversation, reply in zip(open_ones, replies, strict=True):
             _answer(conversation, _until_end(reply, tokenizer.eos_token_id))
         open_ones = [one for one in open_ones if one.messages[-1]["role"] == "tool"]
@@ -65,10 +65,10 @@ def _answer(conversation: Conversation, reply: list[int]) -> None:
     message: Mapping[str, Any] | None = None
     with suppress(ValueError):  # a malformed call: the reply is its text
         message = tokenizer.parse_response(reply, prefix="", tools=[CALCULATOR])
-    conversation.sampled(reply, zeros, zeros, message)
+    conversation.add_sampled(reply, zeros, zeros, message)
     for call in (message or {}).get("tool_calls", ()):
         said = calculator(str(call["function"]["arguments"].get("expression")))
-        conversation.feed([{"role": "tool", "name": "calculator", "content": said}])
+        conversation.feed_messages([{"role": "tool", "name": "calculator", "content": said}])
 
 
 def _played(conversation: Conversation, row: Row) -> PlayedEpisode:

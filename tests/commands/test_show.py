@@ -157,7 +157,7 @@ def test_a_run_keeps_every_attempt_and_a_resume_no_attempt_twice(tmp_path: Path)
 def test_the_texts_of_tokens_join_to_the_text_and_origins_follow_the_mask() -> None:
     tokenizer = character_tokenizer()
     ids = tokenizer("12 + 3=15<|end|>")["input_ids"]
-    assert "".join(TokenPieces(tokenizer).of(ids)) == "12 + 3=15<|end|>"
+    assert "".join(TokenPieces(tokenizer).text_pieces(ids)) == "12 + 3=15<|end|>"
     mask = np.array([False, False, True, True, True, False])
     versions = np.array([-1, -1, 3, 3, 4, -1], np.int32)
     sequence = TokenSequence(np.arange(6, dtype=np.int32), mask, np.zeros(6, np.float32), versions)
@@ -176,8 +176,8 @@ class Bytes:
 
 def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
     pieces = TokenPieces(Bytes())
-    assert pieces.of(list(" aé€".encode())) == [" ", "a", "", "é", "", "", "€"]
-    assert "".join(pieces.of(list("a€".encode())[:-1])) == "a\ufffd"
+    assert pieces.text_pieces(list(" aé€".encode())) == [" ", "a", "", "é", "", "", "€"]
+    assert "".join(pieces.text_pieces(list("a€".encode())[:-1])) == "a\ufffd"
 
 
 def test_roles_of_what_was_fed() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from flowrl.environments.tools import PythonTool
-from flowrl.environments.tools.code_answers import WITHOUT_NAMESPACES, Tried, code, tried
+from flowrl.environments.tools.code_answers import WITHOUT_NAMESPACES, Tried, code, try_program
 from flowrl.environments.tools.sandbox.sandbox_process import SandboxProcess, SandboxRefused
 from flowrl.errors import ConfigError
 from flowrl.models import Policy
@@ -131,7 +131,7 @@ def test_the_tests_of_an_answer(answer: Any, entry_point: str | None, found: Cod
 
 
 def run(kind: Any, program: str, tests: CodeTests, setup: str = "", **times: float) -> Tried:
-    return asyncio.run(tried(kind, setup, program, tests, **times))
+    return asyncio.run(try_program(kind, setup, program, tests, **times))
 
 
 def test_all_tests_have_to_pass_and_their_share_is_known(kind: Any) -> None:
@@ -383,7 +383,7 @@ def test_where_programs_cannot_be_shut_in_the_refusal_names_the_judge_that_runs_
         raise SandboxRefused("user namespaces are off")
 
     with monkeypatch.context() as patched:
-        patched.setattr(SandboxProcess, "start", start)
+        patched.setattr(SandboxProcess, "start_sandbox", start)
         with pytest.raises(ConfigError, match=r"\(user namespaces are off\); allow .*--task.reward (\S+)$") as refused:
             code([""], [RIGHT], answer=[ASSERTS])
     assert seen == ["namespaces"]

@@ -15,7 +15,7 @@ import pytest
 
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentName, EnvironmentRow, Episodes, Step
 from flowrl.environments.adapters.gymnasium_env import grid_text
-from flowrl.environments.environment_row import find_environment, imported
+from flowrl.environments.environment_row import find_environment, import_package
 from flowrl.errors import ConfigError
 from tests.base.small_proxy import small_proxy
 
@@ -456,7 +456,7 @@ def test_a_file_that_hides_what_a_package_imports_is_named(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     told = rf"{tmp_path}/hidden_library\.py hides the package hidden_library, which verifiers imports; rename it, or"
     with pytest.raises(ConfigError, match=told):
-        imported(EnvironmentName("gem/x"), "played", distribution="verifiers")
+        import_package(EnvironmentName("gem/x"), "played", distribution="verifiers")
 
 
 @pytest.mark.parametrize(

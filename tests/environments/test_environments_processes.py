@@ -619,7 +619,7 @@ def test_a_saved_state_is_restored_in_a_new_process(run: Run) -> None:
             assert (pool.seats, pool.replays) == (1, True)
             episode = await pool.reset(begin)
             await episode.step(Action("3"))
-            state = await episode.save()
+            state = await episode.save_state()
             assert state is not None
             await episode.close()
             again = await pool.restore(begin, state)

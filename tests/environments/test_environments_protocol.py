@@ -22,7 +22,7 @@ from flowrl.environments import (
     ToolCall,
     environment_rows,
 )
-from flowrl.environments.environment_row import find_environment, imported
+from flowrl.environments.environment_row import find_environment, import_package
 from flowrl.environments.protocol import as_plain, read_action, read_step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import LENGTH, _unpack_message, pack_message
@@ -186,7 +186,7 @@ def test_a_package_that_ends_python_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     said = r"environment 'verifiers/x': the package x calls sys.exit\(3\) while it is imported; put what it does"
     with pytest.raises(ConfigError, match=said):
-        imported(EnvironmentName("verifiers/x"), "a_script_of_games", distribution="x")
+        import_package(EnvironmentName("verifiers/x"), "a_script_of_games", distribution="x")
 
 
 # Rows

@@ -105,10 +105,10 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 @asynccontextmanager
 async def python(kind: Any, seed: int = 0, **limits: Any) -> AsyncIterator[Any]:
     """What executes code and returns the result."""
-    async with Tools([PythonTool(sandbox=kind, **limits)]).session(seed) as tools:
+    async with Tools([PythonTool(sandbox=kind, **limits)]).open_session(seed) as tools:
 
         async def run(code: str) -> ToolResult:
-            return await tools.execute(ToolCall("python", {"code": code}))
+            return await tools.execute_call(ToolCall("python", {"code": code}))
 
         yield run
 
@@ -333,13 +333,13 @@ def test_a_sandbox_survives_another_ones_kill(other_kind: str) -> None:
         kinds: tuple[Any, ...] = (other_kind, "limits")
         other, killer = (SandboxProcess(SandboxSettings(kind), seed=0) for kind in kinds)
         try:
-            await asyncio.gather(other.start(), killer.start())
-            before = await other.run("x = 7")
+            await asyncio.gather(other.start_sandbox(), killer.start_sandbox())
+            before = await other.run_code("x = 7")
             with suppress(SandboxEnded):
-                await killer.run("import os\nos.kill(-1, 9)")
-            return before.text, (await other.run("x")).text
+                await killer.run_code("import os\nos.kill(-1, 9)")
+            return before.text, (await other.run_code("x")).text
         finally:
-            await asyncio.gather(other.end(), killer.end())
+            await asyncio.gather(other.end_sandbox(), killer.end_sandbox())
 
     assert asyncio.run(both()) == ("", "7\n")
 
@@ -457,9 +457,9 @@ def test_output_is_bounded_in_memory() -> None:
         ("é".encode() * 50, "é" * 50),
     ):
         os.write(target, text)
-        assert output.taken() == shown
+        assert output.take_text() == shown
     os.close(target)
-    output.close()
+    output.close_output()
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ async def played(pool: Episodes, *orders: str, seed: int = 0) -> tuple[int, list
 async def fresh(pool: Episodes) -> None:
     """End the processes that have played, so that the next episode has a new one."""
     for process in list(pool._waiting):
-        process.kill()
-        await process.gone()
+        process.kill_process()
+        await process.wait_gone()
 
 
 def test_a_process_plays_so_many_episodes_and_ends(run: Run, pool: Episodes) -> None:

@@ -104,10 +104,10 @@ def ran(text: str, kind: str = "namespaces", **settings: Any) -> Ran:
     async def run() -> Ran:
         process = SandboxProcess(SandboxSettings(kind, **{"memory_bytes": LIMIT, **settings}), seed=0)  # type: ignore[arg-type]
         try:
-            await process.start()
-            return await asyncio.wait_for(process.run(text), 60)
+            await process.start_sandbox()
+            return await asyncio.wait_for(process.run_code(text), 60)
         finally:
-            await process.end()
+            await process.end_sandbox()
 
     return asyncio.run(run())
 
@@ -290,7 +290,7 @@ def test_a_sandbox_is_in_a_cgroup_where_one_can_be_made(hierarchy: Path) -> None
 
     async def run() -> None:
         process = SandboxProcess(SandboxSettings(memory_bytes=LIMIT), seed=0)
-        await process.start()
+        await process.start_sandbox()
         group, files = the_group(hierarchy)
         assert files == {
             "memory.max": str(LIMIT),
@@ -300,13 +300,13 @@ def test_a_sandbox_is_in_a_cgroup_where_one_can_be_made(hierarchy: Path) -> None
             "cgroup.procs": "0",
         }
         assert (
-            await process.run(f"{FILL}each(5, lambda: (fill(60), time.sleep(0.5)))\ntime.sleep(0.7)  # unseen")
+            await process.run_code(f"{FILL}each(5, lambda: (fill(60), time.sleep(0.5)))\ntime.sleep(0.7)  # unseen")
         ).text == ""
         (group / "memory.events").write_text("low 0\noom 1\noom_kill 7\n")
         with pytest.raises(SandboxEnded, match="held more memory than the limit; 200 MiB are allowed") as error:
-            await process.run("import os; os.kill(os.getpid(), 9); os._exit(1)")
+            await process.run_code("import os; os.kill(os.getpid(), 9); os._exit(1)")
         assert error.value.out_of_memory
-        await process.end()
+        await process.end_sandbox()
 
     asyncio.run(run())
 
@@ -317,16 +317,16 @@ def test_groups_of_killed_owners_are_removed(hierarchy: Path) -> None:
     (hierarchy / f"flowrl-sandbox-{gone.pid}-1").mkdir()
     (hierarchy / f"flowrl-sandbox-{os.getppid()}-1").mkdir()
     (hierarchy / "theirs").mkdir()
-    made = SandboxCgroup.create(memory_bytes=LIMIT, num_processes=64)
+    made = SandboxCgroup.create_group(memory_bytes=LIMIT, num_processes=64)
     assert made is not None and not made.out_of_memory
     kept = {f"flowrl-sandbox-{os.getppid()}-1", "theirs", "own", made.directory.name, "cgroup.subtree_control"}
     assert {one.name for one in hierarchy.iterdir()} == kept
-    made.remove()
+    made.remove_group()
 
 
 def test_where_no_group_may_have_limits_there_is_none(hierarchy: Path) -> None:
     for file in (hierarchy / "cgroup.subtree_control", hierarchy.parent / "cgroup.subtree_control"):
         file.write_text("cpu memory\n")
-    assert SandboxCgroup.create(memory_bytes=LIMIT, num_processes=64) is None
+    assert SandboxCgroup.create_group(memory_bytes=LIMIT, num_processes=64) is None
     (hierarchy.parent.parent / "self").unlink()
-    assert SandboxCgroup.create(memory_bytes=LIMIT, num_processes=64) is None
+    assert SandboxCgroup.create_group(memory_bytes=LIMIT, num_processes=64) is None

@@ -15,7 +15,7 @@ import torch
 from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy, check_model
-from flowrl.models.scorer import Scorer, check_reward_model, label_weights, load_scorer, weighted
+from flowrl.models.scorer import Scorer, check_reward_model, label_weights, load_scorer, weighted_sum
 from flowrl.nodes import ProcessReward, RewardModel
 from flowrl.nodes.scoring.reward_service import AskModel, ServeOptions, serve_until_interrupted
 from flowrl.tasks import Task
@@ -191,4 +191,4 @@ def test_a_server_answers_every_label_with_its_weight(model: Path) -> None:
 
 def test_a_label_whose_name_looks_like_weights_is_that_label() -> None:
     assert label_weights("a=1", ("a=1", "b"), model="m") == (1.0, 0.0)
-    assert weighted((float("inf"), 2.0), (0.0, 3.0)) == 6.0
+    assert weighted_sum((float("inf"), 2.0), (0.0, 3.0)) == 6.0

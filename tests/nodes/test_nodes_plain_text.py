@@ -16,7 +16,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.load import load_file
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
-from flowrl.models.tokens.text_tokens import pieces, text_tokens
+from flowrl.models.tokens.text_tokens import split_pieces, text_tokens
 from flowrl.nodes import HeldOutDemonstrations, TextDataset, Texts, TextSource
 from flowrl.nodes.sources.plain_text import CutBy
 from flowrl.tasks import Task, load_rows, load_texts
@@ -45,7 +45,7 @@ def targets(samples: list[Any]) -> list[int]:
 
 @given(st.integers(0, 200), st.integers(2, 20))
 def test_pieces_predict_every_token_but_the_first_once(length: int, most: int) -> None:
-    found = list(pieces(length, most))
+    found = list(split_pieces(length, most))
     assert [one for start, stop in found for one in range(start + 1, stop)] == list(range(1, length))
     assert all(2 <= stop - start <= most for start, stop in found)
     assert all(later[0] == earlier[1] - 1 for earlier, later in itertools.pairwise(found))

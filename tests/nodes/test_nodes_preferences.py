@@ -189,12 +189,12 @@ def test_the_second_run_reads_what_the_first_has_written(referenced: Any) -> Non
 
 @pytest.mark.slow
 def test_another_model_or_other_data_is_another_cache(tmp_path: Path, referenced: Any) -> None:
-    from flowrl.models.references import fingerprint, key_of
+    from flowrl.models.references import key_of, model_fingerprint
 
     for name, weights in (("a", b"1"), ("b", b"2"), ("c", b"1")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(weights)
-    prints = [fingerprint(tmp_path / name) for name in "abc"]
+    prints = [model_fingerprint(tmp_path / name) for name in "abc"]
     assert prints[0] == prints[2] != prints[1]
     ids = np.arange(4, dtype=np.int32)
     assert key_of(ids, ids > 1) != key_of(ids, ids > 2) != key_of(ids + 1, ids > 2)

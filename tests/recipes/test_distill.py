@@ -13,7 +13,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Sample
 from flowrl.models import Policy, require_same_vocabulary
 from flowrl.models.tokens.characters import character_vocabulary
-from flowrl.models.tokens.vocabulary import untold, vocabulary, vocabulary_problem
+from flowrl.models.tokens.vocabulary import read_vocabulary, untold_vocabulary, vocabulary_problem
 from flowrl.nodes import Teacher, TeacherAdvantage, Trainer
 from flowrl.nodes.scoring.teacher import scored_by_teacher
 from flowrl.testing import lost, run_node, sample, scored
@@ -176,9 +176,9 @@ def tokenizer_dir(path: Path, pieces: object, added: tuple[tuple[str, int], ...]
 def test_vocabularies_are_read_from_the_files(tmp_path: Path) -> None:
     plain = tokenizer_dir(tmp_path / "bpe", {"a": 0, "b": 1}, (("<end>", 2),))
     unigram = tokenizer_dir(tmp_path / "unigram", [["a", -1.0], ["b", -2.5]], (("<end>", 2),))
-    assert vocabulary(plain) == vocabulary(unigram) == {"a": 0, "b": 1, "<end>": 2}
+    assert read_vocabulary(plain) == read_vocabulary(unigram) == {"a": 0, "b": 1, "<end>": 2}
     assert vocabulary_problem(plain, unigram) is None
-    assert vocabulary(Policy(str(tmp_path / "nowhere"))) is None
+    assert read_vocabulary(Policy(str(tmp_path / "nowhere"))) is None
 
 
 def test_unequal_vocabularies_are_refused_by_check(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_unequal_vocabularies_are_refused_by_check(tmp_path: Path) -> None:
     assert f"tiny ({len(character_vocabulary())} tokens)" in problem
     (problem,) = Teacher(Policy("smollm2"), student=Policy("tiny")).check(None)
     assert "tiny and smollm2 have different tokenizers" in problem
-    assert untold(student, Policy("smollm2")) and not untold(student, teacher)
+    assert untold_vocabulary(student, Policy("smollm2")) and not untold_vocabulary(student, teacher)
 
 
 def test_the_tiny_models_speak_one_language() -> None:

@@ -237,7 +237,7 @@ def test_environments_with_questions_are_asked_whole_sets_and_train_all_rows(tmp
     assert isinstance(evaluation, Evaluation) and isinstance(source, EnvironmentSource)
     assert isinstance(player, Environment)
     assert ([one.name for one in evaluation.agent_sets], evaluation.environments) == (["easy", "hard"], ())
-    env = find_environment(player.environment).made()
+    env = find_environment(player.environment).make_environment()
 
     async def score(fields: Mapping[str, Any], answer: str) -> tuple[str, float | None]:
         columns = fields["columns"]
@@ -259,7 +259,7 @@ def test_a_reward_of_a_set_is_refused_where_the_environment_scores(tmp_path: Pat
     train, test = numbers(tmp_path / "train.jsonl", *map(str, range(16))), numbers(tmp_path / "test.jsonl", "1")
     name = with_sets(f"tools/{train}:tools=calculator", [f"mine={test}:reward=rules.py:score"])
     with pytest.raises(ConfigError, match="the evaluation set 'mine' has a reward, but environment"):
-        find_environment(name).made()
+        find_environment(name).make_environment()
 
 
 def test_an_environment_of_verifiers_has_its_own_questions(tmp_path: Path) -> None:

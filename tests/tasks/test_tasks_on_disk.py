@@ -311,4 +311,4 @@ def test_sequences_of_a_reference_are_read_back_each_once(monkeypatch: pytest.Mo
     known = references.SpooledSequences(given)
     assert [(ids.tolist(), mask.tolist()) for ids, mask in known] == [(a.tolist(), b.tolist()) for a, b in given[:8]]
     assert list(known.keys) == [references.key_of(*one).rstrip(b"\0") for one in given[:8]]
-    assert [block.tolist() for block in known.blocks()] == [[4, 2, 3, 0, 1], [6, 7, 5]]
+    assert [block.tolist() for block in known.iter_blocks()] == [[4, 2, 3, 0, 1], [6, 7, 5]]

@@ -197,7 +197,7 @@ def test_masks_are_those_of_templates_that_mark_them_themselves(name: str) -> No
     except ConfigError as problem:
         assert "rewrites" in str(problem)
         return
-    told = form.formed([*turns, reply]) if form.calls else [*turns, reply]
+    told = form.form_messages([*turns, reply]) if form.calls else [*turns, reply]
     if name in ("idefics3_training", "smolvlm_training", "llava_next_training"):  # they show lists of parts alone
         told = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in told]
     theirs = tokenizer.apply_chat_template(

@@ -35,8 +35,8 @@ from flowrl.agents.endpoint.apis import (
     OpenAIResponses,
     TextCompletions,
 )
-from flowrl.agents.endpoint.apis.api import ApiProblem, dumped, invalid
-from flowrl.agents.endpoint.apis.fields import check_fields, short
+from flowrl.agents.endpoint.apis.api import ApiProblem, dump_json, invalid
+from flowrl.agents.endpoint.apis.fields import check_fields, shorten_value
 from flowrl.agents.endpoint.backend import (
     Backend,
     Busy,
@@ -75,66 +75,66 @@ class CallsOverHttp:
         self._sampler = sampler
         self._settings = settings
 
-    async def answer(self, request: web.Request, path: str) -> web.StreamResponse:
+    async def answer_call(self, request: web.Request, path: str) -> web.StreamResponse:
         api = APIS[path]
-        session = self._table.named(key_of(request), request.match_info.get("session"))
+        session = self._table.find_session(key_of(request), request.match_info.get("session"))
         raw = await request.read()
-        call = api.read(json_object(raw), session)
-        self._sampler.check(call)
+        call = api.read_call(json_object(raw), session)
+        self._sampler.check_call(call)
         key = hashlib.sha256(path.encode() + b"\n" + raw).digest()
-        async with session.runs.joined(
+        async with session.runs.join_run(
             key,
-            lambda: self._sampler.sample(session, call),
-            lambda sampled: self._sampler.deliver(session, call, sampled),
+            lambda: self._sampler.sample_call(session, call),
+            lambda sampled: self._sampler.deliver_answer(session, call, sampled),
             retried=_is_retry(request),
         ) as run:
-            send = self._stream if call.stream else self._whole
-            return await send(request, api, call, run, self._headers(session, call))
+            send = self._answer_streaming if call.stream else self._answer_whole
+            return await send(request, api, call, run, self._stream_headers(session, call))
 
-    async def count(self, request: web.Request) -> web.StreamResponse:
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """`messages/count_tokens`: a body of messages, whose limit may be left out."""
         from aiohttp import web
 
-        session = self._table.named(key_of(request), request.match_info.get("session"))
+        session = self._table.find_session(key_of(request), request.match_info.get("session"))
         body = json_object(await request.read())
-        call = APIS["messages"].read({**body, "max_tokens": body.get("max_tokens") or 1}, session)
-        counted = dumped({"input_tokens": await self._sampler.count(session, call)})
+        call = APIS["messages"].read_call({**body, "max_tokens": body.get("max_tokens") or 1}, session)
+        counted = dump_json({"input_tokens": await self._sampler.count_tokens(session, call)})
         return web.Response(text=counted, content_type="application/json")
 
-    async def _whole(
+    async def _answer_whole(
         self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
     ) -> web.StreamResponse:
         from aiohttp import web
 
-        answer = await run.delivered()
-        body, said = dumped(api.answer(call, answer)).encode(), _with_limit(headers, answer)
+        answer = await run.deliver_once()
+        body, said = dump_json(api.write_answer(call, answer)).encode(), _with_limit(headers, answer)
         response = web.Response(body=body, content_type="application/json", headers=said)
         await response.prepare(request)
         await response.write_eof()
         return response
 
-    async def _stream(
+    async def _answer_streaming(
         self, request: web.Request, api: Api, call: ApiCall, run: AnswerRun, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Before the first keep-alive is sent, an error has its own HTTP status; after it, an error is an event of the
         stream."""
         response: web.StreamResponse | None = None
         while not await run.done_within(self._settings.keep_alive_s):
-            response = response or await self._begun(request, headers)
+            response = response or await self._begin_stream(request, headers)
             await response.write(api.keep_alive)
         try:
-            answer = await run.delivered()
+            answer = await run.deliver_once()
         except ApiProblem as problem:
             if response is None:
                 raise
             await response.write(api.error_event(problem))
         else:
-            response = response or await self._begun(request, _with_limit(headers, answer))
-            await response.write(b"".join(api.events(call, answer)))
+            response = response or await self._begin_stream(request, _with_limit(headers, answer))
+            await response.write(b"".join(api.write_events(call, answer)))
         await response.write_eof()
         return response
 
-    async def _begun(self, request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
+    async def _begin_stream(self, request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
         from aiohttp import web
 
         kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -142,7 +142,7 @@ class CallsOverHttp:
         await response.prepare(request)
         return response
 
-    def _headers(self, session: AgentSession, call: ApiCall) -> dict[str, str]:
+    def _stream_headers(self, session: AgentSession, call: ApiCall) -> dict[str, str]:
         """What the graph decides, even if the call asks for something else."""
         temperature, top_p = session.task.temperature, session.task.top_p
         temperature = self._settings.temperature if temperature is None else temperature
@@ -170,7 +170,7 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
     try:
         body = json.loads(raw.decode())
         if b"\\ud" in raw.lower():
-            dumped(body).encode()
+            dump_json(body).encode()
     except (ValueError, RecursionError) as problem:
         raise ApiProblem(400, f"the body is not valid JSON ({problem})") from None
     if not isinstance(body, dict):
@@ -220,7 +220,7 @@ class SessionsOverHttp:
         self._source = source
         self._waiting = 0
 
-    async def begin(self, request: web.Request) -> web.StreamResponse:
+    async def begin_session(self, request: web.Request) -> web.StreamResponse:
         self._table.check_run_key(key_of(request))
         if self._table.is_full_with(self._waiting):
             raise ApiProblem(429, "as many sessions are open as there may be; end one first", retry_after_s=5)
@@ -235,9 +235,9 @@ class SessionsOverHttp:
             raise ApiProblem(410, str(problem), code="run_ended") from None
         finally:
             self._waiting -= 1
-        session = self._table.open(task)
+        session = self._table.open_session(task)
         access = SessionAccess(session.session_id, session.key, f"{request.scheme}://{request.host}")
-        return _json(
+        return json_response(
             {
                 "id": access.session_id,
                 "task": dict(task.task),
@@ -248,26 +248,26 @@ class SessionsOverHttp:
             status=201,
         )
 
-    async def reward(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+    async def reward_session(self, request: web.Request) -> web.StreamResponse:
+        session = self._find_session(request)
         body = json_object(await request.read())
         check_fields(body, {"reward"}, {})
         session.give_reward(checked_reward(body.get("reward")))
-        return _json({"id": session.session_id, "reward": session.reward})
+        return json_response({"id": session.session_id, "reward": session.reward})
 
-    async def end(self, request: web.Request) -> web.StreamResponse:
-        finished = self._table.end(self._session(request))
-        return _json({"id": finished.session_id, "reward": finished.reward, "cause": finished.cause})
+    async def end_named_session(self, request: web.Request) -> web.StreamResponse:
+        finished = self._table.end_session(self._find_session(request))
+        return json_response({"id": finished.session_id, "reward": finished.reward, "cause": finished.cause})
 
-    def _session(self, request: web.Request) -> AgentSession:
-        return self._table.named(key_of(request), request.match_info["session"])
+    def _find_session(self, request: web.Request) -> AgentSession:
+        return self._table.find_session(key_of(request), request.match_info["session"])
 
 
 def checked_reward(reward: object) -> float:
     """Raises ApiProblem unless it is a finite number, or true or false."""
     number = number_in(reward)
     if number is None or not math.isfinite(number):
-        raise invalid("reward", f"reward is {short(reward)}; it needs a finite number")
+        raise invalid("reward", f"reward is {shorten_value(reward)}; it needs a finite number")
     return number
 
 
@@ -297,7 +297,7 @@ class AgentEndpoint:
 
     def open_session(self, task: SessionTask) -> SessionAccess:
         """Begin a session for an agent that this process starts. Raises ConfigError for an id that is taken."""
-        session = self._table.open(task)
+        session = self._table.open_session(task)
         return SessionAccess(session.session_id, session.key, self.url)
 
     def has_session(self, session_id: str) -> bool:
@@ -306,19 +306,21 @@ class AgentEndpoint:
 
     def end_session(self, session_id: str, reward: float | None = None, cause: str = "") -> FinishedSession:
         """End a session from this process. Raises ApiProblem if it is not open, or already has another reward."""
-        session = self._table.named(self.key, session_id)
+        session = self._table.find_session(self.key, session_id)
         if reward is not None:
             session.give_reward(checked_reward(reward))
-        return self._table.end(session, cause)
+        return self._table.end_session(session, cause)
 
     async def __aenter__(self) -> AgentEndpoint:
         from aiohttp import web
 
-        runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(
+            self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self._settings.host, self._settings.port).start()
-            self.url = f"http://{_host(self._settings.host)}:{runner.addresses[0][1]}"
+            self.url = f"http://{url_host(self._settings.host)}:{runner.addresses[0][1]}"
             self._write_key()
             reach_directly(self._settings.host)
         except OSError as problem:
@@ -334,51 +336,53 @@ class AgentEndpoint:
     ) -> None:
         assert self._runner is not None
         self._remove_key()
-        await self._table.close()
+        await self._table.close_sessions()
         await self._runner.cleanup()
 
-    def _app(self) -> web.Application:
+    def _make_app(self) -> web.Application:
         from aiohttp import web
 
         app = web.Application(client_max_size=self._settings.body_bytes, middlewares=[_in_the_apis_shape()])
         for base in ("/v1", "/s/{session}/v1"):
-            app.add_routes([web.post(f"{base}/{path}", self._call(path)) for path in APIS])
-            app.add_routes([web.post(f"{base}/messages/count_tokens", self._calls.count)])
-            app.add_routes([web.get(f"{base}/models", self._models), web.get(f"{base}/models/{{model}}", self._model)])
+            app.add_routes([web.post(f"{base}/{path}", self._answer_call(path)) for path in APIS])
+            app.add_routes([web.post(f"{base}/messages/count_tokens", self._calls.count_tokens)])
+            app.add_routes(
+                [web.get(f"{base}/models", self._list_models), web.get(f"{base}/models/{{model}}", self._show_model)]
+            )
         app.add_routes(
             [
-                web.post("/sessions", self._sessions.begin),
-                web.post("/sessions/{session}/reward", self._sessions.reward),
-                web.post("/sessions/{session}/end", self._sessions.end),
-                web.delete("/sessions/{session}", self._sessions.end),
+                web.post("/sessions", self._sessions.begin_session),
+                web.post("/sessions/{session}/reward", self._sessions.reward_session),
+                web.post("/sessions/{session}/end", self._sessions.end_named_session),
+                web.delete("/sessions/{session}", self._sessions.end_named_session),
             ]
         )
         return app
 
-    def _call(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _answer_call(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._calls.answer(request, path)
+            return await self._calls.answer_call(request, path)
 
         return handle
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._check_key(request)
-        models = [_model(name) for name in self._settings.models]
+        models = [model_entry(name) for name in self._settings.models]
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
-        return _json({"object": "list", "data": models, **ends})
+        return json_response({"object": "list", "data": models, **ends})
 
-    async def _model(self, request: web.Request) -> web.StreamResponse:
+    async def _show_model(self, request: web.Request) -> web.StreamResponse:
         self._check_key(request)
         name = request.match_info["model"]
         if name not in self._settings.models:
             raise ApiProblem(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
-        return _json(_model(name))
+        return json_response(model_entry(name))
 
     def _check_key(self, request: web.Request) -> None:
         """The run's key is enough where no session is named."""
         key, session_id = key_of(request), request.match_info.get("session")
         if session_id is not None or not self._table.is_run_key(key):
-            self._table.named(key, session_id)
+            self._table.find_session(key, session_id)
 
     def _write_key(self) -> None:
         """Write the key to a new file, which only its user can read from the beginning."""
@@ -393,7 +397,7 @@ class AgentEndpoint:
             Path(self._settings.key_file).unlink(missing_ok=True)
 
 
-def _model(name: str) -> dict[str, object]:
+def model_entry(name: str) -> dict[str, object]:
     """A model, with the fields that OpenAI's and Anthropic's clients read."""
     openai = {"object": "model", "created": 0, "owned_by": "flowrl"}
     return {"id": name, **openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
@@ -410,29 +414,31 @@ def _in_the_apis_shape() -> Any:
         try:
             return await handler(request)
         except ApiProblem as problem:
-            return _error(request, problem)
+            return error_response(request, problem)
         except web.HTTPRequestEntityTooLarge as problem:
-            return _error(request, ApiProblem(413, f"the body is too large: {problem.text}"))
+            return error_response(request, ApiProblem(413, f"the body is too large: {problem.text}"))
         except web.HTTPException as problem:
             message = f"{request.method} {request.path}: {problem.reason}; see docs/endpoint.md for what there is"
-            return _error(request, ApiProblem(problem.status, message))
+            return error_response(request, ApiProblem(problem.status, message))
 
     return answered
 
 
-def _error(request: web.Request, problem: ApiProblem) -> web.Response:
+def error_response(request: web.Request, problem: ApiProblem) -> web.Response:
     path = request.path.partition("/v1/")[2]
     anthropic = path.startswith("messages") or (path.startswith("models") and "anthropic-version" in request.headers)
     api = APIS["messages" if anthropic else "chat/completions"]
-    return _json(dict(api.error(problem)), status=problem.status, headers=problem.headers)
+    return json_response(dict(api.write_error(problem)), status=problem.status, headers=problem.headers)
 
 
-def _json(value: dict[str, object], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def json_response(
+    value: dict[str, object], *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
     from aiohttp import web
 
-    body = dumped(value).encode()
+    body = dump_json(value).encode()
     return web.Response(body=body, content_type="application/json", status=status, headers=headers)
 
 
-def _host(host: str) -> str:
+def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host

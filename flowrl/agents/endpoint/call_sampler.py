@@ -34,7 +34,7 @@ class CallSampler:
         self._tokenizer = tokenizer
         self._settings = settings
 
-    def check(self, call: ApiCall) -> None:
+    def check_call(self, call: ApiCall) -> None:
         """Raises ApiProblem for a model that is not served, or messages that no reply can follow."""
         if call.model not in self._settings.models:
             message = f"the model {call.model!r} is not served here; use {' or '.join(self._settings.models)}"
@@ -47,25 +47,25 @@ class CallSampler:
             message = "messages ends with one of the assistant, and flowrl does not continue a reply"
             raise invalid("messages", f"{message}; end with a message of the user or of a tool")
 
-    async def sample(self, session: AgentSession, call: ApiCall) -> SampledCall:
+    async def sample_call(self, session: AgentSession, call: ApiCall) -> SampledCall:
         """The replies, `n` to each context. Raises ApiProblem; cancelling aborts all of them."""
-        asked = [one for one in await self._asked(session, call) for _ in range(call.n)]
+        asked = [one for one in await self._find_context(session, call) for _ in range(call.n)]
         contexts = [one.token_ids for one in asked]
-        session.full = session.full or any(not self._room(context.size) for context in contexts)
+        session.full = session.full or any(not self._room_for_reply(context.size) for context in contexts)
         limits = [self.max_tokens(call, context.size) for context in contexts]
         if len(asked) == 1:
-            return [(asked[0], await self._reply(session, call, contexts[0], limits[0]))]
+            return [(asked[0], await self._sample_reply(session, call, contexts[0], limits[0]))]
         try:
             async with asyncio.TaskGroup() as group:
                 pairs = zip(contexts, limits, strict=True)
-                tasks = [group.create_task(self._reply(session, call, *pair)) for pair in pairs]
+                tasks = [group.create_task(self._sample_reply(session, call, *pair)) for pair in pairs]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [(one, task.result()) for one, task in zip(asked, tasks, strict=True)]
 
-    async def count(self, session: AgentSession, call: ApiCall) -> int:
+    async def count_tokens(self, session: AgentSession, call: ApiCall) -> int:
         """The tokens of a call's messages. Raises ApiProblem."""
-        self.check(call)
+        self.check_call(call)
         count = functools.partial(session.tree.num_tokens, call.messages, call.tools)
         try:
             return await asyncio.to_thread(count) if _is_long(call) else count()
@@ -74,10 +74,10 @@ class CallSampler:
         except ConfigError as problem:
             raise invalid("messages", str(problem)) from None
 
-    def deliver(self, session: AgentSession, call: ApiCall, sampled: SampledCall) -> CallAnswer:
+    def deliver_answer(self, session: AgentSession, call: ApiCall, sampled: SampledCall) -> CallAnswer:
         """What the client sees; from now on the replies are part of the session."""
         session.request_ids += [answer.request_id for _, answer in sampled]
-        choices = tuple(self._delivered(session, call, asked, answer) for asked, answer in sampled)
+        choices = tuple(self._keep_reply(session, call, asked, answer) for asked, answer in sampled)
         sizes = [asked.token_ids.size for asked, _ in sampled[:: call.n]]
         answer = CallAnswer(choices, sum(sizes), self.max_tokens(call, max(sizes)))
         if call.kept is not None:
@@ -86,12 +86,12 @@ class CallSampler:
 
     def max_tokens(self, call: ApiCall, context_tokens: int) -> int:
         """The limit of a reply. Raises ApiProblem if the context leaves no place for one."""
-        room = self._room(context_tokens)
+        room = self._room_for_reply(context_tokens)
         if not room:
             raise self._too_long(context_tokens)
         return min(call.max_tokens or room, self._settings.turn_tokens, room)
 
-    def _room(self, context_tokens: int) -> int:
+    def _room_for_reply(self, context_tokens: int) -> int:
         """Tokens that a context leaves for a reply."""
         return max(0, self._settings.context_tokens - context_tokens)
 
@@ -104,7 +104,7 @@ class CallSampler:
         )
         return ApiProblem(400, message, param="messages", code="context_length_exceeded")
 
-    async def _asked(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
+    async def _find_context(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
         """The contexts; those of long texts are made in a thread. One call of a session at a time: calls share nodes.
 
         A thread goes on although its call is cancelled, and the next call of the session waits for its end.
@@ -112,10 +112,10 @@ class CallSampler:
         try:
             if not _is_long(call):
                 async with session.asking:
-                    return self._contexts(session, call)
+                    return self._find_contexts(session, call)
             await session.asking.acquire()
-            made = asyncio.ensure_future(asyncio.to_thread(self._contexts, session, call))
-            made.add_done_callback(functools.partial(_release, session))
+            made = asyncio.ensure_future(asyncio.to_thread(self._find_contexts, session, call))
+            made.add_done_callback(functools.partial(release_reply, session))
             return await asyncio.shield(made)
         except TooMuchText as problem:
             session.full = True
@@ -123,12 +123,14 @@ class CallSampler:
         except ConfigError as problem:
             raise invalid("messages", str(problem)) from None
 
-    def _contexts(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
+    def _find_contexts(self, session: AgentSession, call: ApiCall) -> Sequence[Asked]:
         if call.prompts:
-            return [session.prompts.asked(prompt) for prompt in call.prompts]
-        return [session.tree.asked(call.messages, call.tools)]
+            return [session.prompts.find_context(prompt) for prompt in call.prompts]
+        return [session.tree.find_context(call.messages, call.tools)]
 
-    async def _reply(self, session: AgentSession, call: ApiCall, context: Int32, max_tokens: int) -> SampledAnswer:
+    async def _sample_reply(
+        self, session: AgentSession, call: ApiCall, context: Int32, max_tokens: int
+    ) -> SampledAnswer:
         try:
             return await self._backend.reply(
                 session.session_id, context, max_tokens=max_tokens, stop=call.stop, tools=call.tools
@@ -143,19 +145,19 @@ class CallSampler:
             log.exception("sampling for the session %s failed", session.session_id)
             raise ApiProblem(500, f"sampling failed: {type(problem).__name__}: {problem}") from None
 
-    def _delivered(self, session: AgentSession, call: ApiCall, asked: Asked, answer: SampledAnswer) -> Choice:
+    def _keep_reply(self, session: AgentSession, call: ApiCall, asked: Asked, answer: SampledAnswer) -> Choice:
         ids = answer.token_ids.astype(np.int32)
         span = Span(ids, "", answer.logprobs.astype(np.float32), answer.versions.astype(np.int32))
         message = answer.message or {"content": answer.text}
         if isinstance(asked, AskedMessages):
-            message = session.tree.add(asked, span, message, stop_text=answer.stop_text)
+            message = session.tree.add_reply(asked, span, message, stop_text=answer.stop_text)
         else:
             assert isinstance(asked, AskedPrompt)
-            session.prompts.add(asked, span, answer.text)
+            session.prompts.add_reply(asked, span, answer.text)
             message = {"content": answer.text}
-        return Choice(answer, message, self._tokens(ids) if call.logprobs else ())
+        return Choice(answer, message, self._text_tokens(ids) if call.logprobs else ())
 
-    def _tokens(self, ids: Int32) -> tuple[str, ...]:
+    def _text_tokens(self, ids: Int32) -> tuple[str, ...]:
         """The text of each single token, special tokens included."""
         return tuple(self._tokenizer.decode([token], skip_special_tokens=False) for token in ids.tolist())
 
@@ -166,7 +168,7 @@ class CallSampler:
                 raise invalid("prompt", f"prompt has the token {max(prompt)}, and the policy has {size} tokens")
 
 
-def _release(session: AgentSession, made: asyncio.Future[Sequence[Asked]]) -> None:
+def release_reply(session: AgentSession, made: asyncio.Future[Sequence[Asked]]) -> None:
     session.asking.release()
     if not made.cancelled():
         made.exception()  # mark it as retrieved: the call may have been cancelled

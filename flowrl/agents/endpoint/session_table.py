@@ -26,7 +26,7 @@ from flowrl.agents.chat_template import ChatTemplate, TextBound
 from flowrl.agents.endpoint.apis import CallAnswer
 from flowrl.agents.endpoint.apis.api import ApiProblem
 from flowrl.agents.endpoint.backend import EndpointSettings, FinishedSession, SampledAnswer, Sessions, SessionTask
-from flowrl.agents.endpoint.session_tree import Asked, MessageTree, RawPrompts, SampledBranches, canonical
+from flowrl.agents.endpoint.session_tree import Asked, MessageTree, RawPrompts, SampledBranches, canonical_message
 from flowrl.errors import ConfigError
 from flowrl.models.tokens.chat import Messages
 from flowrl.models.tokens.vocabulary import most_characters_per_token
@@ -80,7 +80,7 @@ class AgentSession:
     def keep_response(self, response_id: str, messages: Messages) -> None:
         self._responses[response_id] = messages
 
-    def finished(self, cause: str) -> FinishedSession:
+    def finished_session(self, cause: str) -> FinishedSession:
         return FinishedSession(
             session_id=self.session_id,
             sequences=self.branches.sequences(),
@@ -116,7 +116,7 @@ class CallRun(Generic[Sampled, Delivered]):
         await asyncio.wait({self.task}, timeout=seconds)
         return self.task.done()
 
-    async def delivered(self) -> Delivered:
+    async def deliver_once(self) -> Delivered:
         """Raises ApiProblem if the run failed, or if it was cancelled because its session ended."""
         await asyncio.wait({self.task})
         if self.task.cancelled() or self.given_up:
@@ -153,7 +153,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         self._closed = False
 
     @asynccontextmanager
-    async def joined(
+    async def join_run(
         self,
         key: bytes,
         work: Callable[[], Coroutine[None, None, Sampled]],
@@ -166,9 +166,9 @@ class CallRuns(Generic[Sampled, Delivered]):
 
         Leaving the block without an exception means that the client has the answer. Raises ApiProblem.
         """
-        run = self._known(key) if retried else None
+        run = self._known_run(key) if retried else None
         if run is None:
-            run = self._begun(key, work, deliver)
+            run = self._begin_run(key, work, deliver)
         run.waiting += 1
         self.num_waiting += 1
         if run.leaving is not None:
@@ -180,10 +180,10 @@ class CallRuns(Generic[Sampled, Delivered]):
         finally:
             run.waiting -= 1
             self.num_waiting -= 1
-            self._left(run)
+            self._client_left(run)
             self._changed()
 
-    def close(self) -> None:
+    def close_runs(self) -> None:
         """Cancel open runs; clients that wait for them get an ApiProblem."""
         self._closed = True
         runs = list(self._runs)
@@ -194,7 +194,7 @@ class CallRuns(Generic[Sampled, Delivered]):
             run.given_up = True
             run.task.cancel()
 
-    def _begun(
+    def _begin_run(
         self, key: bytes, work: Callable[[], Coroutine[None, None, Sampled]], deliver: Callable[[Sampled], Delivered]
     ) -> CallRun[Sampled, Delivered]:
         if self._closed:
@@ -203,17 +203,17 @@ class CallRuns(Generic[Sampled, Delivered]):
             message = f"the session has {self._most_open} calls open already; wait until one is answered"
             raise ApiProblem(429, message, retry_after_s=1)
         run = CallRun(key, self._begin(work()), deliver)
-        run.task.add_done_callback(lambda task: self._ended(run))
+        run.task.add_done_callback(lambda task: self._run_ended(run))
         self._runs[run] = None
         return run
 
-    def _known(self, key: bytes) -> CallRun[Sampled, Delivered] | None:
+    def _known_run(self, key: bytes) -> CallRun[Sampled, Delivered] | None:
         """Among runs of equal calls, the one whose client has left; else the latest."""
         equal = [run for run in self._runs if run.key == key]
         lost = [run for run in equal if not run.waiting and not run.received]
         return next(reversed(lost or equal), None)
 
-    def _ended(self, run: CallRun[Sampled, Delivered]) -> None:
+    def _run_ended(self, run: CallRun[Sampled, Delivered]) -> None:
         """Forget a failed run, so that a retry samples again, and the oldest finished runs beyond MOST_KEPT."""
         if run.task.cancelled() or run.task.exception() is not None:
             self._runs.pop(run, None)
@@ -221,7 +221,7 @@ class CallRuns(Generic[Sampled, Delivered]):
         for other in done[: max(0, len(done) - MOST_KEPT)]:
             self._runs.pop(other)
 
-    def _left(self, run: CallRun[Sampled, Delivered]) -> None:
+    def _client_left(self, run: CallRun[Sampled, Delivered]) -> None:
         if not run.waiting and not run.received and run in self._runs:
             run.leaving = asyncio.get_running_loop().call_later(self._leave_s, self._give_up, run)
 
@@ -257,13 +257,13 @@ class SessionTable:
         """Whether no further session can start, given the open sessions and `more` that are about to start."""
         return len(self._open) + more >= self._settings.sessions
 
-    def open(self, task: SessionTask) -> AgentSession:
+    def open_session(self, task: SessionTask) -> AgentSession:
         """Begin a session. Raises ConfigError for an id that is malformed or taken."""
         name = task.session_id
         if not SESSION_ID.fullmatch(name) or name in self._open or name in self._ended:
             raise ConfigError(f"the session id {name!r} is taken, or has more than letters, digits, - and _")
         runs: CallRuns[SampledCall, CallAnswer] = CallRuns(
-            self._begun,
+            self._begin_session,
             leave_s=self._settings.leave_s,
             most_open=self._settings.session_calls,
             changed=functools.partial(self._heard_of, name),
@@ -273,9 +273,9 @@ class SessionTable:
         self._heard_of(name)
         return self._open[name]
 
-    def named(self, key: str, session_id: str | None) -> AgentSession:
+    def find_session(self, key: str, session_id: str | None) -> AgentSession:
         """The open session that a key or an id names. Raises ApiProblem (401, 404, 409)."""
-        session_id = self._authorized(key, session_id)
+        session_id = self._check_key(key, session_id)
         if session_id in self._ended:
             raise ApiProblem(409, f"the session {session_id} has ended; ask for another one", code="session_ended")
         if session_id not in self._open:
@@ -287,14 +287,14 @@ class SessionTable:
         return session_id in self._open
 
     def is_run_key(self, key: str) -> bool:
-        return _equal(key, self.run_key)
+        return keys_equal(key, self.run_key)
 
     def check_run_key(self, key: str) -> None:
         """Raises ApiProblem (401) for any other key."""
         if not self.is_run_key(key):
             raise _unknown_key()
 
-    def end(self, session: AgentSession, cause: str = "") -> FinishedSession:
+    def end_session(self, session: AgentSession, cause: str = "") -> FinishedSession:
         """Cancel the session's calls and report it."""
         name = session.session_id
         ended = self._open.pop(name)
@@ -304,20 +304,20 @@ class SessionTable:
         self._ended[name] = session.key
         if len(self._ended) > MOST_REMEMBERED:
             self._ended.popitem(last=False)
-        session.runs.close()
-        finished = session.finished(cause)
+        session.runs.close_runs()
+        finished = session.finished_session(cause)
         self._source.finished(finished)
         return finished
 
-    async def close(self) -> None:
+    async def close_sessions(self) -> None:
         """Cancel all calls and wait until that is done."""
         for timer in self._timers.values():
             timer.cancel()
         for session in self._open.values():
-            session.runs.close()
+            session.runs.close_runs()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _authorized(self, key: str, session_id: str | None) -> str:
+    def _check_key(self, key: str, session_id: str | None) -> str:
         if self.is_run_key(key):
             if session_id is None:
                 message = "the run's key names no session; use the base URL of a session, or a session's own key"
@@ -325,11 +325,11 @@ class SessionTable:
             return session_id
         named = key.partition(".")[0]
         known = self._open[named].key if named in self._open else self._ended.get(named, "")
-        if not known or not _equal(key, known) or session_id not in (None, named):
+        if not known or not keys_equal(key, known) or session_id not in (None, named):
             raise _unknown_key()
         return named
 
-    def _begun(self, work: Coroutine[None, None, SampledCall]) -> asyncio.Task[SampledCall]:
+    def _begin_session(self, work: Coroutine[None, None, SampledCall]) -> asyncio.Task[SampledCall]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -343,9 +343,9 @@ class SessionTable:
                 self._look_after(name, self._settings.idle_s)
 
     def _look_after(self, name: str, seconds: float) -> None:
-        self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._look, name)
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._end_idle, name)
 
-    def _look(self, name: str) -> None:
+    def _end_idle(self, name: str) -> None:
         """End the session if it is idle. While a client waits, there is no timer; the next one starts when the client
         leaves."""
         del self._timers[name]
@@ -356,11 +356,11 @@ class SessionTable:
         if left_s > 0:
             self._look_after(name, left_s)
         else:
-            self.end(session, "session_idle")
+            self.end_session(session, "session_idle")
 
     def _template_of(self, tools: Messages) -> ChatTemplate:
         """Also called by threads, which make the contexts of long messages."""
-        key = canonical(list(tools))
+        key = canonical_message(list(tools))
         with self._templates_lock:
             found = self._templates.get(key)
         found = found or ChatTemplate(self._tokenizer, tools, self._bound)
@@ -372,7 +372,7 @@ class SessionTable:
         return found
 
 
-def _equal(key: str, known: str) -> bool:
+def keys_equal(key: str, known: str) -> bool:
     sent = key.encode(errors="surrogatepass")  # bytes of a header that are no UTF-8 arrive as surrogates
     return hmac.compare_digest(sent, known.encode())
 

@@ -48,7 +48,7 @@ class SampledBranches:
         self._ends: dict[Span, list[Span]] = {}
         """The reply that ends a branch -> the branch."""
 
-    def add(self, asked: Asked, reply: Span) -> None:
+    def add_reply(self, asked: Asked, reply: Span) -> None:
         """`reply` has logprobs; of the spans asked, those that have them are replies that were added before."""
         sampled = [span for span in asked.spans if span.logprobs is not None]
         branch = self._ends.pop(sampled[-1], None) if sampled and not _ends_sampled(asked) else None
@@ -78,14 +78,14 @@ def _as_context(span: Span) -> Span:
 Found = TypeVar("Found")
 
 
-def canonical(value: Any) -> str:
+def canonical_message(value: Any) -> str:
     """JSON text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-def said(message: Mapping[str, Any]) -> str:
+def said_parts(message: Mapping[str, Any]) -> str:
     """What an assistant message says: its text without blanks at the ends, and its calls without their ids."""
-    return canonical([_text(message), _calls(message)])
+    return canonical_message([content_text(message), canonical_calls(message)])
 
 
 def call_ids(message: Mapping[str, Any]) -> list[str]:
@@ -104,48 +104,48 @@ class KnownReplies(Generic[Found]):
         self._by_said: dict[str, list[tuple[str, Found]]] = {}
         """What is said -> (reasoning, reply) of each reply that says it."""
 
-    def add(self, message: Mapping[str, Any], reply: Found, *, stop_text: str = "") -> None:
+    def add_reply(self, message: Mapping[str, Any], reply: Found, *, stop_text: str = "") -> None:
         """`stop_text` ended the reply and is not in the message; clients may add it again."""
         for call_id in call_ids(message):
             self._by_call_id.setdefault(call_id, (message, reply))
-        texts = {said(message)}
+        texts = {said_parts(message)}
         if stop_text:
-            texts.add(said({**message, "content": f"{message.get('content') or ''}{stop_text}"}))
+            texts.add(said_parts({**message, "content": f"{message.get('content') or ''}{stop_text}"}))
         for text in texts:
-            self._by_said.setdefault(text, []).append((_reasoning(message), reply))
+            self._by_said.setdefault(text, []).append((reasoning_text(message), reply))
 
-    def find(self, message: Mapping[str, Any]) -> Found | None:
+    def find_reply(self, message: Mapping[str, Any]) -> Found | None:
         """The reply that `message` repeats: by the id of a call, unless the calls or the text were edited; else by
         what it says. None if it repeats none."""
         for call_id in call_ids(message):
             known = self._by_call_id.get(call_id)
-            if known is not None and _repeats(message, known[0]):
+            if known is not None and repeats_text(message, known[0]):
                 return known[1]
-        known_replies = self._by_said.get(said(message))
+        known_replies = self._by_said.get(said_parts(message))
         if not known_replies:
             return None
-        same = [reply for reasoning, reply in known_replies if reasoning == _reasoning(message)]
+        same = [reply for reasoning, reply in known_replies if reasoning == reasoning_text(message)]
         return (same or [reply for _, reply in known_replies])[0]
 
 
-def _repeats(message: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
-    return _calls(message) == _calls(reply) and _text(message) in ("", _text(reply))
+def repeats_text(message: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
+    return canonical_calls(message) == canonical_calls(reply) and content_text(message) in ("", content_text(reply))
 
 
-def _reasoning(message: Mapping[str, Any]) -> str:
+def reasoning_text(message: Mapping[str, Any]) -> str:
     return str(message.get("reasoning_content") or "").strip()
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def content_text(message: Mapping[str, Any]) -> str:
     return str(message.get("content") or "").strip()
 
 
-def _calls(message: Mapping[str, Any]) -> list[list[Any]]:
+def canonical_calls(message: Mapping[str, Any]) -> list[list[Any]]:
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return [[function["name"], _arguments(function["arguments"])] for function in functions]
+    return [[function["name"], parse_arguments(function["arguments"])] for function in functions]
 
 
-def _arguments(arguments: Any) -> Any:
+def parse_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -187,17 +187,17 @@ class RawPrompts:
         self._branches = branches
         self._completed: list[CompletedPrompt] = []
 
-    def asked(self, prompt: RawPrompt) -> AskedPrompt:
+    def find_context(self, prompt: RawPrompt) -> AskedPrompt:
         """The context; the longest earlier one that the prompt continues keeps its ids. Raises TooMuchText."""
         if isinstance(prompt, str):
-            self._bound.check(prompt)
+            self._bound.check_text(prompt)
         spans = self._text_spans(prompt) if isinstance(prompt, str) else self._id_spans(prompt)
         return AskedPrompt(tuple(span for span in spans if span.token_ids.size), prompt)
 
-    def add(self, asked: AskedPrompt, reply: Span, shown: str) -> None:
+    def add_reply(self, asked: AskedPrompt, reply: Span, shown: str) -> None:
         text = shown if isinstance(asked.prompt, str) else ""
         self._completed.append(CompletedPrompt(asked, reply, text))
-        self._branches.add(asked, reply)
+        self._branches.add_reply(asked, reply)
 
     def _text_spans(self, prompt: str) -> tuple[Span, ...]:
         continued = [one for one in self._completed if one.shown and prompt.startswith(one.text)]
@@ -205,39 +205,39 @@ class RawPrompts:
             return (Span(np.asarray(self._tokenizer(prompt)["input_ids"], np.int32), prompt),)
         longest = max(continued, key=lambda one: len(one.text))
         rest = prompt[len(longest.text) - len(longest.shown) :]
-        kept, text = self._kept(longest.reply, rest)
-        return (*longest.asked.spans, kept, self._fed(rest[len(text) :]))
+        kept, text = self._kept_part(longest.reply, rest)
+        return (*longest.asked.spans, kept, self._fed_span(rest[len(text) :]))
 
     def _id_spans(self, prompt: Sequence[int]) -> tuple[Span, ...]:
         ids = np.asarray(prompt, np.int32)
         best: tuple[Span, ...] = ()
         for one in self._completed:
             spans = (*one.asked.spans, one.reply)
-            if _size(spans) > _size(best) and np.array_equal(ids[: _size(spans)], _joined(spans)):
+            if count_ids(spans) > count_ids(best) and np.array_equal(ids[: count_ids(spans)], join_ids(spans)):
                 best = spans
-        return (*best, Span(ids[_size(best) :], ""))
+        return (*best, Span(ids[count_ids(best) :], ""))
 
-    def _kept(self, reply: Span, rest: str) -> tuple[Span, str]:
+    def _kept_part(self, reply: Span, rest: str) -> tuple[Span, str]:
         """(the part of the reply that `rest` begins with, its text); if that is the whole reply, the part is `reply`
         itself."""
         for size in range(reply.token_ids.size, 0, -1):
-            text = self._decode(reply.token_ids[:size])
+            text = self._decode_ids(reply.token_ids[:size])
             if rest.startswith(text):
                 return (reply if size == reply.token_ids.size else Span(reply.token_ids[:size], text)), text
         return Span(reply.token_ids[:0], ""), ""
 
-    def _fed(self, text: str) -> Span:
+    def _fed_span(self, text: str) -> Span:
         return Span(np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), text)
 
-    def _decode(self, ids: Int32) -> str:
+    def _decode_ids(self, ids: Int32) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _size(spans: tuple[Span, ...]) -> int:
+def count_ids(spans: tuple[Span, ...]) -> int:
     return sum(span.token_ids.size for span in spans)
 
 
-def _joined(spans: tuple[Span, ...]) -> Int32:
+def join_ids(spans: tuple[Span, ...]) -> Int32:
     return np.concatenate([span.token_ids for span in spans], dtype=np.int32)
 
 
@@ -277,40 +277,40 @@ class MessageTree:
         self._replies: KnownReplies[MessageNode] = KnownReplies()
         self._call_ids: set[str] = set()
 
-    def asked(self, messages: Messages, tools: Messages = ()) -> AskedMessages:
+    def find_context(self, messages: Messages, tools: Messages = ()) -> AskedMessages:
         """The context up to where the policy continues. Raises ConfigError if the template cannot render it."""
         template = self._template_of(tools)
-        node = self._roots.setdefault(canonical(list(tools)), MessageNode({}))
+        node = self._roots.setdefault(canonical_message(list(tools)), MessageNode({}))
         for message in messages:
-            node = self._below(node, message)
-        return AskedMessages(_spans(template, node), node)
+            node = self._node_below(node, message)
+        return AskedMessages(context_spans(template, node), node)
 
     def num_tokens(self, messages: Messages, tools: Messages = ()) -> int:
         """Tokens of these messages rendered anew, up to where the policy continues; the tree does not change."""
         template = self._template_of(tools)
-        return int(template.ids(template.text(list(messages))).size)
+        return int(template.render_ids(template.render_text(list(messages))).size)
 
-    def add(
+    def add_reply(
         self, asked: AskedMessages, reply: Span, message: Mapping[str, Any], *, stop_text: str = ""
     ) -> Mapping[str, Any]:
         """Add a reply; returns the message as the client is to see it: each tool call has a unique id."""
         message = self._with_call_ids({**message, "role": "assistant", "content": message.get("content") or ""})
         node = MessageNode(message, asked.node, reply, stop_text)
-        asked.node.replies_below.add(message, node, stop_text=stop_text)
-        self._replies.add(message, node, stop_text=stop_text)
-        self._branches.add(asked, reply)
+        asked.node.replies_below.add_reply(message, node, stop_text=stop_text)
+        self._replies.add_reply(message, node, stop_text=stop_text)
+        self._branches.add_reply(asked, reply)
         return message
 
-    def _below(self, node: MessageNode, message: Mapping[str, Any]) -> MessageNode:
+    def _node_below(self, node: MessageNode, message: Mapping[str, Any]) -> MessageNode:
         replied = message["role"] == "assistant"
-        known = node.replies_below.find(message) if replied else None
+        known = node.replies_below.find_reply(message) if replied else None
         if known is not None:
             return known
-        key = canonical(message)
+        key = canonical_message(message)
         if key not in node.fed_below:
-            elsewhere = self._replies.find(message) if replied else None
+            elsewhere = self._replies.find_reply(message) if replied else None
             if elsewhere is not None:
-                return _repeated(node, elsewhere)
+                return repeated_reply(node, elsewhere)
             node.fed_below[key] = MessageNode(message, node)
         return node.fed_below[key]
 
@@ -329,21 +329,21 @@ class MessageTree:
         return own
 
 
-def _repeated(node: MessageNode, known: MessageNode) -> MessageNode:
+def repeated_reply(node: MessageNode, known: MessageNode) -> MessageNode:
     """The reply `known` as context below `node`."""
     assert known.reply is not None
     repeated = MessageNode(known.message, node, Span(known.reply.token_ids, known.reply.text), known.stop_text)
-    node.replies_below.add(known.message, repeated, stop_text=known.stop_text)
+    node.replies_below.add_reply(known.message, repeated, stop_text=known.stop_text)
     return repeated
 
 
-def _spans(template: ChatTemplate, node: MessageNode) -> tuple[Span, ...]:
+def context_spans(template: ChatTemplate, node: MessageNode) -> tuple[Span, ...]:
     """The spans of all that precedes a reply to `node`."""
     spans: list[Span] = []
     below: MessageNode | None = node
     while below is not None:
         reply = _last_reply(below)
-        spans.append(_fed(template, below, reply))
+        spans.append(fed_spans(template, below, reply))
         if reply is None:
             break
         assert reply.reply is not None
@@ -358,20 +358,20 @@ def _last_reply(node: MessageNode | None) -> MessageNode | None:
     return node
 
 
-def _fed(template: ChatTemplate, node: MessageNode, reply: MessageNode | None) -> Span:
+def fed_spans(template: ChatTemplate, node: MessageNode, reply: MessageNode | None) -> Span:
     if node.fed is None:
-        messages = _messages(node)
+        messages = path_messages(node)
         if reply is None or reply.reply is None:
-            text = template.text(messages)
-            node.fed = Span(template.ids(text), text)
+            text = template.render_text(messages)
+            node.fed = Span(template.render_ids(text), text)
         else:
-            size = len(_messages(reply))
-            ids = template.following(messages[:size], reply.reply.token_ids, messages[size:])
+            size = len(path_messages(reply))
+            ids = template.ids_following(messages[:size], reply.reply.token_ids, messages[size:])
             node.fed = Span(ids, "")
     return node.fed
 
 
-def _messages(node: MessageNode) -> list[Mapping[str, Any]]:
+def path_messages(node: MessageNode) -> list[Mapping[str, Any]]:
     found = []
     above: MessageNode | None = node
     while above is not None and above.message:

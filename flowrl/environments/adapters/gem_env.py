@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, close_names, imported
+from flowrl.environments.environment_row import EnvironmentName, close_names, import_package
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 
@@ -20,14 +20,14 @@ class GemEnv(Env):
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], GemEnv]:
         """Imports the package. Raises ConfigError if the package or the environment is missing."""
-        package = imported(name, "gem", distribution="gem-llm")
-        imported(name, "gem.envs", distribution="gem-llm")  # fills the registry
+        package = import_package(name, "gem", distribution="gem-llm")
+        import_package(name, "gem.envs", distribution="gem-llm")  # fills the registry
         registry = package.envs.registration.ENV_REGISTRY
         if name.place not in registry:
             raise ConfigError(f"gem has no environment {name.place!r}; {close_names(name.place, list(registry))}")
         entry_point = registry[name.place].entry_point
         if isinstance(entry_point, str):
-            imported(name, entry_point.partition(":")[0], distribution="gem-llm")  # once, and not in each episode
+            import_package(name, entry_point.partition(":")[0], distribution="gem-llm")  # once, and not in each episode
         return lambda: cls(package.make(name.place, **name.options))
 
     def __init__(self, game: Any) -> None:
@@ -35,20 +35,20 @@ class GemEnv(Env):
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         found, told = self._game.reset(seed=seed)
-        return Observation(_text(found, told))
+        return Observation(observation_text(found, told))
 
     async def step(self, action: Action) -> Step:
         found, reward, terminated, truncated, told = self._game.step(action.text)
         over = bool(terminated or truncated)
         return Step(
-            Observation(str(found) if over else _text(found, told)),
+            Observation(str(found) if over else observation_text(found, told)),
             float(reward),
             terminated=bool(terminated and not truncated),
             truncated=bool(truncated),
         )
 
 
-def _text(found: Any, told: Mapping[str, Any]) -> str:
+def observation_text(found: Any, told: Mapping[str, Any]) -> str:
     """An observation between the prefix and the suffix that the package reports with it."""
     parts = (told.get("prefix", ""), found, told.get("suffix", ""))
     return "\n".join(part for part in (str(part).strip() for part in parts) if part)

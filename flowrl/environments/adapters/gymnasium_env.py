@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, imported
+from flowrl.environments.environment_row import EnvironmentName, import_package
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 
@@ -42,18 +42,18 @@ def is_minigrid(place: str) -> bool:
 
 def register_minigrid(name: EnvironmentName) -> None:
     """Make the package's names known to gymnasium. Raises ConfigError if the package is missing."""
-    imported(name, "minigrid", distribution="minigrid")
+    import_package(name, "minigrid", distribution="minigrid")
 
 
 def grid_text(env: Any) -> str:
     """The mission, the grid, and the agent's state, of a MiniGridEnv."""
-    rows = [" ".join(_cell(env, column, row) for column in range(env.width)) for row in range(env.height)]
+    rows = [" ".join(cell_text(env, column, row) for column in range(env.width)) for row in range(env.height)]
     carried = f"a {env.carrying.color} {env.carrying.type}" if env.carrying else "nothing"
     state = f"You face {FACING[env.agent_dir]} and carry {carried}."
     return "\n".join([f"Mission: {env.mission}", "", *rows, "", state])
 
 
-def _cell(env: Any, column: int, row: int) -> str:
+def cell_text(env: Any, column: int, row: int) -> str:
     if (column, row) == tuple(env.agent_pos):
         return AGENT[env.agent_dir]
     thing = env.grid.get(column, row)
@@ -61,11 +61,11 @@ def _cell(env: Any, column: int, row: int) -> str:
         return PLAIN["floor"]
     if thing.type in PLAIN:
         return PLAIN[thing.type]
-    letter = _door(thing) if thing.type == "door" else LETTERS[thing.type]
+    letter = door_text(thing) if thing.type == "door" else LETTERS[thing.type]
     return letter + COLOURS[thing.color]
 
 
-def _door(door: Any) -> str:
+def door_text(door: Any) -> str:
     return "O" if door.is_open else "L" if door.is_locked else "D"
 
 
@@ -82,7 +82,7 @@ class GymnasiumEnv(Env):
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], GymnasiumEnv]:
         """Imports the package. Raises ConfigError if the package or the environment is missing."""
-        gymnasium = imported(name, "gymnasium", distribution="gymnasium")
+        gymnasium = import_package(name, "gymnasium", distribution="gymnasium")
         if is_minigrid(name.place):
             register_minigrid(name)
         try:
@@ -97,7 +97,7 @@ class GymnasiumEnv(Env):
         options = dict(name.options)
         self._is_grid = is_minigrid(name.place)
         names = str(options.pop("actions", GRID_ACTIONS if self._is_grid else ""))
-        self._env = _made(name, options)
+        self._env = make_environment(name, options)
         self._first, self._number = _discrete_actions(name, self._env)
         self._names = tuple(part.strip() for part in names.split("/")) if names else ()
         if self._names and len(self._names) != self._number:
@@ -112,10 +112,10 @@ class GymnasiumEnv(Env):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         found, _ = self._env.reset(seed=seed)
         legend = f"{GRID_LEGEND}\n\n" if self._is_grid else ""
-        return Observation(f"{legend}{self._text(found)}\n\n{self._actions}")
+        return Observation(f"{legend}{self._render_text(found)}\n\n{self._actions}")
 
     async def step(self, action: Action) -> Step:
-        chosen = self._chosen(action.text)
+        chosen = self._choose_action(action.text)
         if chosen is None:
             self._malformed += 1
             self._malformed_in_a_row += 1
@@ -126,7 +126,7 @@ class GymnasiumEnv(Env):
             )
         self._malformed_in_a_row = 0
         found, reward, terminated, truncated, _ = self._env.step(chosen)
-        return Step(Observation(self._text(found)), float(reward), terminated, truncated, self._metrics)
+        return Step(Observation(self._render_text(found)), float(reward), terminated, truncated, self._metrics)
 
     @property
     def _metrics(self) -> dict[str, float]:
@@ -143,22 +143,22 @@ class GymnasiumEnv(Env):
         listed = ", ".join(f"{number} {name}" for number, name in enumerate(self._names, self._first))
         return f"Answer with one action: {listed}."
 
-    def _chosen(self, text: str) -> int | None:
+    def _choose_action(self, text: str) -> int | None:
         known = {str(number): number for number in range(self._first, self._first + self._number)}
         known |= {name.lower(): number for number, name in enumerate(self._names, self._first)}
         words = re.findall(r"-?\d+|" + "|".join(rf"\b{re.escape(name)}\b" for name in known), text.lower())
         return known.get(words[-1]) if words else None
 
-    def _text(self, found: Any) -> str:
+    def _render_text(self, found: Any) -> str:
         if self._is_grid:
             return grid_text(self._env.unwrapped)
         if self._env.render_mode != "ansi":
-            return f"Observation: {_plain(found)}"
+            return f"Observation: {plain_value(found)}"
         rendered = CODE.sub("", MARKED.sub(r"[\1]", str(self._env.render())))
-        return f"{rendered.strip()}\n\nObservation: {_plain(found)}"
+        return f"{rendered.strip()}\n\nObservation: {plain_value(found)}"
 
 
-def _made(name: EnvironmentName, options: Mapping[str, Any]) -> Any:
+def make_environment(name: EnvironmentName, options: Mapping[str, Any]) -> Any:
     import gymnasium
 
     try:
@@ -202,10 +202,10 @@ def _check_observations(name: EnvironmentName, space: Any) -> None:
         raise ConfigError(f"environment {name.text!r} has observations in {space}; only discrete ones become text")
 
 
-def _plain(found: Any) -> Any:
+def plain_value(found: Any) -> Any:
     """The value with plain Python numbers, lists and mappings."""
     if isinstance(found, Mapping):
-        return {key: _plain(value) for key, value in found.items()}
+        return {key: plain_value(value) for key, value in found.items()}
     if isinstance(found, tuple):
-        return tuple(_plain(value) for value in found)
+        return tuple(plain_value(value) for value in found)
     return found.tolist() if hasattr(found, "tolist") else found

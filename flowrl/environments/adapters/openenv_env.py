@@ -65,13 +65,13 @@ class OpenenvEnv(Env):
         except aiohttp.ClientError as problem:
             raise ConnectionError(f"{self._url}: {problem}") from None
         self._field = _only_text(self._schema)
-        found = await self._answer("reset", {"seed": seed, **self._options})
+        found = await self._exchange_message("reset", {"seed": seed, **self._options})
         how = "" if self._field else f"\n\nAnswer with a JSON object. Its schema: {json.dumps(self._schema)}"
-        return Observation(_text(found) + how)
+        return Observation(observation_text(found) + how)
 
     async def step(self, action: Action) -> Step:
         try:
-            found = await self._answer("step", self._action(action.text))
+            found = await self._exchange_message("step", self._read_action(action.text))
         except _NoAction as misfit:
             return self._no_action_step(str(misfit))
         self._malformed_in_a_row = 0
@@ -79,7 +79,7 @@ class OpenenvEnv(Env):
         self._rewarded |= reward is not None
         if done and not self._rewarded:
             raise MalformedValue(f"the server at {self._url} ended the episode without any reward")
-        return Step(Observation(_text(found)), reward or 0.0, terminated=done, metrics=self._metrics)
+        return Step(Observation(observation_text(found)), reward or 0.0, terminated=done, metrics=self._metrics)
 
     async def close(self) -> None:
         try:
@@ -104,7 +104,7 @@ class OpenenvEnv(Env):
     def _metrics(self) -> dict[str, float]:
         return {"malformed": self._malformed}
 
-    def _action(self, text: str) -> Mapping[str, Any]:
+    def _read_action(self, text: str) -> Mapping[str, Any]:
         """The action that a reply means. Raises _NoAction."""
         if self._field is not None:
             return {self._field: text}
@@ -122,7 +122,7 @@ class OpenenvEnv(Env):
         over = self._malformed_in_a_row == MOST_MALFORMED
         return Step(Observation(misfit), truncated=over, metrics=self._metrics)
 
-    async def _answer(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _exchange_message(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """The data of the observation that answers a message. Raises _NoAction, ConnectionError, MalformedValue."""
         assert self._socket is not None
         try:
@@ -137,13 +137,13 @@ class OpenenvEnv(Env):
         if not isinstance(content, dict) or answer.get("type") not in ("observation", "error"):
             raise MalformedValue(f"the server at {self._url} answered {kind} with {message.data[:200]!r}")
         if answer["type"] == "error":
-            self._refuse(kind, content)
+            self._refuse_action(kind, content)
         return content
 
-    def _refuse(self, kind: str, error: Mapping[str, Any]) -> None:
+    def _refuse_action(self, kind: str, error: Mapping[str, Any]) -> None:
         told, code = str(error.get("message")), error.get("code")
         if code == "VALIDATION_ERROR" and kind == "step":
-            raise _NoAction(f"{told}: {_misfits(error)}.")
+            raise _NoAction(f"{told}: {list_misfits(error)}.")
         if code == "CAPACITY_REACHED":
             raise ConnectionError(f"the server at {self._url} has no session left: {told}")
         raise RuntimeError(f"the server at {self._url} failed at {kind} ({code}): {told}")
@@ -153,7 +153,7 @@ class _NoAction(Exception):
     """A reply that is no action; the text is for the policy."""
 
 
-def _misfits(error: Mapping[str, Any]) -> str:
+def list_misfits(error: Mapping[str, Any]) -> str:
     found = error.get("errors") or ()
     return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in found)
 
@@ -166,7 +166,7 @@ def _only_text(schema: Mapping[str, Any]) -> str | None:
     return str(needed[0])
 
 
-def _text(found: Mapping[str, Any]) -> str:
+def observation_text(found: Mapping[str, Any]) -> str:
     shown = found.get("observation")
     if isinstance(shown, Mapping):
         (only,) = shown.values() if len(shown) == 1 else (None,)

@@ -59,11 +59,11 @@ class OpenrlhfEnv(Env):
         self._sampling: Any = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        row = self._questions.row(EnvironmentRow(task["name"], task["options"], seed))
-        self._agent = await _made(self._kind)
+        row = self._questions.row_of_question(EnvironmentRow(task["name"], task["options"], seed))
+        self._agent = await make_agent(self._kind)
         self._asked = {"prompt": row.prompt, "label": row.columns.get("answer", "")}
         found = await self._agent.reset({"observation": row.prompt, **self._asked})
-        self._said = _text("reset", found, "observation", ("observation",))
+        self._said = observation_text("reset", found, "observation", ("observation",))
         return question_of(row) if self._said == row.prompt else Observation(self._said)
 
     async def step(self, action: Action) -> Step:
@@ -71,8 +71,10 @@ class OpenrlhfEnv(Env):
         texts = {f"{name}_text": text for name, text in told.items()}
         sampling = {"sampling_params": self._sampling}
         step = self._agent.step
-        found = await step(told | texts | self._asked | sampling, **(sampling if _takes(step, *sampling) else {}))
-        feedback = _text("step", found, "environment_feedback", RETURNED)
+        found = await step(
+            told | texts | self._asked | sampling, **(sampling if takes_argument(step, *sampling) else {})
+        )
+        feedback = observation_text("step", found, "environment_feedback", RETURNED)
         if found.get("environment_images"):
             raise MalformedValue("the agent's step returned environment_images; images are not supported")
         self._said += action.text + feedback
@@ -81,9 +83,9 @@ class OpenrlhfEnv(Env):
             Observation(feedback),
             found["rewards"],
             terminated=bool(found["done"]),
-            metrics=_metrics(found),
+            metrics=step_metrics(found),
             max_tokens=getattr(self._sampling, "max_tokens", None),
-            stop=_stop(self._sampling),
+            stop=stop_texts(self._sampling),
         )
 
 
@@ -109,7 +111,7 @@ def _is_agent(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, AgentInstanceBase) and value is not AgentInstanceBase
 
 
-async def _made(kind: Any) -> Any:
+async def make_agent(kind: Any) -> Any:
     """An object of the class. Its `__init__` may be async: Ray, with which the package makes the object, allows
     that."""
     if not inspect.iscoroutinefunction(kind.__init__):
@@ -119,13 +121,13 @@ async def _made(kind: Any) -> Any:
     return agent
 
 
-def _takes(method: Callable[..., Any], name: str) -> bool:
+def takes_argument(method: Callable[..., Any], name: str) -> bool:
     """Whether `method` takes a keyword argument of that name."""
     kinds = {one.name: one.kind for one in inspect.signature(method).parameters.values()}
     return name in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
-def _text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
+def observation_text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
     """The text that a method returned under `key`. Raises MalformedValue if it is no text, or a `needed` key is
     missing."""
     if not isinstance(found, Mapping) or any(name not in found for name in needed):
@@ -135,13 +137,13 @@ def _text(method: str, found: Any, key: str, needed: tuple[str, ...]) -> str:
     return str(found[key])
 
 
-def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
+def step_metrics(found: Mapping[str, Any]) -> dict[str, float]:
     told = dict(found.get("extra_logs") or {})
     if "scores" in found:
         told["score"] = found["scores"]
     return {str(key): number for key, value in told.items() if (number := number_in(value)) is not None}
 
 
-def _stop(sampling: Any) -> tuple[str, ...]:
+def stop_texts(sampling: Any) -> tuple[str, ...]:
     stop = getattr(sampling, "stop", None) or ()
     return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -31,11 +31,11 @@ class ReasoningEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], ReasoningEnv]:
         """Imports the package. Raises ConfigError if the package, the problem or an option does not exist."""
         cls(name)
-        check_reasoning_task(_task(name))
+        check_reasoning_task(reasoning_task(name))
         return lambda: cls(name)
 
     def __init__(self, name: EnvironmentName) -> None:
-        self._task = _task(name)
+        self._task = reasoning_task(name)
         for key in OF_ROWS:
             if key in name.options:
                 raise ConfigError(f"environment {name.text!r} has the option {key}, which its rows decide; remove it")
@@ -58,18 +58,18 @@ class ReasoningEnv(Env):
         score = self._problem.score(action.text)
         over = score >= 1.0 or self._left == 0
         return Step(
-            Observation("" if over else self._answer(score)),
+            Observation("" if over else self._extract_answer(score)),
             reward=score if over else 0.0,
             terminated=over,
             metrics={"score": score, "tries": float(self._tries - self._left)},
         )
 
-    def _answer(self, score: float) -> str:
+    def _extract_answer(self, score: float) -> str:
         told = f" Its score is {score:.2f} of 1." if self._feedback == "score" else ""
         return f"That is not right.{told} Tries left: {self._left}."
 
 
-def _task(name: EnvironmentName) -> Task:
+def reasoning_task(name: EnvironmentName) -> Task:
     """The task with the package's own options."""
     options = ",".join(f"{key}={value!r}" for key, value in name.options.items() if key not in OWN)
     return Task(f"reasoning_gym/{name.place}:{options}" if options else f"reasoning_gym/{name.place}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, close_names, imported
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, close_names, import_package
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions
 from flowrl.errors import ConfigError
@@ -28,8 +28,8 @@ class SkyrlEnv(Env):
     @classmethod
     def maker(cls, name: EnvironmentName) -> Callable[[], SkyrlEnv]:
         """Imports the package and reads the task. Raises ConfigError."""
-        package = imported(name, "skyrl_gym", distribution="skyrl-gym")
-        known = list(imported(name, "skyrl_gym.envs.registration", distribution="skyrl-gym").registry)
+        package = import_package(name, "skyrl_gym", distribution="skyrl-gym")
+        known = list(import_package(name, "skyrl_gym.envs.registration", distribution="skyrl-gym").registry)
         if name.place not in known:
             raise ConfigError(f"skyrl_gym has no environment {name.place!r}; {close_names(name.place, known)}")
         max_turns = name.options.get("max_turns")
@@ -37,7 +37,7 @@ class SkyrlEnv(Env):
             raise ConfigError(f"environment {name.text!r}: max_turns is {max_turns!r}; it has to be at least 1")
         questions = load_questions(name, asked_task(name, own=("max_turns",)))
         try:
-            _made(package, name, questions.rows.train[0])
+            make_environment(package, name, questions.rows.train[0])
         except Exception as problem:  # the boundary to the environment's code
             raise ConfigError(f"environment {name.text!r} cannot be made: {one_line(problem)}") from None
         return lambda: cls(package, name, questions)
@@ -47,17 +47,20 @@ class SkyrlEnv(Env):
         self._game: Any = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        row = self._questions.row(EnvironmentRow(task["name"], task["options"], seed))
-        self._game = _made(self._package, self._name, row)
+        row = self._questions.row_of_question(EnvironmentRow(task["name"], task["options"], seed))
+        self._game = make_environment(self._package, self._name, row)
         messages, _ = self._game.init([dict(turn) for turn in row.turns])
-        return _observation(messages)
+        return read_observation(messages)
 
     async def step(self, action: Action) -> Step:
         found = self._game.step(action.text)
         metrics = self._game.get_metrics().items()
         told = {key: number for key, value in metrics if (number := number_in(value)) is not None}
         return Step(
-            _observation(found["observations"]), float(found["reward"]), terminated=bool(found["done"]), metrics=told
+            read_observation(found["observations"]),
+            float(found["reward"]),
+            terminated=bool(found["done"]),
+            metrics=told,
         )
 
     async def close(self) -> None:
@@ -65,7 +68,7 @@ class SkyrlEnv(Env):
             self._game.close()
 
 
-def _made(package: ModuleType, name: EnvironmentName, row: Row) -> Any:
+def make_environment(package: ModuleType, name: EnvironmentName, row: Row) -> Any:
     extras: dict[str, Any] = {
         "reward_spec": {"method": "rule", "ground_truth": _ground_truth(row)},
         "extra_info": {},
@@ -81,7 +84,7 @@ def _ground_truth(row: Row) -> str:
     return answer.strip().replace(",", "") if mark else answer
 
 
-def _observation(messages: Any) -> Observation:
+def read_observation(messages: Any) -> Observation:
     """A single message of the user is shown as text."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return Observation(messages[0]["content"])

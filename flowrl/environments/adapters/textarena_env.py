@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, close_names, imported
+from flowrl.environments.environment_row import EnvironmentName, close_names, import_package
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import one_line
@@ -30,36 +30,36 @@ class TextarenaEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], Env]:
         """Imports the package and the game. Raises ConfigError if one is missing, or the game does not take the
         options."""
-        package = imported(name, "textarena", distribution="textarena")
-        nltk = imported(name, "nltk", distribution="nltk")
+        package = import_package(name, "textarena", distribution="textarena")
+        nltk = import_package(name, "nltk", distribution="nltk")
         nltk.download = lambda *_, **__: False  # games call it at import, and it waits if there is no network
         options = {key: value for key, value in name.options.items() if key != "players"}
-        seats = _players(name, package, options)
+        seats = count_players(name, package, options)
         kind = type(cls.__name__, (cls if seats == 1 else TextarenaGame,), {"seats": seats})
         return lambda: kind(package.make(name.place, **options))
 
     def __init__(self, game: Any) -> None:
         self._game = game
-        self._base = _unwrapped(game)
+        self._base = unwrap_game(game)
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation | tuple[Observation, ...]:
         self._game.reset(num_players=self.seats, seed=seed)
-        return Observation(self._heard())
+        return Observation(self._hear_observation())
 
     async def step(self, action: Action) -> Step:
         over, _ = self._game.step(action=action.text)
         if not over:
-            return Step(Observation(self._heard()))
-        (reward,), metrics = self._ended()
-        return Step(Observation(self._heard()), reward, terminated=True, metrics=metrics)
+            return Step(Observation(self._hear_observation()))
+        (reward,), metrics = self._end_step()
+        return Step(Observation(self._hear_observation()), reward, terminated=True, metrics=metrics)
 
-    def _heard(self) -> str:
+    def _hear_observation(self) -> str:
         """What the seat to act has not seen yet."""
         state = self._base.state
         seat, said = self._base.get_observation()
-        return "\n\n".join(_line(state, sender, text.strip()) for sender, text, _ in said if sender != seat)
+        return "\n\n".join(observation_line(state, sender, text.strip()) for sender, text, _ in said if sender != seat)
 
-    def _ended(self) -> tuple[tuple[float, ...], dict[str, float]]:
+    def _end_step(self) -> tuple[tuple[float, ...], dict[str, float]]:
         """Each player's reward, and metrics of the game."""
         rewards, told = self._game.close()
         if rewards is None:
@@ -81,7 +81,7 @@ class TextarenaGame(TextarenaEnv):
     async def step(self, action: Action, seat: int = 0) -> Step:
         over, _ = self._game.step(action=action.text)
         if over:
-            by_player, metrics = self._ended()
+            by_player, metrics = self._end_step()
             rewards = by_player[self._first :] + by_player[: self._first]
             return Step((Observation(),) * self.seats, rewards, terminated=True, metrics=metrics)
         return Step(self._shown_to((seat + 1) % self.seats), (0.0,) * self.seats)
@@ -95,22 +95,22 @@ class TextarenaGame(TextarenaEnv):
                 f"{type(self._base).__name__} asks seat {asked} when it is the turn of seat {following}; only games "
                 "whose seats act in their order can be played"
             )
-        text = self._heard()
+        text = self._hear_observation()
         return tuple(Observation(text if seat == asked else "") for seat in range(self.seats))
 
 
-def _line(state: Any, sender: int, text: str) -> str:
+def observation_line(state: Any, sender: int, text: str) -> str:
     """A text of the game unchanged, or a text of another seat with that seat's name before it."""
     return text if sender < 0 else f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}"
 
 
-def _unwrapped(game: Any) -> Any:
+def unwrap_game(game: Any) -> Any:
     while "env" in vars(game):
         game = game.env
     return game
 
 
-def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, Any]) -> int:
+def count_players(name: EnvironmentName, package: ModuleType, options: Mapping[str, Any]) -> int:
     """The number of players of the game. Imports the game, once and not in each episode."""
     known = list(package.envs.registration.ENV_REGISTRY)
     if name.place not in known:
@@ -118,7 +118,7 @@ def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, A
     wanted = name.options.get("players")
     try:
         for number in TRIED_PLAYERS if wanted is None else (wanted,):
-            if _accepts(package, package.make(name.place, **options), number, last=number in (2, wanted)):
+            if accepts_players(package, package.make(name.place, **options), number, last=number in (2, wanted)):
                 return int(number)
     except LookupError as problem:
         raise ConfigError(_words_missing(name, problem)) from None
@@ -128,7 +128,7 @@ def _players(name: EnvironmentName, package: ModuleType, options: Mapping[str, A
     raise ConfigError(f"environment {name.text!r} cannot be played by {tried}; set their number with players=NUMBER")
 
 
-def _accepts(package: ModuleType, game: Any, number: int, *, last: bool) -> bool:
+def accepts_players(package: ModuleType, game: Any, number: int, *, last: bool) -> bool:
     """Whether `number` players can play. Games refuse with an AssertionError, some with a ValueError; the `last` try
     raises the ValueError.
 
@@ -143,7 +143,7 @@ def _accepts(package: ModuleType, game: Any, number: int, *, last: bool) -> bool
         if last:
             raise
         return False
-    return last or isinstance(_unwrapped(game).state, package.SinglePlayerState)
+    return last or isinstance(unwrap_game(game).state, package.SinglePlayerState)
 
 
 def _words_missing(name: EnvironmentName, problem: LookupError) -> str:

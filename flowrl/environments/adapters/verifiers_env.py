@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, imported
+from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow, import_package
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import load_user_module, one_line
@@ -38,10 +38,10 @@ class VerifiersEnv(Env):
     def maker(cls, name: EnvironmentName) -> Callable[[], VerifiersEnv]:
         """Load the environment with its examples, once for all episodes. Raises ConfigError."""
         # tqdm's progress bars start a thread, and a process with threads cannot fork the processes of episodes.
-        imported(name, "tqdm", distribution="tqdm").tqdm.monitor_interval = 0
-        imported(name, "verifiers", distribution="verifiers")
-        environment = _loaded(name)
-        examples = _examples(name, environment)
+        import_package(name, "tqdm", distribution="tqdm").tqdm.monitor_interval = 0
+        import_package(name, "verifiers", distribution="verifiers")
+        environment = load_environment(name)
+        examples = load_examples(name, environment)
         return lambda: cls(environment, examples)
 
     def __init__(self, environment: Any, examples: Mapping[bool, Any]) -> None:
@@ -59,7 +59,7 @@ class VerifiersEnv(Env):
     async def step(self, action: Action) -> Step:
         import openai
 
-        os.environ.update(_access(action.text))
+        os.environ.update(read_access(action.text))
         direct = openai.DefaultAsyncHttpxClient(trust_env=False)  # the endpoint is never behind a proxy
         async with openai.AsyncOpenAI(http_client=direct) as client:
             found = await self._environment.run_rollout(self._example, client, MODEL, {})
@@ -69,8 +69,8 @@ class VerifiersEnv(Env):
         return Step(Observation(json.dumps({"reward": float(found["reward"]), "metrics": metrics})), terminated=True)
 
 
-def _loaded(name: EnvironmentName) -> Any:
-    module = _module(name)
+def load_environment(name: EnvironmentName) -> Any:
+    module = find_module(name)
     if not hasattr(module, "load_environment"):
         raise ConfigError(
             f"environment {name.text!r}: {name.place} has no function load_environment, as verifiers needs"
@@ -81,14 +81,14 @@ def _loaded(name: EnvironmentName) -> Any:
         raise ConfigError(f"environment {name.text!r} cannot be loaded: {one_line(problem)}") from None
 
 
-def _module(name: EnvironmentName) -> ModuleType:
+def find_module(name: EnvironmentName) -> ModuleType:
     if name.place.endswith(".py"):
         return load_user_module(name.place, owner="environment")
-    module: ModuleType = imported(name, name.place.replace("-", "_"), distribution=name.place)
+    module: ModuleType = import_package(name, name.place.replace("-", "_"), distribution=name.place)
     return module
 
 
-def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
+def load_examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
     """The examples for evaluation (True) and for training (False)."""
     try:
         found = {True: environment.get_eval_dataset().to_list(), False: environment.get_dataset().to_list()}
@@ -98,7 +98,7 @@ def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
         raise ConfigError(
             f"environment {name.text!r} has no examples for training, or none for evaluation; it needs both"
         )
-    if kinds := {kind for rows in found.values() for row in rows for kind in _media(row.get("prompt"))}:
+    if kinds := {kind for rows in found.values() for row in rows for kind in list_media(row.get("prompt"))}:
         raise ConfigError(
             f"the examples of environment {name.text!r} have parts of the kind {', '.join(sorted(kinds))} in their "
             "prompts; images and other media are not supported: choose examples of text alone"
@@ -106,7 +106,7 @@ def _examples(name: EnvironmentName, environment: Any) -> Mapping[bool, Any]:
     return found
 
 
-def _media(prompt: Any) -> Iterator[str]:
+def list_media(prompt: Any) -> Iterator[str]:
     """The kinds of parts other than text in the messages of an example."""
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -115,7 +115,7 @@ def _media(prompt: Any) -> Iterator[str]:
                 yield str(part["type"])
 
 
-def _access(text: str) -> Mapping[str, str]:
+def read_access(text: str) -> Mapping[str, str]:
     try:
         found = json.loads(text)
     except ValueError:

@@ -40,7 +40,7 @@ class EpisodeProcess:
         self._output = Output()
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._birth = zygote.fork(theirs, self._output.target)
+            self._birth = zygote.fork_process(theirs, self._output.target)
         self._output.handed_over()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.num_begun = 0
@@ -52,42 +52,42 @@ class EpisodeProcess:
         """Done when the process, its group and what it left behind are gone."""
         return self._birth.exited
 
-    def begin(self) -> None:
+    def begin_episode(self) -> None:
         """One more episode begins; what earlier ones printed is forgotten."""
         self.num_begun += 1
         if self.num_begun > 1:
-            self._output.forget()
+            self._output.forget_output()
 
-    async def ask(self, request: dict[str, Any], limit_s: float, doing: str) -> Any:
+    async def ask_process(self, request: dict[str, Any], limit_s: float, doing: str) -> Any:
         """The answer to a request. Raises EnvironmentFailed, and ConfigError for a mistake of the user."""
         try:
             async with TimeLimit(limit_s, f"{self._name}: {doing}"):
-                return self._checked(await self._exchange(request))
+                return self._check_answer(await self._exchange_messages(request))
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise await self._died(doing) from None
+            raise await self._failure_of_end(doing) from None
         except Garbage as problem:
-            raise self._malformed(str(problem)) from None
+            raise self._malformed_answer(str(problem)) from None
         except EnvironmentFailed as failed:
             if failed.cause == "env_timed_out":
-                self.kill()
+                self.kill_process()
             raise EnvironmentFailed(failed.cause, with_tail(str(failed), self._output.tail())) from None
         except BaseException:  # a cancelled call may still run: only the process's end ends it
-            self.kill()
+            self.kill_process()
             raise
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def refuse_malformed(self) -> Iterator[None]:
         """Kills the process and raises EnvironmentFailed if its answer has a malformed value."""
         try:
             yield
         except MalformedValue as problem:
-            raise self._malformed(str(problem)) from None
+            raise self._malformed_answer(str(problem)) from None
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         self.killed = True
-        self._zygote.kill(self._birth)
+        self._zygote.kill_episode(self._birth)
 
-    async def gone(self) -> None:
+    async def wait_gone(self) -> None:
         """Wait until nothing of a killed process is left."""
         try:
             ended = await asyncio.shield(self.exited)
@@ -97,16 +97,16 @@ class EpisodeProcess:
                 with suppress(TimeoutError, ConnectionError):
                     await asyncio.wait_for(self._streams[0].read(), KILLED_WITHIN_S)
         finally:
-            self.dispose()
+            self.dispose_process()
 
-    def dispose(self) -> None:
+    def dispose_process(self) -> None:
         """Close this side's descriptors."""
-        self._output.close()
+        self._output.close_output()
         if self._streams is not None:
             self._streams[1].close()
         self._connection.close()
 
-    async def _exchange(self, request: dict[str, Any]) -> Any:
+    async def _exchange_messages(self, request: dict[str, Any]) -> Any:
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._connection)
         reader, writer = self._streams
@@ -114,7 +114,7 @@ class EpisodeProcess:
         await writer.drain()
         return await receive_message(reader, most_bytes=MOST_BYTES)
 
-    def _checked(self, reply: Any) -> Any:
+    def _check_answer(self, reply: Any) -> Any:
         fields = reply if isinstance(reply, dict) else {}
         if "answer" in fields:
             return fields["answer"]
@@ -124,21 +124,21 @@ class EpisodeProcess:
             raise EnvironmentFailed(fields["cause"], f"{self._name}: {fields.get('text')}")
         raise Garbage("the process answered with neither a result nor a cause")
 
-    def _malformed(self, text: str) -> EnvironmentFailed:
-        self.kill()
+    def _malformed_answer(self, text: str) -> EnvironmentFailed:
+        self.kill_process()
         return EnvironmentFailed("env_malformed", with_tail(f"{self._name}: {text}", self._output.tail()))
 
-    async def _died(self, doing: str) -> EnvironmentFailed:
+    async def _failure_of_end(self, doing: str) -> EnvironmentFailed:
         """A process that has only closed its connection gets a moment to end by itself, and is then killed."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.exited), 1.0)
-        self.kill()
+        self.kill_process()
         ended = await asyncio.shield(self.exited)
-        text = f"{self._name}: its process ended during {doing} ({_status(ended)})"
+        text = f"{self._name}: its process ended during {doing} ({describe_status(ended)})"
         return EnvironmentFailed("env_died", with_tail(text, self._output.tail()), event=ended.event)
 
 
-def _status(ended: Exit) -> str:
+def describe_status(ended: Exit) -> str:
     if ended.status is None:
         return ended.text
     if ended.status >= 0:
@@ -164,46 +164,48 @@ class ProcessEpisode(OpenEpisode):
     ) -> None:
         super().__init__(name, step_s=step_s)
         self._process, self._keep, self._left = process, keep, left
-        process.begin()
+        process.begin_episode()
 
     async def try_making(self, *, limit_s: float) -> tuple[int, bool, bool]:
         """Make an environment and close it: its `seats`, `replays`, and whether it can save its state.
 
         Raises ConfigError if it cannot be made.
         """
-        answer = await self._process.ask({"call": "try"}, limit_s, "making it")
+        answer = await self._process.ask_process({"call": "try"}, limit_s, "making it")
         return int(answer["seats"]), bool(answer["replays"]), bool(answer["saves"])
 
-    async def begin(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
+    async def begin_episode(self, row: EnvironmentRow, state: bytes | None, *, limit_s: float) -> None:
         if state is not None:
-            await self._process.ask({"call": "restore", "state": state, "seed": row.seed}, limit_s, "restore")
+            await self._process.ask_process({"call": "restore", "state": state, "seed": row.seed}, limit_s, "restore")
             return
-        answer = await self._process.ask({"call": "reset", "task": row.task, "seed": row.seed}, limit_s, "reset")
-        with self._process.refusing():
+        answer = await self._process.ask_process(
+            {"call": "reset", "task": row.task, "seed": row.seed}, limit_s, "reset"
+        )
+        with self._process.refuse_malformed():
             self.observations = read_observations(answer)
 
-    async def save(self) -> bytes | None:
-        state = await self._process.ask({"call": "save"}, self._step_s, "save")
-        with self._process.refusing():
+    async def save_state(self) -> bytes | None:
+        state = await self._process.ask_process({"call": "save"}, self._step_s, "save")
+        with self._process.refuse_malformed():
             return read_state(state)
 
-    async def _step(self, action: Action, seat: int) -> Step:
+    async def _call_step(self, action: Action, seat: int) -> Step:
         request = {"call": "step", "action": as_plain(action), "seat": seat}
-        answer = await self._process.ask(request, self._step_s, "step")
-        with self._process.refusing():
+        answer = await self._process.ask_process(request, self._step_s, "step")
+        with self._process.refuse_malformed():
             return read_step(answer)
 
-    async def _close(self) -> None:
+    async def _call_close(self) -> None:
         again = None
         try:
             if not self._process.killed:
                 request = {"call": "close", "again": self._keep is not None}
-                again = await self._process.ask(request, self._step_s, "close")
+                again = await self._process.ask_process(request, self._step_s, "close")
         finally:
             if again is True and self._keep is not None:
                 self._keep(self._process)
             else:
-                self._process.kill()
-                await self._process.gone()
+                self._process.kill_process()
+                await self._process.wait_gone()
         if again is False:
             self._left()

@@ -36,7 +36,7 @@ class Output:
         self._source, self.target = os.pipe()
         """`target` is for the process; call `handed_over` when the process has it."""
         os.set_blocking(self._source, False)
-        asyncio.get_running_loop().add_reader(self._source, self._read)
+        asyncio.get_running_loop().add_reader(self._source, self._read_output)
 
     def handed_over(self) -> None:
         """Close this process's copy of the target."""
@@ -44,7 +44,7 @@ class Output:
             os.close(self.target)
             self.target = -1
 
-    def _read(self) -> bool:
+    def _read_output(self) -> bool:
         """Read what has arrived; False if there is nothing more for now."""
         try:
             found = os.read(self._source, READ_BYTES)
@@ -59,16 +59,16 @@ class Output:
         """The last lines; "" if nothing was printed. They are complete if the process has ended."""
         if self._source >= 0:
             for _ in range(KEPT_BYTES):  # bounded, because the process may keep printing
-                if not self._read():
+                if not self._read_output():
                     break
         return "\n".join(self._end.decode(errors="replace").rstrip().splitlines()[-lines:])
 
-    def forget(self) -> None:
+    def forget_output(self) -> None:
         """Leave out of `tail` what was printed until now."""
         self.tail()
         self._end = b""
 
-    def close(self) -> None:
+    def close_output(self) -> None:
         """Stop reading."""
         self.handed_over()
         if self._source >= 0:
@@ -138,22 +138,22 @@ class ZygoteClient:
         """The zygote's pid; None before it is started."""
         return None if self._process is None else self._process.pid
 
-    async def start(self) -> None:
+    async def start_zygote(self) -> None:
         """Start the zygote and wait for its import. Raises ConfigError for a mistake of the user in the name."""
         try:
-            await self._spawn()
+            await self._spawn_zygote()
             async with asyncio.timeout(self._start_s):
                 await self._ready
         except TimeoutError:
-            await self.stop(at_once=True)
+            await self.stop_zygote(at_once=True)
             raise ConfigError(
                 f"environment {self._name!r} is not imported after {self._start_s:g} s; raise reset_s, or import less"
             ) from None
         except BaseException:  # a start that was cancelled or refused leaves no process
-            await self.stop(at_once=True)
+            await self.stop_zygote(at_once=True)
             raise
 
-    async def _spawn(self) -> None:
+    async def _spawn_zygote(self) -> None:
         command = ("-u", "-m", "flowrl.environments.episode_processes.zygote_child", self._name)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -164,29 +164,29 @@ class ZygoteClient:
             stdout=self.output.target,
             stderr=self.output.target,
             pass_fds=(self._theirs.fileno(),),
-            env=_variables(self._keep_variables),
+            env=environment_variables(self._keep_variables),
         )
         self._theirs.close()
         self.output.handed_over()
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive)
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive_reports)
 
-    def fork(self, connection: socket.socket, output: int) -> Birth:
+    def fork_process(self, connection: socket.socket, output: int) -> Birth:
         """Ask for an episode's process with these ends of its connection and its output."""
         self._numbers += 1
         birth = Birth(self._numbers)
         self._births[birth.number] = birth
-        self._send({"fork": birth.number}, (connection.fileno(), output))
+        self._send_message({"fork": birth.number}, (connection.fileno(), output))
         return birth
 
-    def kill(self, birth: Birth) -> None:
+    def kill_episode(self, birth: Birth) -> None:
         """Have an episode's process and its group killed; `birth.exited` is done when they are gone."""
         if birth.exited.done():
             return
-        self._send({"kill": birth.number})
+        self._send_message({"kill": birth.number})
         self._killed.add(birth.number)
-        self._expect()
+        self._expect_report()
 
-    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    def _send_message(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send the message now, or as soon as the socket has room: many episodes may begin and end at once."""
         packed = msgpack.packb(message)
         try:
@@ -201,7 +201,7 @@ class ZygoteClient:
         if not self._unsent:
             asyncio.get_running_loop().add_writer(self._control.fileno(), self._send_more)
         self._unsent.append((packed, tuple(map(os.dup, descriptors))))
-        self._expect()
+        self._expect_report()
 
     def _send_more(self) -> None:
         while self._unsent:
@@ -219,14 +219,14 @@ class ZygoteClient:
                 os.close(descriptor)
         asyncio.get_running_loop().remove_writer(self._control.fileno())
 
-    def _expect(self) -> None:
+    def _expect_report(self) -> None:
         """From now on the zygote has to take or report something in time, until it has no message to take and nothing
         to kill."""
         if self._watch is None and not self.dead:
             self._moved_s = time.monotonic()
-            self._watch = asyncio.get_running_loop().call_later(KILLED_WITHIN_S, self._look)
+            self._watch = asyncio.get_running_loop().call_later(KILLED_WITHIN_S, self._look_after_kills)
 
-    def _look(self) -> None:
+    def _look_after_kills(self) -> None:
         self._watch = None
         if not (self._unsent or self._killed) or self.dead:
             return
@@ -234,7 +234,7 @@ class ZygoteClient:
         if left_s <= 0:
             self.kill_now()
         else:
-            self._watch = asyncio.get_running_loop().call_later(left_s, self._look)
+            self._watch = asyncio.get_running_loop().call_later(left_s, self._look_after_kills)
 
     def kill_now(self) -> None:
         """Kill the zygote, and with it all episodes."""
@@ -243,11 +243,11 @@ class ZygoteClient:
                 self._process.kill()
         self._on_death()
 
-    async def stop(self, *, at_once: bool = False) -> None:
+    async def stop_zygote(self, *, at_once: bool = False) -> None:
         """End the zygote, and with it all episodes. Returns when all of them are gone."""
         if at_once:
             self.kill_now()
-        self._shut()
+        self._shut_socket()
         if self._process is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(self._process.wait()), KILLED_WITHIN_S)
@@ -258,7 +258,7 @@ class ZygoteClient:
                 await self._process.wait()
         self._on_death()
 
-    def _receive(self) -> None:
+    def _receive_reports(self) -> None:
         try:
             message = self._control.recv(MESSAGE_BYTES)
         except BlockingIOError:
@@ -267,11 +267,11 @@ class ZygoteClient:
             message = b""
         if message:
             self._moved_s = time.monotonic()
-            self._take(msgpack.unpackb(message))
+            self._take_report(msgpack.unpackb(message))
         else:
             self._on_death()
 
-    def _take(self, report: dict[str, Any]) -> None:
+    def _take_report(self, report: dict[str, Any]) -> None:
         if "ready" in report and not self._ready.done():
             self._ready.set_result(None)
         if "refused" in report and not self._ready.done():
@@ -286,7 +286,7 @@ class ZygoteClient:
         """Every episode's process dies with the zygote by its parent-death signal. Its group does not, and is killed
         here."""
         self.dead = True
-        self._shut()
+        self._shut_socket()
         births, self._births = self._births, {}
         self._killed.clear()
         for birth in births.values():
@@ -300,9 +300,9 @@ class ZygoteClient:
             self._ready.set_exception(ConfigError(with_tail(text, self.output.tail())))
             self._ready.exception()  # mark it as retrieved: there may be no waiter
         self.output.tail()
-        self.output.close()
+        self.output.close_output()
 
-    def _shut(self) -> None:
+    def _shut_socket(self) -> None:
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             asyncio.get_running_loop().remove_writer(self._control.fileno())
@@ -316,7 +316,7 @@ class ZygoteClient:
         self._theirs.close()
 
 
-def _variables(keep: Sequence[str]) -> dict[str, str]:
+def environment_variables(keep: Sequence[str]) -> dict[str, str]:
     mine = {
         **dict.fromkeys(ONE_THREAD, "1"),
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread when it is imported

@@ -66,10 +66,10 @@ def play_episodes(
         adopt_orphans()
         if os.getppid() != zygote:
             os._exit(1)
-        _redirect(output)
+        redirect_output(output)
         keep_to_this_process(connection)
         _limit_memory(memory_bytes)
-        _serve(found, connection, _data_bytes() + int(MOST_KEPT * memory_bytes))
+        serve_calls(found, connection, _data_bytes() + int(MOST_KEPT * memory_bytes))
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -79,7 +79,7 @@ def play_episodes(
         os._exit(status & 0xFF)
 
 
-def _redirect(output: int) -> None:
+def redirect_output(output: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
@@ -127,7 +127,7 @@ class ProcessState:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-def _serve(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> None:
+def serve_calls(found: FoundEnvironment, connection: socket.socket, most_bytes: int) -> None:
     """Play episodes until none is to follow. What an episode leaves in its event loop ends with that loop."""
     before = ProcessState()
     while asyncio.run(_play_one(found, connection.dup(), most_bytes)):
@@ -148,7 +148,7 @@ async def _play_one(found: FoundEnvironment, connection: socket.socket, most_byt
             request = await receive_message(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             return False
-        answer = await _answer(episode, request)
+        answer = await answer_call(episode, request)
         failed |= "answer" not in answer
         if episode.closed and request["again"] and not failed:
             episode.forget()
@@ -169,20 +169,20 @@ async def _left_nothing(executor: ThreadPoolExecutor) -> bool:
         if running:
             return False
     gc.collect()  # garbage would count towards the limit of the next episode
-    _reap()
+    reap_children()
     return one_thread_left(until_s - time.monotonic()) and not child_pids()
 
 
-def _reap() -> None:
+def reap_children() -> None:
     """Reap children that have ended and that nothing has waited for."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-async def _answer(episode: _Episode, request: Mapping[str, Any]) -> dict[str, Any]:
+async def answer_call(episode: _Episode, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {"answer": await episode.call(request)}
+        return {"answer": await episode.answer_call(request)}
     except EnvironmentFailed as failed:
         if failed.cause == "env_out_of_memory":
             resource.setrlimit(resource.RLIMIT_DATA, _reserve)  # type: ignore[arg-type]
@@ -202,18 +202,18 @@ class _Episode:
         self._player: Player | None = None
         self.closed = False
 
-    async def call(self, request: Mapping[str, Any]) -> Any:
+    async def answer_call(self, request: Mapping[str, Any]) -> Any:
         match request["call"]:
             case "try":
-                env = self._found.made()
+                env = self._found.make_environment()
                 await env.close()
                 return {"seats": env.seats, "replays": env.replays, "saves": can_save(type(env))}
             case "reset":
-                player = self._made(request["seed"])
+                player = self._make_environment(request["seed"])
                 observations = await player.reset(request["task"], request["seed"])
                 return [as_plain(one) for one in observations]
             case "restore":
-                await self._made(request["seed"]).restore(request["state"])
+                await self._make_environment(request["seed"]).restore(request["state"])
             case "step":
                 assert self._player is not None
                 return as_plain(await self._player.step(read_action(request["action"]), request["seat"]))
@@ -226,11 +226,11 @@ class _Episode:
                     await self._player.close()
         return None
 
-    def forget(self) -> None:
+    def forget_environment(self) -> None:
         """Drop the environment, so that it can be collected as garbage."""
         self._player = None
 
-    def _made(self, seed: int) -> Player:
+    def _make_environment(self, seed: int) -> Player:
         seed_global_state(seed)
         self._player = Player(self._found.text, self._found.make)
         return self._player
@@ -255,8 +255,8 @@ def main(text: str, control: socket.socket, memory_bytes: int) -> None:
     die_with_parent(signal.SIGTERM)
     with suppress(BrokenPipeError, ConnectionResetError):
         control.send(msgpack.packb({"ready": True}))
-        serving.serve()
-    serving.end()
+        serving.serve_messages()
+    serving.end_processes()
 
 
 def _check_threads(text: str) -> None:
@@ -286,7 +286,7 @@ class Zygote:
     def _on_term(self, number: int, frame: Any) -> None:
         self._told_to_end = True
 
-    def serve(self) -> None:
+    def serve_messages(self) -> None:
         """Serve until the caller is gone."""
         with selectors.DefaultSelector() as selector:
             for source in (self._control.fileno(), self._wakeup):
@@ -296,38 +296,40 @@ class Zygote:
                 if self._wakeup in ready:
                     with suppress(BlockingIOError):
                         os.read(self._wakeup, MESSAGE_BYTES)
-                self._reap()
-                if self._control.fileno() in ready and not self._receive(selector):
+                self._reap_children()
+                if self._control.fileno() in ready and not self._receive_message(selector):
                     return
 
-    def end(self) -> None:
+    def end_processes(self) -> None:
         """Kill all episodes, and wait until no child is left."""
         for pid in self._episodes:
-            _kill(pid)
+            kill_group(pid)
         while self._episodes:
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._report_exit(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT))
         end_children(but=self._episodes)
 
-    def _receive(self, selector: selectors.BaseSelector) -> bool:
+    def _receive_message(self, selector: selectors.BaseSelector) -> bool:
         """Do what one message asks for. Returns False if the caller is gone."""
         message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 2)
         if not message:
             return False
         asked = msgpack.unpackb(message)
         if "fork" in asked:
-            self._fork(asked["fork"], descriptors, selector)
+            self._fork_process(asked["fork"], descriptors, selector)
         for pid, episode in self._episodes.items():
             if episode == asked.get("kill"):
-                _kill(pid)
+                kill_group(pid)
         return True
 
-    def _fork(self, episode: int, descriptors: list[int], selector: selectors.BaseSelector) -> None:
+    def _fork_process(self, episode: int, descriptors: list[int], selector: selectors.BaseSelector) -> None:
         zygote = os.getpid()
         try:
             pid = os.fork()
         except OSError as problem:
-            self._send({"exited": episode, "status": None, "text": f"no process could be started: {problem.strerror}"})
+            self._send_report(
+                {"exited": episode, "status": None, "text": f"no process could be started: {problem.strerror}"}
+            )
             pid = -1
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -342,9 +344,9 @@ class Zygote:
             with suppress(OSError):  # the child has done this itself, or has ended
                 os.setpgid(pid, pid)
             self._episodes[pid] = episode
-            self._send({"forked": episode, "pid": pid})
+            self._send_report({"forked": episode, "pid": pid})
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 self._report_exit(ended)
@@ -359,13 +361,13 @@ class Zygote:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         end_children(but=self._episodes)
         if episode is not None:
-            self._send({"exited": episode, "status": status, "text": ""})
+            self._send_report({"exited": episode, "status": status, "text": ""})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send_report(self, message: dict[str, Any]) -> None:
         self._control.send(msgpack.packb(message))
 
 
-def _kill(pid: int) -> None:
+def kill_group(pid: int) -> None:
     """Kill a child and its group, or only the child if it has no group of its own yet."""
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):

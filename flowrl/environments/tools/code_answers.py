@@ -84,11 +84,11 @@ def judged_in(
     """
     columns = (entry_point, test_imports, test_setup_code, case_s, total_s)
     entries, imports, setups, cases, totals = (column or [None] * len(responses) for column in columns)
-    before = [_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
+    before = [code_before(lines, text) for lines, text in zip(imports, setups, strict=True)]
     tests = [given_tests(right, entry) for right, entry in zip(answer, entries, strict=True)]
     programs = [program_of(response) for response in responses]
     times = [time_limits(*of_row) for of_row in zip(cases, totals, strict=True)]
-    tried = _finished(_all(kind, [*zip(before, programs, tests, times, strict=True)]))
+    tried = finish_interpreter(run_tests(kind, [*zip(before, programs, tests, times, strict=True)]))
     return {
         "rewards": [float(one.passed == 1.0) for one in tried],
         "logs": {
@@ -106,12 +106,12 @@ code_without_namespaces = partial(judged_in, "limits")
 WITHOUT_NAMESPACES = f"{__name__}:code_without_namespaces"
 
 
-def _before(imports: Any, setup: str | None) -> str:
+def code_before(imports: Any, setup: str | None) -> str:
     lines = imports if isinstance(imports, str) else "\n".join(imports or ())
     return "\n".join(filter(None, (lines, setup)))
 
 
-async def _all(
+async def run_tests(
     kind: SandboxKind, wanted: Sequence[tuple[str, str, CodeTests | None, tuple[float, float]]]
 ) -> list[Tried]:
     slots = asyncio.Semaphore(os.cpu_count() or 1)
@@ -120,12 +120,12 @@ async def _all(
         if tests is None:
             return Tried()
         async with slots:
-            return await tried(kind, setup, program, tests, case_s=times[0], total_s=times[1])
+            return await try_program(kind, setup, program, tests, case_s=times[0], total_s=times[1])
 
     return list(await asyncio.gather(*(one(*each) for each in wanted)))
 
 
-async def tried(
+async def try_program(
     kind: SandboxKind,
     setup: str,
     program: str,
@@ -139,10 +139,10 @@ async def tried(
     try:
         async with asyncio.timeout(total_s):
             if tests.pieces:
-                passed = await _passed(kind, f"{setup}\n{program}", tests.pieces, case_s)
+                passed = await passes_test(kind, f"{setup}\n{program}", tests.pieces, case_s)
             for given, needed in tests.cases:
                 async with asyncio.timeout(case_s):
-                    passed += await _prints(kind, setup, program, given, needed)
+                    passed += await prints_expected(kind, setup, program, given, needed)
     except TimeoutError:
         return Tried(timed_out=True)
     except SandboxEnded:
@@ -150,19 +150,19 @@ async def tried(
     return Tried(passed / (len(tests.pieces) + len(tests.cases)))
 
 
-async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s: float) -> int:
+async def passes_test(kind: SandboxKind, program: str, pieces: Sequence[str], case_s: float) -> int:
     """The number of pieces that ran to their end. Raises TimeoutError if one, or the program itself, exceeds
     `case_s`, and SandboxEnded if too much memory is held."""
     passed = 0
-    async with _interpreter(kind) as interpreter:
+    async with start_interpreter(kind) as interpreter:
         try:
             async with asyncio.timeout(case_s):
-                if (await interpreter.run(program)).failed:
+                if (await interpreter.run_code(program)).failed:
                     return 0
             for piece in pieces:
                 mark = f"\n{secrets.token_hex(16)}"
                 async with asyncio.timeout(case_s):
-                    ran = await interpreter.run(f"{piece}\nprint({mark!r})")
+                    ran = await interpreter.run_code(f"{piece}\nprint({mark!r})")
                 passed += not ran.failed and ran.text.rstrip("\n").endswith(mark)
         except SandboxEnded as ended:
             if ended.out_of_memory:
@@ -170,30 +170,30 @@ async def _passed(kind: SandboxKind, program: str, pieces: Sequence[str], case_s
     return passed
 
 
-async def _prints(kind: SandboxKind, setup: str, program: str, given: str, needed: str) -> bool:
+async def prints_expected(kind: SandboxKind, setup: str, program: str, given: str, needed: str) -> bool:
     """Whether the program prints what it has to; blanks at the ends of lines and around the whole text are ignored."""
-    async with _interpreter(kind, output_bytes=len(needed.encode(errors="replace")) + OUTPUT_BYTES) as interpreter:
+    async with start_interpreter(kind, output_bytes=len(needed.encode(errors="replace")) + OUTPUT_BYTES) as interpreter:
         try:
-            prepared = await interpreter.run(f"{STREAMS.format(given=given)}\n{setup}\npass")
-            ran = await interpreter.run(f"{program}\npass")
+            prepared = await interpreter.run_code(f"{STREAMS.format(given=given)}\n{setup}\npass")
+            ran = await interpreter.run_code(f"{program}\npass")
         except SandboxEnded as ended:
             if ended.out_of_memory:
                 raise
             return False
-    return not prepared.failed and not ran.failed and _lines(ran.text) == _lines(needed)
+    return not prepared.failed and not ran.failed and output_lines(ran.text) == output_lines(needed)
 
 
-def _lines(text: str) -> list[str]:
+def output_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
 @asynccontextmanager
-async def _interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -> AsyncIterator[SandboxProcess]:
+async def start_interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -> AsyncIterator[SandboxProcess]:
     """The sandbox of one program. When the context is left, it ends with everything that it has started."""
     process = None
     try:
         process = SandboxProcess(SandboxSettings(kind, memory_bytes=MEMORY_BYTES, output_bytes=output_bytes), seed=0)
-        await process.start()
+        await process.start_sandbox()
         yield process
     except SandboxRefused as problem:
         raise ConfigError(
@@ -203,10 +203,10 @@ async def _interpreter(kind: SandboxKind, *, output_bytes: int = OUTPUT_BYTES) -
         ) from None
     finally:
         if process is not None:
-            await process.end()
+            await process.end_sandbox()
 
 
-def _finished(work: Coroutine[Any, Any, T]) -> T:
+def finish_interpreter(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which runs in this thread, or in another one if this thread has a running event loop."""
     try:
         asyncio.get_running_loop()

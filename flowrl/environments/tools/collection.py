@@ -35,7 +35,7 @@ from flowrl.environments.tools.tool import (
     ToolError,
     ToolResult,
     ToolSource,
-    describe,
+    describe_function,
 )
 from flowrl.errors import ConfigError
 from flowrl.tasks.user_code import one_line
@@ -48,7 +48,7 @@ class OutOfTime(BaseException):
     """Raised inside the function. It does not derive from Exception, so the function's own handlers let it pass."""
 
 
-def within(limit_s: float, function: Callable[[], Any]) -> Any:
+def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
     """The function's result. Raises OutOfTime, and what the function raises. Only for the main thread."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
@@ -102,7 +102,7 @@ class Tools:
             if isinstance(one, ToolSource):
                 self._sources.append(one)
                 continue
-            tool = one if isinstance(one, Tool) else Tool(one, describe(one), call_s, observation_bytes)
+            tool = one if isinstance(one, Tool) else Tool(one, describe_function(one), call_s, observation_bytes)
             if tool.name in self._tools:
                 raise ConfigError(f"two tools have the name {tool.name}; rename one of the functions")
             self._tools[tool.name] = tool
@@ -124,20 +124,20 @@ class Tools:
             raise ConfigError(f"what {names} offers is known in an episode: use `async with tools.session(seed)`")
         return tuple(tool.description.as_json for tool in self._tools.values())
 
-    def check(self) -> None:
+    def check_tools(self) -> None:
         """Try everything that sessions need. Raises ConfigError. Not for use in an event loop."""
         for source in self._sources:
             source.check()
 
     @asynccontextmanager
-    async def session(self, seed: int = 0) -> AsyncIterator[Tools]:
+    async def open_session(self, seed: int = 0) -> AsyncIterator[Tools]:
         """The tools of one episode: these, and what the sources open for it. Raises as ToolSource.session does."""
         async with AsyncExitStack() as stack:
             found = [await stack.enter_async_context(source.session(seed)) for source in self._sources]
             opened = [tool for tools in found for tool in tools]
             yield Tools([*self._tools.values(), *opened], observation_bytes=self._observation_bytes)
 
-    async def execute(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
+    async def execute_call(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
         """Make the call, within the tool's own limit and `limit_s`.
 
         Errors of the call become a result. Raises EnvironmentFailed only if what is behind the tool has failed.
@@ -145,24 +145,24 @@ class Tools:
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return self._failed(f"There is no tool {_shown(call.name)}; the tools are: {known}.")
+            return self._failed_result(f"There is no tool {shorten_shown(call.name)}; the tools are: {known}.")
         try:
-            arguments = _arguments(tool.description, call.arguments)
+            arguments = read_arguments(tool.description, call.arguments)
         except ToolError as misfit:
-            return self._failed(str(misfit))
+            return self._failed_result(str(misfit))
         most_s = tool.call_s if limit_s is None else min(tool.call_s, limit_s)
         if most_s <= 0:
-            return self._failed(f"{tool.name} was not called: no time is left.")
-        return await _run(tool, arguments, most_s)
+            return self._failed_result(f"{tool.name} was not called: no time is left.")
+        return await run_function(tool, arguments, most_s)
 
-    def _failed(self, text: str) -> ToolResult:
+    def _failed_result(self, text: str) -> ToolResult:
         return ToolResult(without_middle(text, self._observation_bytes), failed=True)
 
 
-async def _run(tool: Tool, arguments: dict[str, Any], most_s: float) -> ToolResult:
+async def run_function(tool: Tool, arguments: dict[str, Any], most_s: float) -> ToolResult:
     failed = True
     try:
-        text = await _text(tool, arguments, most_s)
+        text = await result_text(tool, arguments, most_s)
         failed = False
     except EnvironmentFailed:
         raise
@@ -182,10 +182,10 @@ async def _run(tool: Tool, arguments: dict[str, Any], most_s: float) -> ToolResu
     return ToolResult(without_middle(text, tool.observation_bytes), failed)
 
 
-async def _text(tool: Tool, arguments: dict[str, Any], most_s: float) -> str:
+async def result_text(tool: Tool, arguments: dict[str, Any], most_s: float) -> str:
     """The function's result as text."""
     if not inspect.iscoroutinefunction(tool.function):
-        return str(within(most_s, lambda: _as_text(tool.function(**arguments))))
+        return str(call_within(most_s, lambda: _as_text(tool.function(**arguments))))
     limit = asyncio.timeout(most_s)
     try:
         async with limit:
@@ -200,7 +200,7 @@ def _as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[str, Any]:
     """The function's keyword arguments; those with a default may be missing. Raises ToolError that says what is wrong.
 
     They are checked as JSON, which has lists but no tuples.
@@ -210,24 +210,24 @@ def _arguments(description: ToolDescription, given: Mapping[str, Any]) -> dict[s
             return dict(json.loads(json.dumps(given)))
         model = description.model.model_validate_json(json.dumps(given))
     except ValidationError as problem:
-        raise ToolError(" ".join(_misfit(description, error) for error in problem.errors())) from None
+        raise ToolError(" ".join(describe_misfit(description, error) for error in problem.errors())) from None
     except (TypeError, ValueError, RecursionError) as problem:
         raise ToolError(f"The arguments of {description.name} are no JSON: {one_line(problem)}.") from None
     fields = type(model).model_fields
     return {str(fields[key].alias): getattr(model, key) for key in model.model_fields_set}
 
 
-def _misfit(description: ToolDescription, error: Mapping[str, Any]) -> str:
+def describe_misfit(description: ToolDescription, error: Mapping[str, Any]) -> str:
     where, known = ".".join(map(str, error["loc"])), ", ".join(description.parameters["properties"]) or "none"
     if error["type"] == "missing":
         return f"{description.name} needs the argument {where}."
     if error["type"] == "extra_forbidden":
-        return f"{description.name} has no argument {_shown(where)}; its arguments are: {known}."
+        return f"{description.name} has no argument {shorten_shown(where)}; its arguments are: {known}."
     if not where:
         return f"The arguments of {description.name} are no JSON object: {error['msg']}."
-    return f"The argument {where} of {description.name} is {_shown(error['input'])}: {error['msg']}."
+    return f"The argument {where} of {description.name} is {shorten_shown(error['input'])}: {error['msg']}."
 
 
-def _shown(value: Any) -> str:
+def shorten_shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -60,13 +60,13 @@ class McpSession:
         self._client: Any = None
         self._tools: list[Any] = []
 
-    async def open(self) -> list[Any]:
+    async def open_connection(self) -> list[Any]:
         """Connect; returns the server's tools as the package has them. Raises EnvironmentFailed."""
-        self._holder = asyncio.create_task(self._hold())
+        self._holder = asyncio.create_task(self._hold_connection())
         await self._unless_lost(self._open.wait(), "at its start")
         return self._tools
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+    async def call_remote_tool(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """The tool's answer. Raises ToolError for an error that the server reports, and EnvironmentFailed."""
         from mcp import MCPError
 
@@ -74,24 +74,24 @@ class McpSession:
             asked = self._client.session.call_tool(tool, dict(arguments))
             result = await self._unless_lost(asked, f"during {tool}")
         except MCPError as problem:
-            raise self._failure(tool, problem) from None
+            raise self._failure_of(tool, problem) from None
         except (ValidationError, RuntimeError) as problem:
             text = f"{self._name} answered {tool} with what the protocol does not allow: {one_line(problem)}"
             raise EnvironmentFailed("env_malformed", text) from None
-        text = _text(result)
+        text = result_text(result)
         if result.is_error:
             raise ToolError(text)
         return text
 
-    def _failure(self, tool: str, problem: Any) -> Exception:
+    def _failure_of(self, tool: str, problem: Any) -> Exception:
         """The exception for an error without a result."""
         if problem.code == NO_MESSAGE:
             return EnvironmentFailed("env_malformed", f"{self._name} answered {tool} with no message: {problem}")
         if problem.code in LOST or (problem.code, str(problem)) == NO_ANSWER:
-            return self._lost(f"during {tool}", problem)
+            return self._lost_connection(f"during {tool}", problem)
         return ToolError(f"{tool}: {problem}")
 
-    async def close(self) -> None:
+    async def close_connection(self) -> None:
         """End the session, and the process of a command."""
         self._over.set()
         if self._holder is not None:
@@ -99,16 +99,16 @@ class McpSession:
             if not self._holder.cancelled():
                 self._holder.exception()  # how a session ends does not matter any more
 
-    async def _hold(self) -> None:
+    async def _hold_connection(self) -> None:
         from mcp import Client
 
-        async with self._target() as target, Client(target, mode=HANDSHAKE, cache=None) as client:
-            self._client, self._tools = client, await _listed(client)
+        async with self._connection_target() as target, Client(target, mode=HANDSHAKE, cache=None) as client:
+            self._client, self._tools = client, await list_tools(client)
             self._open.set()
             await self._over.wait()
 
     @asynccontextmanager
-    async def _target(self) -> AsyncIterator[Any]:
+    async def _connection_target(self) -> AsyncIterator[Any]:
         import httpx2
         from mcp import StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
@@ -134,10 +134,10 @@ class McpSession:
                 task.cancel()
                 await asyncio.wait({task})
         if task.cancelled():
-            raise self._lost(when, None if self._holder.cancelled() else self._holder.exception())
+            raise self._lost_connection(when, None if self._holder.cancelled() else self._holder.exception())
         return task.result()
 
-    def _lost(self, when: str, problem: BaseException | None) -> EnvironmentFailed:
+    def _lost_connection(self, when: str, problem: BaseException | None) -> EnvironmentFailed:
         while isinstance(problem, BaseExceptionGroup):
             problem = problem.exceptions[0]
         why = f": {one_line(problem)}" if problem is not None else ""
@@ -146,7 +146,7 @@ class McpSession:
         return EnvironmentFailed("env_died", f"{self._name} ended {when}{why}")
 
 
-async def _listed(client: Any) -> list[Any]:
+async def list_tools(client: Any) -> list[Any]:
     """All pages of the tools."""
     page = await client.list_tools()
     found = list(page.tools)
@@ -158,15 +158,15 @@ async def _listed(client: Any) -> list[Any]:
     return found
 
 
-def _text(result: Any) -> str:
+def result_text(result: Any) -> str:
     """The texts of a result; for a part that is no text, its kind."""
-    parts = [_part(part) for part in result.content]
+    parts = [part_text(part) for part in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
 
 
-def _part(part: Any) -> str:
+def part_text(part: Any) -> str:
     resource = getattr(part, "resource", part)
     text = getattr(resource, "text", None)
     if isinstance(text, str):
@@ -242,13 +242,13 @@ class McpServer(ToolSource):
     async def session(self, seed: int) -> AsyncIterator[Sequence[Tool]]:
         session = McpSession(self.name, self.words, over_http=self.over_http, extra=self.headers or self.variables)
         try:
-            yield [self._tool(session, found) for found in await session.open()]
+            yield [self._make_tool(session, found) for found in await session.open_connection()]
         finally:
-            await session.close()
+            await session.close_connection()
 
-    def _tool(self, session: McpSession, found: Any) -> Tool:
+    def _make_tool(self, session: McpSession, found: Any) -> Tool:
         async def call(**arguments: Any) -> str:
-            return await session.call(found.name, arguments)
+            return await session.call_remote_tool(found.name, arguments)
 
         described = ToolDescription(found.name, found.description or "", found.input_schema, None)
         return Tool(call, described, self.call_s, self.observation_bytes, when_stopped=UNKNOWN)

@@ -43,7 +43,7 @@ def calculator(expression: str) -> str:
     if len(expression) > MOST_CHARACTERS:
         raise ToolError(f"The expression has {len(expression)} characters; at most {MOST_CHARACTERS} are allowed.")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = evaluate_node(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError):
         raise ToolError(f"This is no arithmetic expression: {expression[:80]!r}. {KNOWN}") from None
     except (RecursionError, MemoryError):
@@ -59,32 +59,32 @@ TOO_LARGE = "The result is too large."
 KNOWN = "Use numbers, + - * / // % ** and parentheses."
 
 
-def _value(node: ast.expr) -> Number:
+def evaluate_node(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _bounded(number)
+            return check_bounds(number)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return evaluate_node(operand)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -evaluate_node(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            return _bounded(OPERATIONS[type(op)](_value(left), _value(right)))
+            return check_bounds(OPERATIONS[type(op)](evaluate_node(left), evaluate_node(right)))
     raise ToolError(f"{ast.unparse(node)[:80]!r} is not allowed here. {KNOWN}")
 
 
-def _bounded(number: Number) -> Number:
+def check_bounds(number: Number) -> Number:
     fits = number.bit_length() <= MOST_BITS if isinstance(number, int) else math.isfinite(number)
     if not fits:
         raise ToolError(TOO_LARGE)
     return number
 
 
-def _divided(a: Number, b: Number) -> Number:
+def divide_exactly(a: Number, b: Number) -> Number:
     whole = isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0
     return a // b if whole else a / b
 
 
-def _power(a: Number, b: Number) -> Number:
+def raise_to_power(a: Number, b: Number) -> Number:
     if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > 2 * MOST_BITS:
         raise ToolError(
             TOO_LARGE
@@ -99,10 +99,10 @@ OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: _divided,
+    ast.Div: divide_exactly,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: _power,
+    ast.Pow: raise_to_power,
 }
 """Operands are bounded, so all operations but a power are quick, and their results have at most twice the bits."""
 
@@ -113,10 +113,10 @@ PLUS_OUTSIDE_QUOTES = re.compile(r"""\+(?=(?:[^'"]|'[^']*'|"[^"]*")*$)""")
 def named_tools(text: str) -> Tools:
     """The tools of names that are joined by `+` outside quotes, as in `calculator+tools.py:search`. A user's name
     refers to a function, a `ToolSource`, a list of these, or `Tools`. Raises ConfigError."""
-    return Tools([tool for name in PLUS_OUTSIDE_QUOTES.split(text) for tool in _named(name.strip())])
+    return Tools([tool for name in PLUS_OUTSIDE_QUOTES.split(text) for tool in find_named(name.strip())])
 
 
-def _named(name: str) -> Tools:
+def find_named(name: str) -> Tools:
     built_in, _, rest = name.partition(":")
     if built_in in BUILT_IN:
         return Tools([BUILT_IN[built_in](rest)])
@@ -135,13 +135,13 @@ def _named(name: str) -> Tools:
     raise ConfigError(f"{where} has no tools {wanted!r}; define a function, a list of functions, or Tools of that name")
 
 
-def _calculator(rest: str) -> Callable[..., Any]:
+def make_calculator(rest: str) -> Callable[..., Any]:
     if rest:
         raise ConfigError(f"the tool calculator has no options, and {rest!r} follows its name; remove it")
     return calculator
 
 
-def _python(rest: str) -> PythonTool:
+def make_python(rest: str) -> PythonTool:
     options, known = parse_options(f"tool 'python:{rest}'", rest), [field.name for field in fields(PythonTool)]
     for key in options:
         if key not in known:
@@ -150,8 +150,8 @@ def _python(rest: str) -> PythonTool:
 
 
 BUILT_IN: Mapping[str, Callable[[str], ToolSource | Callable[..., Any]]] = {
-    "calculator": _calculator,
+    "calculator": make_calculator,
     "mcp": McpServer,
-    "python": _python,
+    "python": make_python,
 }
 """Name -> function that makes the tool from the text after the colon."""

@@ -50,7 +50,7 @@ class ToolDescription:
         return {"type": "function", "function": function}
 
 
-def describe(function: Callable[..., Any]) -> ToolDescription:
+def describe_function(function: Callable[..., Any]) -> ToolDescription:
     """The description of `function`. Raises ConfigError, which names it, if its name, docstring or hints are not
     enough."""
     name = getattr(function, "__name__", repr(function))
@@ -58,19 +58,19 @@ def describe(function: Callable[..., Any]) -> ToolDescription:
         raise ConfigError(
             f"{name} is no function with a name that a policy can call; define the tool with def, its name in ASCII"
         )
-    text, arguments = _docstring(name, function)
-    parameters = _parameters(name, function)
+    text, arguments = parse_docstring(name, function)
+    parameters = parameters_schema(name, function)
     if unknown := sorted(arguments.keys() - parameters.keys()):
         raise ConfigError(f"the docstring of tool {name} describes {', '.join(unknown)}, which it does not take")
     fields: dict[str, Any] = {
         f"p{index}": (hint, Field(default, alias=key, description=arguments.get(key)))
         for index, (key, (hint, default)) in enumerate(parameters.items())
     }
-    model, schema = _schema(name, fields)
+    model, schema = schema_of_type(name, fields)
     return ToolDescription(name, text, schema, model)
 
 
-def _parameters(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+def parameters_schema(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     """Parameter -> its hint, and its default or `...`."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -91,23 +91,23 @@ def _parameters(name: str, function: Callable[..., Any]) -> dict[str, tuple[Any,
     return found
 
 
-def _schema(name: str, fields: dict[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+def schema_of_type(name: str, fields: dict[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PydanticJsonSchemaWarning)
             model = create_model(name, __config__=STRICT, **fields)
             schema = model.model_json_schema(schema_generator=_Form)
     except (PydanticUserError, PydanticJsonSchemaWarning) as problem:
-        raise _undescribed(name, str(problem).splitlines()[0]) from None
+        raise undescribed_type(name, str(problem).splitlines()[0]) from None
     for key, described in schema["properties"].items():
         if not described.keys() - {"description", "default"}:
-            raise _undescribed(name, f"the hint of {key} says nothing")
+            raise undescribed_type(name, f"the hint of {key} says nothing")
     for key in ("title", "additionalProperties"):
         schema.pop(key, None)
     return model, schema
 
 
-def _undescribed(name: str, why: str) -> ConfigError:
+def undescribed_type(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"the type hints of tool {name} cannot be described as JSON Schema ({why}); use str, int, float, bool, "
         "Literal, list[...], dict[...] and Optional of these"
@@ -131,7 +131,7 @@ class _Form(GenerateJsonSchema):
         return described
 
 
-def _docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def parse_docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The description, and those of the arguments."""
     whole = inspect.getdoc(function) or ""
     section = ARGS.search(whole)
@@ -142,10 +142,10 @@ def _docstring(name: str, function: Callable[..., Any]) -> tuple[str, dict[str, 
         return text, {}
     rest = whole[section.end() :]
     following = NEXT_SECTION.search(rest)
-    return text, _arguments(rest[: following.start()] if following else rest)
+    return text, parse_arguments(rest[: following.start()] if following else rest)
 
 
-def _arguments(section: str) -> dict[str, str]:
+def parse_arguments(section: str) -> dict[str, str]:
     """The lines `name: text`; a line that is indented further belongs to the one before."""
     found: dict[str, str] = {}
     lines = [line for line in section.splitlines() if line.strip()]

@@ -53,14 +53,14 @@ def _not_loaded(model_dir: Path, problem: Exception) -> str:
     why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
     of_tokenizer = model_dir / TOKENIZER
     for path in (of_tokenizer, model_dir / "tokenizer_config.json", model_dir / "config.json"):
-        if path.is_file() and (defect := _defect(path)):
+        if path.is_file() and (defect := find_defect(path)):
             return f"{path} is damaged ({defect}); put the file of the model there"
     if of_tokenizer.is_file() and type(problem) is Exception:  # what the package tokenizers raises
         return f"{of_tokenizer} is no tokenizer that can be loaded ({why}); put the file of the model there"
     return f"{model_dir} holds no tokenizer that can be loaded ({why}); put its tokenizer files there"
 
 
-def _defect(path: Path) -> str:
+def find_defect(path: Path) -> str:
     """Why the file is not one JSON object, "" if it is."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def _tokenizer_class(model_dir: Path) -> Any:
     """
     import transformers
 
-    saved, config = (_json(model_dir / name) for name in ("tokenizer_config.json", "config.json"))
+    saved, config = (read_json(model_dir / name) for name in ("tokenizer_config.json", "config.json"))
     if saved.get("backend") == "tokenizers" and "auto_map" not in saved:
         named = getattr(transformers, str(saved.get("tokenizer_class")), None)
         if getattr(named, "__module__", "").startswith(f"transformers.models.{config.get('model_type')}."):
@@ -85,7 +85,7 @@ def _tokenizer_class(model_dir: Path) -> Any:
     return transformers.AutoTokenizer
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The file's content; {} if the file is invalid, because loading the tokenizer gives a better error."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -97,10 +97,10 @@ def _json(path: Path) -> dict[str, Any]:
 def render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool = False, tools: Messages = ()) -> str:
     """`messages` rendered as text by the tokenizer's chat template. Raises what the template raises."""
     form = text_form(tokenizer) or _as_text
-    return _rendered(tokenizer, map(form, messages), add_generation_prompt=add_generation_prompt, tools=tools)
+    return render_messages(tokenizer, map(form, messages), add_generation_prompt=add_generation_prompt, tools=tools)
 
 
-def _rendered(
+def render_messages(
     tokenizer: Any, messages: Iterable[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Messages = ()
 ) -> str:
     return str(
@@ -134,7 +134,7 @@ def _text_form(tokenizer: Any, template: str) -> Callable[[Mapping[str, Any]], M
     asked, refused = {"role": "user", "content": ANSWER}, 0
     for form in (_as_text, _as_parts):
         try:
-            if ANSWER in _rendered(tokenizer, [form(asked)], add_generation_prompt=True):
+            if ANSWER in render_messages(tokenizer, [form(asked)], add_generation_prompt=True):
                 return form
         except Exception:  # the boundary to the template, which is the model author's program
             refused += 1
@@ -169,7 +169,7 @@ class Chat:
     def prompt_text(self, turns: Messages) -> str:
         """The text of `prompt`."""
         if self.tokenizer.chat_template:
-            return self._template(turns, add_generation_prompt=True)
+            return self._apply_template(turns, add_generation_prompt=True)
         self._require_plain(turns)
         return str(turns[-1]["content"])
 
@@ -179,11 +179,11 @@ class Chat:
         The tokens are those of rollouts: the text up to an assistant's turn, with its generation prompt, and the turn
         with its end are tokenized apart. Tools' answers are not marked. Raises Unrendered.
         """
-        return self._tokens(*self.find_turns(turns, reply, first=0))
+        return self._tokens_of(*self.find_turns(turns, reply, first=0))
 
     def completion(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """Like `demonstration`, but the mask marks only the assistant's turns of `reply`, not earlier ones."""
-        return self._tokens(*self.find_turns(turns, reply, first=len(turns)))
+        return self._tokens_of(*self.find_turns(turns, reply, first=len(turns)))
 
     def scored(self, turns: Messages, reply: ReplyMessage, *, sampled: bool = False) -> tuple[Int32, Bool]:
         """`completion` as a reward model reads it, in training and in scoring: with one end token of the tokenizer
@@ -194,13 +194,13 @@ class Chat:
         """
         if not isinstance(reply, str) and any(turn.get(WEIGHT) == 0 for turn in reply):
             raise Unrendered(f"a turn of the response has {WEIGHT} 0, but a reward model scores the whole response")
-        ids, mask = self._tokens(*self.find_turns(turns, reply, first=len(turns), sampled=sampled))
+        ids, mask = self._tokens_of(*self.find_turns(turns, reply, first=len(turns), sampled=sampled))
         ended = self.ended(ids)
         return ended, np.append(mask[: ended.size], np.ones(max(0, ended.size - mask.size), np.bool_))
 
     def ended(self, token_ids: Int32) -> Int32:
         """The tokens of a prompt and its response, with the end that `scored` gives a response, exactly once."""
-        closing, eos = self._closing, self.tokenizer.eos_token_id
+        closing, eos = self._closing_text, self.tokenizer.eos_token_id
         ids = token_ids
         while ids.size and ids[-1] == eos:
             ids = ids[:-1]
@@ -209,7 +209,7 @@ class Chat:
         return np.append(ids[: ids.size - there], closing).astype(np.int32)
 
     @functools.cached_property
-    def _closing(self) -> Int32:
+    def _closing_text(self) -> Int32:
         """What follows a response in `scored`: the template's own end, and the tokenizer's end token."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
@@ -244,8 +244,8 @@ class Chat:
             self._require_plain(told)
             asked, answer = self.prompt_text(told[:-1]), f"{told[-1]['content']}{self.tokenizer.eos_token}"
             return asked + answer, [(len(asked), len(asked) + len(answer))]
-        text = self._template(told)
-        found = [(start := self._start(told, n, text), self._end(told, n, text, start)) for n in marked]
+        text = self._apply_template(told)
+        found = [(start := self._find_start(told, n, text), self._find_end(told, n, text, start)) for n in marked]
         if self._is_lost(told[marked[-1]], text[slice(*found[-1])]):
             raise Unrendered("the chat template shows nothing of the answer, so there is nothing to train")
         return text, found
@@ -255,7 +255,7 @@ class Chat:
         rest = without_ends(shown, end_texts(self.tokenizer))
         return not shown or (not rest.strip() and bool(str(turn.get("content") or "").strip()))
 
-    def _tokens(self, text: str, spans: list[TurnSpan]) -> tuple[Int32, Bool]:
+    def _tokens_of(self, text: str, spans: list[TurnSpan]) -> tuple[Int32, Bool]:
         """(ids, mask) of a rendered text up to its last span; the mask marks the spans."""
         parts: list[Int32] = []
         marks: list[Bool] = []
@@ -281,13 +281,13 @@ class Chat:
         answer = continued_ids(self.tokenizer, text.removesuffix(str(self.tokenizer.eos_token)))
         return np.append(answer, np.int32(self.tokenizer.eos_token_id))
 
-    def _start(self, turns: Messages, n: int, text: str) -> int:
+    def _find_start(self, turns: Messages, n: int, text: str) -> int:
         """Where the assistant's turn `n` begins in `text`, the whole conversation: after its generation prompt."""
-        before = self._template(turns[:n], add_generation_prompt=True)
+        before = self._apply_template(turns[:n], add_generation_prompt=True)
         if text.startswith(before):
             return len(before)
         if n == len(turns) - 1:
-            raise Unrendered(_unanswered(before, text))
+            raise Unrendered(unanswered_turns(before, text))
         return self._start_by_mark(turns, n, text)
 
     def _start_by_mark(self, turns: Messages, n: int, text: str) -> int:
@@ -297,20 +297,20 @@ class Chat:
         If the generation prompt opens a thought, a template may leave the thought out of earlier turns. Such a turn
         begins where the thought would begin.
         """
-        place, _ = self._seen(turns, n, text)
-        asked = self._template(turns[:n])
-        with_prompt = self._template(turns[:n], add_generation_prompt=True)
+        place, _ = self._seen_turn(turns, n, text)
+        asked = self._apply_template(turns[:n])
+        with_prompt = self._apply_template(turns[:n], add_generation_prompt=True)
         prompt = with_prompt.removeprefix(asked)
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         head = prompt[: min((at for token in added if (at := prompt.find(token, 1)) > 0), default=len(prompt))]
-        at = text.rfind(head, self._seen(turns, n - 1, text)[0] if n else 0, place)
+        at = text.rfind(head, self._seen_turn(turns, n - 1, text)[0] if n else 0, place)
         if at < 0 or not head:
-            raise Unrendered(_rewritten(with_prompt, text))
+            raise Unrendered(rewritten_turn(with_prompt, text))
         return at + len(prompt if text.startswith(prompt, at) else head)
 
-    def _end(self, turns: Messages, n: int, text: str, start: int) -> int:
+    def _find_end(self, turns: Messages, n: int, text: str, start: int) -> int:
         """Where the assistant's turn `n`, which begins at `start`, ends in `text`, the whole conversation."""
-        until = self._template(turns[: n + 1]) if n < len(turns) - 1 else text
+        until = self._apply_template(turns[: n + 1]) if n < len(turns) - 1 else text
         eos = str(self.tokenizer.eos_token)
         if not text.startswith(until):
             until = until.removesuffix(eos)  # which some templates write behind the last turn alone
@@ -322,31 +322,31 @@ class Chat:
     def _end_by_mark(self, turns: Messages, n: int, text: str) -> int:
         """For templates that write the last turn differently: the turn ends with an end token that both forms have,
         whatever blanks they leave before it."""
-        place, alone = self._seen(turns, n, text)
+        place, alone = self._seen_turn(turns, n, text)
         rest = text[place:].lstrip()
-        alike = _common(alone.lstrip(), rest)
+        alike = common_length(alone.lstrip(), rest)
         length = max(
             (at + len(token) for token in special_texts(self.tokenizer) if (at := alike.rfind(token)) >= 0), default=0
         )
         if not length:
-            raise Unrendered(_rewritten(self._template(turns[: n + 1]), text))
+            raise Unrendered(rewritten_turn(self._apply_template(turns[: n + 1]), text))
         return len(text) - len(rest) + length
 
-    def _seen(self, turns: Messages, n: int, text: str) -> tuple[int, str]:
+    def _seen_turn(self, turns: Messages, n: int, text: str) -> tuple[int, str]:
         """(position in `text` of a mark in turn `n`, what follows the mark if the turn is the last one).
 
         The mark follows the turn's text, with or without the blanks at its end, which some templates strip; or it
         follows the name of its last call.
         """
         mark = _unused_mark(turns)
-        for marked_turn in _marked(turns[n], mark):
+        for marked_turn in with_mark(turns[n], mark):
             marked = [*turns[:n], marked_turn, *turns[n + 1 :]]
-            shown, alone = self._template(marked), self._template(marked[: n + 1])
+            shown, alone = self._apply_template(marked), self._apply_template(marked[: n + 1])
             if alone.count(mark) == 1 and shown.replace(mark, "", 1) == text:
                 return shown.find(mark), alone.partition(mark)[2]
-        raise Unrendered(_rewritten(self._template(turns[: n + 1]), text))
+        raise Unrendered(rewritten_turn(self._apply_template(turns[: n + 1]), text))
 
-    def _reasoned(self, turns: Messages) -> Messages:
+    def _reasoned_turn(self, turns: Messages) -> Messages:
         """The turns with their reasoning where the template shows it. Raises Unrendered if it does not."""
         if (told := reasoned(self.tokenizer, turns)) is None:
             raise Unrendered(
@@ -357,21 +357,21 @@ class Chat:
         return told
 
     def _require_plain(self, turns: Messages) -> None:
-        self._reasoned(turns)
+        self._reasoned_turn(turns)
         if uses_tools(turns, self.tools):
             raise ConfigError(
                 "the data have tools or their calls, and the model has no chat template that could show them; name a "
                 "chat model, or a --chat-template that knows tools"
             )
 
-    def _template(self, turns: Messages, *, add_generation_prompt: bool = False) -> str:
+    def _apply_template(self, turns: Messages, *, add_generation_prompt: bool = False) -> str:
         own = bool(turns) and turns[0]["role"] == "system"
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt and not own else []
-        told = self._reasoned([*system, *map(without_weight, turns)])
+        told = self._reasoned_turn([*system, *map(without_weight, turns)])
         if uses_tools(told, self.tools):
             form = tool_form(self.tokenizer)
-            form.require(told, self.tools)
-            told = form.formed(told)
+            form.require_shown(told, self.tools)
+            told = form.form_messages(told)
         tools = plain_tools(self.tools)
         if text_form(self.tokenizer) is None:
             raise Unrendered(
@@ -383,26 +383,26 @@ class Chat:
             raise Unrendered(f"the chat template refuses it ({problem})") from problem
 
 
-def _rewritten(before: str, text: str) -> str:
+def rewritten_turn(before: str, text: str) -> str:
     """What a template does that shows `before`, the beginning of a conversation, differently in the whole `text`."""
     return (
-        f"the chat template rewrites earlier turns when later ones are added: {_difference(before, text)}, so the "
+        f"the chat template rewrites earlier turns when later ones are added: {show_difference(before, text)}, so the "
         "assistant's turns cannot be found; train the last turn alone where there is such an option (--assistant "
         "last), or use a template whose prefixes stay the same"
     )
 
 
-def _unanswered(before: str, text: str) -> str:
+def unanswered_turns(before: str, text: str) -> str:
     """What a template does that shows a prompt as `before`, and differently in `text`, where the answer follows."""
     return (
-        f"the chat template rewrites earlier turns when the answer follows: {_difference(before, text)}, which a "
+        f"the chat template rewrites earlier turns when the answer follows: {show_difference(before, text)}, which a "
         "policy that answers never sees; write the answer as the template does (with a thought, if the prompt begins "
         "one), set the template's values (--chat-template-kwargs), or use another template"
     )
 
 
-def _difference(before: str, text: str) -> str:
-    same = len(_common(before, text))
+def show_difference(before: str, text: str) -> str:
+    same = len(common_length(before, text))
     return f"it shows {before[same : same + SHOWN]!r}, and then {text[same : same + SHOWN]!r}"
 
 
@@ -441,7 +441,7 @@ def _ends_with_end(text: str, tokenizer: Any) -> bool:
     return text.endswith(special_texts(tokenizer))
 
 
-def _common(one: str, other: str) -> str:
+def common_length(one: str, other: str) -> str:
     """The longest common prefix of both texts."""
     length = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     return one[: min(len(one), len(other)) if length is None else length]
@@ -454,7 +454,7 @@ def _unused_mark(turns: Messages) -> str:
     return mark
 
 
-def _marked(turn: Mapping[str, Any], mark: str) -> Iterator[Mapping[str, Any]]:
+def with_mark(turn: Mapping[str, Any], mark: str) -> Iterator[Mapping[str, Any]]:
     """The turn with a mark after its text, or before the blanks at its end; or after the name of its last call."""
     if not turn.get("tool_calls"):
         text = str(turn["content"])
@@ -524,24 +524,24 @@ def end_texts(tokenizer: Any) -> tuple[str, ...]:
 
 def continued_ids(tokenizer: Any, text: str) -> Int32:
     """The ids of a text that goes on from tokens before it, with which it is not merged."""
-    anchor = _anchor(tokenizer)
+    anchor = find_anchor(tokenizer)
     ids = token_ids(tokenizer, anchor + text)
     before = token_ids(tokenizer, anchor) if anchor else ids[:0]
     return ids[before.size :] if np.array_equal(ids[: before.size], before) else token_ids(tokenizer, text)
 
 
 @functools.lru_cache(maxsize=8)
-def _anchor(tokenizer: Any) -> str:
+def find_anchor(tokenizer: Any) -> str:
     """What is put before a text that goes on from another one, and its tokens left out again: some tokenizers put a
     blank before every text. "" if this one does not, or if no anchor helps."""
     word = token_ids(tokenizer, "word").tolist()
     anchors = ("", str(tokenizer.eos_token or ""), "\n", ".")
     for anchor in anchors:
         before, ids = (token_ids(tokenizer, text).tolist() for text in (anchor, anchor + "word"))
-        if ids[: len(before)] == before and _decoded(tokenizer, word + ids[len(before) :]) == "wordword":
+        if ids[: len(before)] == before and decode_ids(tokenizer, word + ids[len(before) :]) == "wordword":
             return anchor
     return ""
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
+def decode_ids(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()

@@ -39,7 +39,7 @@ def text_tokens(tokenizer: Any, texts: Iterable[str]) -> Iterator[Int32]:
             yield np.asarray(ids if ids and ids[-1] == end else [*ids, end], np.int32)
 
 
-def pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
+def split_pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of pieces of 2 to `most` tokens that overlap by one token. There is no piece of a single token."""
     for start in range(0, num_tokens - 1, most - 1):
         yield start, min(start + most, num_tokens)

@@ -41,23 +41,23 @@ class ToolForm:
     json_arguments: bool = False
     needs_ids: bool = False
 
-    def formed(self, messages: Messages) -> list[dict[str, Any]]:
+    def form_messages(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages in the form that this template takes."""
         ids: dict[str, str] = {}
         waiting: list[str] = []
-        return [self._formed(dict(message), ids, waiting) for message in messages]
+        return [self._form_message(dict(message), ids, waiting) for message in messages]
 
-    def _formed(self, message: dict[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
+    def _form_message(self, message: dict[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
         """`ids` has the ids of the calls so far, `waiting` the ids of those that have no answer yet."""
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [self._call(call, ids, waiting) for call in calls]
+            message["tool_calls"] = [self._form_call(call, ids, waiting) for call in calls]
         elif message["role"] == "tool" and self.needs_ids and waiting:
             own = ids.get(message.get("tool_call_id", ""), waiting[0])
             message["tool_call_id"] = waiting.pop(waiting.index(own) if own in waiting else 0)
         return message
 
-    def _call(self, call: Mapping[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
-        function = {**call["function"], "arguments": _plain(call["function"]["arguments"])}
+    def _form_call(self, call: Mapping[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
+        function = {**call["function"], "arguments": plain_value(call["function"]["arguments"])}
         if self.json_arguments:
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         if not self.needs_ids:
@@ -67,7 +67,7 @@ class ToolForm:
         waiting.append(number)
         return {**call, "id": number, "function": function}
 
-    def require(self, messages: Messages, tools: Messages) -> None:
+    def require_shown(self, messages: Messages, tools: Messages) -> None:
         """Raise ConfigError if the template would leave out definitions, calls or answers of tools that these have."""
         missing = [
             what
@@ -107,7 +107,7 @@ def _shown_reasoning(tokenizer: Any, template: str) -> tuple[str, ...]:
     """The fields in which `template`, the tokenizer's, shows the reasoning of a last message."""
     asked = {"role": "user", "content": "probe"}
     replied = {"role": "assistant", "content": "probe"}
-    return tuple(name for name in REASONING if VALUE in _text(tokenizer, [asked, {**replied, name: VALUE}], []))
+    return tuple(name for name in REASONING if VALUE in render_text(tokenizer, [asked, {**replied, name: VALUE}], []))
 
 
 def uses_tools(messages: Messages, tools: Messages) -> bool:
@@ -117,23 +117,23 @@ def uses_tools(messages: Messages, tools: Messages) -> bool:
 
 def tool_form(tokenizer: Any) -> ToolForm:
     """The form of the tokenizer's chat template."""
-    return _tried(tokenizer, str(tokenizer.chat_template))
+    return try_forms(tokenizer, str(tokenizer.chat_template))
 
 
 @functools.lru_cache(maxsize=8)
-def _tried(tokenizer: Any, template: str) -> ToolForm:
+def try_forms(tokenizer: Any, template: str) -> ToolForm:
     """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
     forms = [
         ToolForm(True, True, True, json_arguments, needs_ids)
         for json_arguments in (False, True)
         for needs_ids in (False, True)
     ]
-    rendered = [(form, _rendered(tokenizer, form)) for form in forms]
+    rendered = [(form, render_probe(tokenizer, form)) for form in forms]
     best = next((form for form, text in rendered if _shows_call(text)), None)
     text = next((text for form, text in rendered if form == best), "")
     definitions = NAME in _rendered_asked(tokenizer)
     if best is None:
-        text = _text(tokenizer, [*_conversation(ToolForm(definitions, False, False))], [])
+        text = render_text(tokenizer, [*probe_conversation(ToolForm(definitions, False, False))], [])
         return ToolForm(definitions, calls=False, answers=ANSWER in text)
     return ToolForm(definitions, True, ANSWER in text, best.json_arguments, best.needs_ids)
 
@@ -143,13 +143,13 @@ def _shows_call(text: str) -> bool:
     return NAME in text and VALUE in text and f"'{ARGUMENT}':" not in text and f'\\"{ARGUMENT}' not in text
 
 
-def _rendered(tokenizer: Any, form: ToolForm) -> str:
+def render_probe(tokenizer: Any, form: ToolForm) -> str:
     """A rendered conversation with a call and its answer, without definitions of tools; "" if the template refuses
     it."""
-    return _text(tokenizer, form.formed(_conversation(form)), [])
+    return render_text(tokenizer, form.form_messages(probe_conversation(form)), [])
 
 
-def _conversation(form: ToolForm) -> list[dict[str, Any]]:
+def probe_conversation(form: ToolForm) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": NAME, "arguments": {ARGUMENT: VALUE}}}
     reply = {"tool_calls": [call], "content": ""} if form.calls else {"content": "probe"}
     return [
@@ -161,23 +161,23 @@ def _conversation(form: ToolForm) -> list[dict[str, Any]]:
 
 
 def _rendered_asked(tokenizer: Any) -> str:
-    return _text(tokenizer, [{"role": "user", "content": "probe"}], [TOOL])
+    return render_text(tokenizer, [{"role": "user", "content": "probe"}], [TOOL])
 
 
-def _text(tokenizer: Any, messages: Messages, tools: Messages) -> str:
+def render_text(tokenizer: Any, messages: Messages, tools: Messages) -> str:
     try:
         return str(tokenizer.apply_chat_template([dict(m) for m in messages], tools=tools or None, tokenize=False))
     except Exception:  # the boundary to the template, which is the model author's program
         return ""
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """`value` with lists in place of tuples, which templates and JSON do not know."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+        return {key: plain_value(inner) for key, inner in value.items()}
+    return [plain_value(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def plain_tools(tools: Messages) -> list[Any]:
     """Tool definitions in the form that templates take."""
-    return [_plain(tool) for tool in tools]
+    return [plain_value(tool) for tool in tools]

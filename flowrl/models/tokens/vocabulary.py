@@ -22,22 +22,22 @@ ADVICE = "the second has to score the tokens of the first, so name one that has 
 def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:
     """Why `teacher` cannot score the tokens of `student`; None if it can, and also if the files do not show it
     (`untold`)."""
-    mine, other = vocabulary(student), vocabulary(teacher)
+    mine, other = read_vocabulary(student), read_vocabulary(teacher)
     if student.model == teacher.model or mine == other:
         return None
     if student.built_in and teacher.built_in and not student.tokenizer.chosen:
         return f"{student.model} and {teacher.model} have different tokenizers; {ADVICE}"
     if mine is None or other is None:
         return None
-    return difference(student.model, mine, teacher.model, other)
+    return describe_difference(student.model, mine, teacher.model, other)
 
 
-def untold(student: Policy, teacher: Policy) -> bool:
+def untold_vocabulary(student: Policy, teacher: Policy) -> bool:
     """Whether only the loaded tokenizers can show if the two vocabularies are equal."""
-    return student.model != teacher.model and None in (vocabulary(student), vocabulary(teacher))
+    return student.model != teacher.model and None in (read_vocabulary(student), read_vocabulary(teacher))
 
 
-def difference(student: str, mine: Vocabulary, teacher: str, other: Vocabulary) -> str:
+def describe_difference(student: str, mine: Vocabulary, teacher: str, other: Vocabulary) -> str:
     """The error sentence for two vocabularies that are not equal."""
     token = min(mine.items() ^ other.items(), key=lambda entry: (entry[1], entry[0]))[0]
     return (
@@ -46,7 +46,7 @@ def difference(student: str, mine: Vocabulary, teacher: str, other: Vocabulary) 
     )
 
 
-def vocabulary(policy: Policy) -> Vocabulary | None:
+def read_vocabulary(policy: Policy) -> Vocabulary | None:
     """Every token with its id; None if no file that is readable without a tokenizer library contains them."""
     if policy.tokenizer.special:
         return None
@@ -90,8 +90,8 @@ def most_characters_per_token(tokenizer: Any) -> int | None:
     if core is None:
         return None
     vocabulary = core.get_vocab(with_added_tokens=True)
-    composed = [_composed(part) for part in _parts(core.normalizer, "normalizers")]
-    splits = list(_parts(core.pre_tokenizer, "pretokenizers"))
+    composed = [composed_length(part) for part in tokenizer_parts(core.normalizer, "normalizers")]
+    splits = list(tokenizer_parts(core.pre_tokenizer, "pretokenizers"))
     strips = any(token.lstrip or token.rstrip for token in core.get_added_tokens_decoder().values())
     if strips or None in composed or not all(map(_keeps_all, splits)):
         return None
@@ -103,21 +103,21 @@ def most_characters_per_token(tokenizer: Any) -> int | None:
     return factor * max(map(len, vocabulary))
 
 
-def _parts(component: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+def tokenizer_parts(component: Any, inner: str) -> Iterator[Mapping[str, Any]]:
     """What a component of the package tokenizers consists of, as its file has it."""
     if component is not None:
-        yield from _flattened(json.loads(component.__getstate__()), inner)
+        yield from flatten_parts(json.loads(component.__getstate__()), inner)
 
 
-def _flattened(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
+def flatten_parts(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
     if part["type"] != "Sequence":
         yield part
         return
     for one in part[inner]:
-        yield from _flattened(one, inner)
+        yield from flatten_parts(one, inner)
 
 
-def _composed(normalizer: Mapping[str, Any]) -> int | None:
+def composed_length(normalizer: Mapping[str, Any]) -> int | None:
     """The characters of which a normalizer makes one; None if they may be any number."""
     kind = normalizer["type"]
     if kind == "Replace":
@@ -161,32 +161,32 @@ class TokenPieces:
         ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._before = ids[-1:]
         """A token after which others are decoded: without one, some decoders strip a token's leading space."""
-        self._text_before = self._decoded(self._before)
+        self._text_before = self._decode_ids(self._before)
 
-    def of(self, token_ids: Sequence[int]) -> list[str]:
+    def text_pieces(self, token_ids: Sequence[int]) -> list[str]:
         """One text for each id; a character that takes several tokens is in the text of the last one."""
         pieces: list[str] = []
         run: list[int] = []
         for token_id in token_ids:
             run.append(token_id)
-            text = self._piece(token_id) if len(run) == 1 else self._after(run)
+            text = self._text_of_token(token_id) if len(run) == 1 else self._text_after(run)
             unfinished = text.endswith(UNFINISHED) and len(run) < LONGEST_RUN
             pieces.append("" if unfinished else text)
             if not unfinished:
                 run = []
         if run:
-            pieces[-1] = self._after(run)
+            pieces[-1] = self._text_after(run)
         return pieces
 
-    def _piece(self, token_id: int) -> str:
+    def _text_of_token(self, token_id: int) -> str:
         if token_id not in self._known:
-            self._known[token_id] = self._after([token_id])
+            self._known[token_id] = self._text_after([token_id])
         return self._known[token_id]
 
-    def _after(self, ids: list[int]) -> str:
-        text = self._decoded([*self._before, *ids])
-        return text[len(self._text_before) :] if text.startswith(self._text_before) else self._decoded(ids)
+    def _text_after(self, ids: list[int]) -> str:
+        text = self._decode_ids([*self._before, *ids])
+        return text[len(self._text_before) :] if text.startswith(self._text_before) else self._decode_ids(ids)
 
-    def _decoded(self, ids: list[int]) -> str:
+    def _decode_ids(self, ids: list[int]) -> str:
         decode = self._tokenizer.decode
         return str(decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -191,7 +191,7 @@ class LoggedEpisode:
         await self._episode.close_quietly()
 
     async def _saved_state(self) -> bytes | None:
-        return await self._episode.save() if self._saves else None
+        return await self._episode.save_state() if self._saves else None
 
 
 async def open_episode(pool: Episodes, row: EnvironmentRow, log: EpisodeLog) -> LoggedEpisode:

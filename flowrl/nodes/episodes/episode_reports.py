@@ -166,7 +166,7 @@ class EpisodeRecords:
             "rewards": played.rewards,
             "sequences": [
                 {
-                    "pieces": self._pieces.of(sequence.token_ids.tolist()),
+                    "pieces": self._pieces.text_pieces(sequence.token_ids.tolist()),
                     "spans": spans_of(sequence),
                     "roles": fed_roles(played.messages[number]) if played.messages else [],
                     "seat": played.seats[number] if played.seats else None,

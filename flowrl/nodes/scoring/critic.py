@@ -23,7 +23,7 @@ from flowrl.graph.node import Facts
 from flowrl.graph.ports import In, Serve
 from flowrl.messages import Float32, ValueQuestion, Values, Weights
 from flowrl.models import Policy, check_model, known_directory, resolve
-from flowrl.models.model_layout import note, scoring_layout
+from flowrl.models.model_layout import layout_note, scoring_layout
 from flowrl.nodes.scoring.scoring_model import ScoringNode, gpu_problems
 from flowrl.training.layouts import explain_refused_tree
 from flowrl.training.model.trainable import check_scalar
@@ -79,7 +79,7 @@ class Critic(ScoringNode):
         return [*gpu_problems(self.gpus), *explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))]
 
     def notes(self) -> list[str]:
-        return [note(scoring_layout(self.policy, self.layout))]
+        return [layout_note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)

@@ -33,8 +33,8 @@ from flowrl.graph.node import Facts, Footprint, MemoryTerm, Node, Share
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Float32, Group, Int32, Sample, Trainable, Weights
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
-from flowrl.models.model_layout import note, scoring_layout
-from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
+from flowrl.models.model_layout import layout_note, scoring_layout
+from flowrl.models.tokens.vocabulary import untold_vocabulary, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, open_scoring_model
 from flowrl.nodes.sources.demonstrations import batch_of_samples
 from flowrl.nodes.sources.preferences import Preferences, Renderer
@@ -147,7 +147,7 @@ class Reference(ScoringNode):
         return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
-        return [note(scoring_layout(self.policy, self.layout))]
+        return [layout_note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
@@ -400,13 +400,13 @@ class PreferenceReference(Node):
         return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
-        return [note(scoring_layout(self.policy, self.layout))]
+        return [layout_note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
         if (model_dir := known_directory(self.policy)) is not None:
             check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
-        if untold(self.data.policy, self.policy):
+        if untold_vocabulary(self.data.policy, self.policy):
             require_same_vocabulary(self.data.policy, self.policy)
 
     async def setup(self) -> None:

@@ -27,7 +27,7 @@ from flowrl.graph.node import Facts
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.messages import Bool, Int32, Message, Sample, Scored
 from flowrl.models import Policy, check_model, resolve, tokenizer_of
-from flowrl.models.model_layout import note, scoring_layout
+from flowrl.models.model_layout import layout_note, scoring_layout
 from flowrl.models.tokens.chat import Unrendered
 from flowrl.models.tokens.text_tokens import separator_of, split_steps, step_tokens
 from flowrl.models.tokens.tool_form import uses_tools
@@ -121,7 +121,7 @@ class RewardModel(ScoringNode):
         return problems
 
     def notes(self) -> list[str]:
-        return [note(scoring_layout(self.reward_policy, self.layout))]
+        return [layout_note(scoring_layout(self.reward_policy, self.layout))]
 
     def preflight(self) -> str | None:
         from flowrl.models.scorer import check_reward_model

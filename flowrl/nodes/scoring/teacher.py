@@ -11,8 +11,8 @@ from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Float32, Group, Sample, Scored
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
-from flowrl.models.model_layout import note, scoring_layout
-from flowrl.models.tokens.vocabulary import untold, vocabulary_problem
+from flowrl.models.model_layout import layout_note, scoring_layout
+from flowrl.models.tokens.vocabulary import untold_vocabulary, vocabulary_problem
 from flowrl.nodes.scoring.scoring_model import ScoringNode, SharedPass, gpu_problems, require_one_sequence
 from flowrl.training.advantages import Array, distillation_advantages, make_trainable
 from flowrl.training.layouts import explain_refused_tree
@@ -77,13 +77,13 @@ class Teacher(ScoringNode):
         return problems + explain_refused_tree(self.layout, scoring_layout(self.policy, self.layout))
 
     def notes(self) -> list[str]:
-        return [note(scoring_layout(self.policy, self.layout))]
+        return [layout_note(scoring_layout(self.policy, self.layout))]
 
     def preflight(self) -> None:
         check_model(self.policy)
         if (model_dir := known_directory(self.policy)) is not None:
             check_policy(model_dir, trust_remote_code=self.policy.trust_remote_code)
-        if untold(self.student, self.policy):
+        if untold_vocabulary(self.student, self.policy):
             require_same_vocabulary(self.student, self.policy)
 
     async def setup(self) -> None:

@@ -17,7 +17,7 @@ from flowrl.machine.cache import Progress
 from flowrl.messages import Group, Int32, Prompt, Trainable
 from flowrl.models import Policy, check_model, silent, tokenizer_of
 from flowrl.models.token_store import HeldTokens, TokenFile, TokenStore
-from flowrl.models.tokens.text_tokens import pieces, text_tokens
+from flowrl.models.tokens.text_tokens import split_pieces, text_tokens
 from flowrl.nodes.sources.demonstrations import given_sample
 from flowrl.nodes.sources.row_source import PromptSource, RowPart
 from flowrl.tasks import Row, Rows, Task, load_texts
@@ -168,10 +168,10 @@ class TextPieces(Sequence[TextPiece]):
         found, length = array("q"), 0
         for text in texts:
             tokens.add(text)
-            for start, stop in () if joined else pieces(len(text), most):
+            for start, stop in () if joined else split_pieces(len(text), most):
                 found.extend((length + start, length + stop))
             length += len(text)
-        for bounds in pieces(length, most) if joined else ():
+        for bounds in split_pieces(length, most) if joined else ():
             found.extend(bounds)
         self._tokens = tokens
         self._bounds: Ints = np.array(found, np.int64).reshape(-1, 2)

@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="output_outlives_an_episode",
         fault="an error quotes what an earlier episode of its process printed",
-        function="EpisodeProcess.begin",
+        function="EpisodeProcess.begin_episode",
         before="self._output.forget()",
         after="pass",
         test="tests/environments/test_environments_reuse.py::test_the_text_of_an_error_has_only_what_its_own_episode_printed",
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="waiting_process_keeps_its_place",
         fault="a process that has played and waits counts as playing",
-        function="Episodes._keep",
+        function="Episodes._keep_process",
         before="self._free.release()",
         after="pass",
         test="tests/environments/test_environments_reuse.py::test_those_that_wait_are_among_the_processes_that_may_be_alive",

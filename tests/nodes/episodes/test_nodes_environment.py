@@ -321,7 +321,7 @@ def test_images_are_refused_by_the_space_or_the_examples_before_anything_is_play
     def examples(training: list[Any]) -> Any:
         datasets = {"get_dataset": training, "get_eval_dataset": rows}
         made = {name: lambda found=found: SimpleNamespace(to_list=lambda: found) for name, found in datasets.items()}
-        return verifiers_env._examples(EnvironmentName("verifiers/seen"), SimpleNamespace(**made))
+        return verifiers_env.load_examples(EnvironmentName("verifiers/seen"), SimpleNamespace(**made))
 
     assert examples(rows) == {True: rows, False: rows}
     with pytest.raises(ConfigError, match=r"'verifiers/seen' have parts of the kind image_url .* are not supported"):

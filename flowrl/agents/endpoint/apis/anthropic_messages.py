@@ -49,70 +49,77 @@ EMPTY: Mapping[str, tuple[Any, ...]] = {"citations": ([],), "caller": ({"type": 
 class AnthropicMessages:
     keep_alive = data_event({"type": "ping"}, "ping")
 
-    def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
         _check_thread(body)
         fields.check_fields(body, READ | NO_INFLUENCE, NEUTRAL)
         fields.check_numbers(body, "temperature", "top_p")
-        tools = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.items("tools", body.get("tools") or []))]
+        tools = [
+            read_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.read_items("tools", body.get("tools") or []))
+        ]
         _check_tool_choice(body, bool(tools))
-        max_tokens = fields.count(body, "max_tokens")
+        max_tokens = fields.read_count(body, "max_tokens")
         if max_tokens is None:
             raise invalid("max_tokens", "max_tokens is missing; it needs a whole number above 0")
         return ApiCall(
-            model=fields.text("model", body.get("model")),
-            messages=[*_system(body), *_messages(body)],
+            model=fields.read_text("model", body.get("model")),
+            messages=[*read_system(body), *read_messages(body)],
             tools=tools,
             max_tokens=max_tokens,
             stop=fields.stop_texts(body, "stop_sequences"),
-            stream=fields.flag(body, "stream"),
+            stream=fields.read_flag(body, "stream"),
             strict_tools=fields.strict_tools("tools[{}].", body.get("tools") or ()),
             body=body,
         )
 
-    def answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
+    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
         (choice,) = answer.choices
-        return {**_head(call, answer), **_ended(choice), "content": _blocks(choice), "usage": _usage(answer)}
+        return {
+            **message_head(call, answer),
+            **ending_fields(choice),
+            "content": content_blocks(choice),
+            "usage": usage_fields(answer),
+        }
 
-    def events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
+    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
         (choice,) = answer.choices
-        begun = {**_head(call, answer), "content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _usage(answer)
-        yield _event("message_start", message={**begun, "usage": {**usage, "output_tokens": 0}})
-        for n, block in enumerate(_blocks(choice)):
+        begun = {**message_head(call, answer), "content": [], "stop_reason": None, "stop_sequence": None}
+        usage = usage_fields(answer)
+        yield write_event("message_start", message={**begun, "usage": {**usage, "output_tokens": 0}})
+        for n, block in enumerate(content_blocks(choice)):
             empty, delta = _empty_with_delta(block, choice)
-            yield _event("content_block_start", index=n, content_block=empty)
-            yield _event("content_block_delta", index=n, delta=delta)
-            yield _event("content_block_stop", index=n)
-        yield _event("message_delta", delta=_ended(choice), usage=usage)
-        yield _event("message_stop")
+            yield write_event("content_block_start", index=n, content_block=empty)
+            yield write_event("content_block_delta", index=n, delta=delta)
+            yield write_event("content_block_stop", index=n)
+        yield write_event("message_delta", delta=ending_fields(choice), usage=usage)
+        yield write_event("message_stop")
 
-    def error(self, problem: ApiProblem) -> Mapping[str, Any]:
+    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]:
         return problem.anthropic()
 
     def error_event(self, problem: ApiProblem) -> bytes:
         return data_event(problem.anthropic(), "error")
 
 
-def _event(kind: str, **data: Any) -> bytes:
+def write_event(kind: str, **data: Any) -> bytes:
     return data_event({"type": kind, **data}, kind)
 
 
 def _check_tool_choice(body: Mapping[str, Any], tools: bool) -> None:
-    choice = fields.mapping("tool_choice", body.get("tool_choice") or {"type": "auto"})
+    choice = fields.read_mapping("tool_choice", body.get("tool_choice") or {"type": "auto"})
     if choice.get("type") != "auto" and (choice.get("type") != "none" or tools):
-        raise fields.untrainable("tool_choice", dict(choice))
+        raise fields.untrainable_field("tool_choice", dict(choice))
     fields.check_fields(choice, {"type"}, {"disable_parallel_tool_use": (False,)}, "tool_choice.")
 
 
-def _tool(name: str, tool: Any) -> Mapping[str, Any]:
-    if fields.mapping(name, tool).get("type") not in (None, "custom"):
+def read_tool(name: str, tool: Any) -> Mapping[str, Any]:
+    if fields.read_mapping(name, tool).get("type") not in (None, "custom"):
         raise invalid(name, f"{name} is of type {tool.get('type')!r}, which Anthropic runs; describe it as a function")
     known = {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict"}
     fields.check_fields(tool, known, {"defer_loading": (False,)}, f"{name}.")
     return fields.function_tool(name, tool, "input_schema")
 
 
-def _system(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def read_system(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     system = body.get("system")
     text = fields.content_text("system", system)
     if isinstance(system, list):
@@ -131,65 +138,65 @@ def _check_thread(body: Mapping[str, Any]) -> None:
         raise ApiProblem(400, message, param="thread", details=details)
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for n, message in enumerate(fields.items("messages", body.get("messages"))):
+def read_messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for n, message in enumerate(fields.read_items("messages", body.get("messages"))):
         name = f"messages[{n}]"
-        role = fields.one_of(f"{name}.role", fields.mapping(name, message).get("role"), BLOCKS)
+        role = fields.one_of(f"{name}.role", fields.read_mapping(name, message).get("role"), BLOCKS)
         fields.check_fields(message, {"role", "content"}, {}, f"{name}.")
         blocks = _read_blocks(f"{name}.content", role, message.get("content"))
-        yield from [_assistant(blocks)] if role == "assistant" else _said(role, blocks)
+        yield from [read_assistant(blocks)] if role == "assistant" else read_said(role, blocks)
 
 
 def _read_blocks(name: str, role: str, content: Any) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content, "where": name}]
-    blocks = fields.items(name, content)
+    blocks = fields.read_items(name, content)
     for n, block in enumerate(blocks):
         where = f"{name}[{n}]"
-        kind = fields.one_of(f"{where}.type", fields.mapping(where, block).get("type"), BLOCKS[role])
+        kind = fields.one_of(f"{where}.type", fields.read_mapping(where, block).get("type"), BLOCKS[role])
         fields.check_fields(block, BLOCK[kind], EMPTY, f"{name}[{n}].")
     return [{**block, "where": f"{name}[{n}]"} for n, block in enumerate(blocks)]
 
 
-def _assistant(blocks: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+def read_assistant(blocks: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     """One message with its reasoning and calls."""
-    message: dict[str, Any] = {"role": "assistant", "content": _texts(blocks, "text")}
-    if thinking := _texts(blocks, "thinking"):
+    message: dict[str, Any] = {"role": "assistant", "content": join_texts(blocks, "text")}
+    if thinking := join_texts(blocks, "thinking"):
         message["reasoning_content"] = thinking
-    calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
+    calls = [read_call(block) for block in blocks if block["type"] == "tool_use"]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _texts(blocks: list[Mapping[str, Any]], kind: str) -> str:
+def join_texts(blocks: list[Mapping[str, Any]], kind: str) -> str:
     """The joined texts of all blocks of a kind."""
-    return "".join(fields.text(f"{b['where']}.{kind}", b.get(kind)) for b in blocks if b["type"] == kind)
+    return "".join(fields.read_text(f"{b['where']}.{kind}", b.get(kind)) for b in blocks if b["type"] == kind)
 
 
-def _call(block: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_call(block: Mapping[str, Any]) -> Mapping[str, Any]:
     where = block["where"]
     function = {
-        "name": fields.text(f"{where}.name", block.get("name")),
-        "arguments": fields.mapping(f"{where}.input", block.get("input")),
+        "name": fields.read_text(f"{where}.name", block.get("name")),
+        "arguments": fields.read_mapping(f"{where}.input", block.get("input")),
     }
-    return {"id": fields.text(f"{where}.id", block.get("id")), "type": "function", "function": function}
+    return {"id": fields.read_text(f"{where}.id", block.get("id")), "type": "function", "function": function}
 
 
-def _said(role: str, blocks: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def read_said(role: str, blocks: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The results of tools, each as a message, and then the texts as one."""
     for block in blocks:
         if block["type"] == "tool_result":
-            called = fields.text(f"{block['where']}.tool_use_id", block.get("tool_use_id"))
+            called = fields.read_text(f"{block['where']}.tool_use_id", block.get("tool_use_id"))
             text = fields.content_text(f"{block['where']}.content", block.get("content"))
             yield {"role": "tool", "content": text, "tool_call_id": called}
     if not all(block["type"] == "tool_result" for block in blocks) or not blocks:
-        yield {"role": role, "content": _texts(blocks, "text")}
+        yield {"role": role, "content": join_texts(blocks, "text")}
 
 
-def _head(call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
+def message_head(call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
     return {"id": f"msg_{answer.ident}", "type": "message", "role": "assistant", "model": call.model}
 
 
-def _ended(choice: Choice) -> dict[str, Any]:
+def ending_fields(choice: Choice) -> dict[str, Any]:
     if choice.answer.finish_reason == "length":
         reason = "max_tokens"
     elif choice.calls:
@@ -199,7 +206,7 @@ def _ended(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": choice.answer.stop_text or None}
 
 
-def _blocks(choice: Choice) -> list[dict[str, Any]]:
+def content_blocks(choice: Choice) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if choice.reasoning:
         blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
@@ -222,7 +229,7 @@ def _empty_with_delta(block: dict[str, Any], choice: Choice) -> tuple[dict[str, 
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
-def _usage(answer: CallAnswer) -> dict[str, Any]:
+def usage_fields(answer: CallAnswer) -> dict[str, Any]:
     """Anthropic counts tokens from the cache separately."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,

@@ -139,15 +139,15 @@ class Api(Protocol):
 
     keep_alive: bytes
 
-    def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
         """Raises ApiProblem for what is invalid, not known, or cannot be trained."""
         ...
 
-    def answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]: ...
+    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]: ...
 
-    def events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]: ...
+    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]: ...
 
-    def error(self, problem: ApiProblem) -> Mapping[str, Any]: ...
+    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]: ...
 
     def error_event(self, problem: ApiProblem) -> bytes: ...
 
@@ -155,10 +155,10 @@ class Api(Protocol):
 def data_event(data: Mapping[str, Any], event: str = "") -> bytes:
     """A server-sent event."""
     name = f"event: {event}\n" if event else ""
-    return f"{name}data: {dumped(data)}\n\n".encode()
+    return f"{name}data: {dump_json(data)}\n\n".encode()
 
 
-def dumped(value: Any) -> str:
+def dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -168,7 +168,7 @@ def arguments_text(call: Mapping[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def usage(answer: CallAnswer) -> Mapping[str, Any]:
+def usage_fields(answer: CallAnswer) -> Mapping[str, Any]:
     """The usage as in OpenAI's completions."""
     return {
         "prompt_tokens": answer.prompt_tokens,

@@ -16,7 +16,7 @@ from flowrl.agents.endpoint.apis.api import (
     data_event,
     invalid,
     token_logprobs,
-    usage,
+    usage_fields,
 )
 
 READ = {
@@ -61,21 +61,23 @@ EMPTY = {"audio": (), "function_call": (), "refusal": ("",), "annotations": ([],
 class ChatCompletions:
     keep_alive = b": waiting for the reply\n\n"
 
-    def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
         fields.check_fields(body, READ | NO_INFLUENCE, NEUTRAL)
         fields.check_numbers(body, "temperature", "top_p")
-        tools = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.items("tools", body.get("tools") or []))]
+        tools = [
+            read_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.read_items("tools", body.get("tools") or []))
+        ]
         check_tool_choice(body, bool(tools))
-        messages = fields.items("messages", body.get("messages"))
+        messages = fields.read_items("messages", body.get("messages"))
         return ApiCall(
-            model=fields.text("model", body.get("model")),
-            messages=[_message(f"messages[{n}]", message) for n, message in enumerate(messages)],
+            model=fields.read_text("model", body.get("model")),
+            messages=[read_message(f"messages[{n}]", message) for n, message in enumerate(messages)],
             tools=tools,
-            n=fields.count(body, "n", fields.MOST_REPLIES) or 1,
-            max_tokens=fields.count(body, "max_completion_tokens") or fields.count(body, "max_tokens"),
+            n=fields.read_count(body, "n", fields.MOST_REPLIES) or 1,
+            max_tokens=fields.read_count(body, "max_completion_tokens") or fields.read_count(body, "max_tokens"),
             stop=fields.stop_texts(body),
-            logprobs=fields.flag(body, "logprobs"),
-            stream=fields.flag(body, "stream"),
+            logprobs=fields.read_flag(body, "logprobs"),
+            stream=fields.read_flag(body, "stream"),
             include_usage=includes_usage(body),
             strict_tools=fields.strict_tools(
                 "tools[{}].function.", (one["function"] for one in body.get("tools") or ())
@@ -83,40 +85,40 @@ class ChatCompletions:
             body=body,
         )
 
-    def answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
+    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
         choices = [
             {
                 "index": n,
-                "message": _shown(choice),
-                "logprobs": _logprobs(call, choice),
+                "message": shown_message(choice),
+                "logprobs": shown_logprobs(call, choice),
                 "finish_reason": _finish_reason(choice),
             }
             for n, choice in enumerate(answer.choices)
         ]
-        return {**self._head(call, answer, "chat.completion"), "choices": choices, "usage": usage(answer)}
+        return {**self._answer_head(call, answer, "chat.completion"), "choices": choices, "usage": usage_fields(answer)}
 
-    def events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
-        head = self._head(call, answer, "chat.completion.chunk")
+    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
+        head = self._answer_head(call, answer, "chat.completion.chunk")
         for n, choice in enumerate(answer.choices):
-            shown = _shown(choice)
+            shown = shown_message(choice)
             if choice.calls:
                 shown["tool_calls"] = [{"index": m, **one} for m, one in enumerate(shown["tool_calls"])]
-            logprobs = _logprobs(call, choice)
+            logprobs = shown_logprobs(call, choice)
             said = {"index": n, "delta": shown, "logprobs": logprobs, "finish_reason": None}
             yield data_event({**head, "choices": [said]})
             ended = {"index": n, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(choice)}
             yield data_event({**head, "choices": [ended]})
         if call.include_usage:
-            yield data_event({**head, "choices": [], "usage": usage(answer)})
+            yield data_event({**head, "choices": [], "usage": usage_fields(answer)})
         yield b"data: [DONE]\n\n"
 
-    def error(self, problem: ApiProblem) -> Mapping[str, Any]:
+    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]:
         return problem.openai()
 
     def error_event(self, problem: ApiProblem) -> bytes:
         return data_event(problem.openai())
 
-    def _head(self, call: ApiCall, answer: CallAnswer, kind: str) -> dict[str, Any]:
+    def _answer_head(self, call: ApiCall, answer: CallAnswer, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{answer.ident}", "object": kind, "created": answer.created, "model": call.model}
 
 
@@ -124,42 +126,46 @@ def check_tool_choice(body: Mapping[str, Any], tools: bool) -> None:
     """The policy decides whether it calls a tool; "none" changes nothing where there are no tools."""
     choice = body.get("tool_choice")
     if choice not in (None, "auto") and (choice != "none" or tools):
-        raise fields.untrainable("tool_choice", choice)
+        raise fields.untrainable_field("tool_choice", choice)
 
 
 def includes_usage(body: Mapping[str, Any]) -> bool:
-    options = fields.mapping("stream_options", body.get("stream_options") or {})
+    options = fields.read_mapping("stream_options", body.get("stream_options") or {})
     fields.check_fields(options, {"include_usage"}, {"include_obfuscation": (False,)}, "stream_options.")
-    return fields.flag(options, "include_usage", "stream_options.")
+    return fields.read_flag(options, "include_usage", "stream_options.")
 
 
-def _tool(name: str, tool: Any) -> Mapping[str, Any]:
-    if fields.mapping(name, tool).get("type") != "function":
+def read_tool(name: str, tool: Any) -> Mapping[str, Any]:
+    if fields.read_mapping(name, tool).get("type") != "function":
         raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy can only call functions")
     return fields.function_tool(f"{name}.function", tool.get("function"))
 
 
-def _message(name: str, message: Any) -> Mapping[str, Any]:
-    role = ROLES[fields.one_of(f"{name}.role", fields.mapping(name, message).get("role"), ROLES)]
+def read_message(name: str, message: Any) -> Mapping[str, Any]:
+    role = ROLES[fields.one_of(f"{name}.role", fields.read_mapping(name, message).get("role"), ROLES)]
     fields.check_fields(message, MESSAGE[role], EMPTY, f"{name}.")
     read = {"role": role, "content": fields.content_text(f"{name}.content", message.get("content"))}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if message.get(key) is not None:
-            read[key] = fields.text(f"{name}.{key}", message[key])
-    calls = fields.items(f"{name}.tool_calls", message.get("tool_calls") or [])
-    return {**read, "tool_calls": [_call(f"{name}.tool_calls[{n}]", c) for n, c in enumerate(calls)]} if calls else read
+            read[key] = fields.read_text(f"{name}.{key}", message[key])
+    calls = fields.read_items(f"{name}.tool_calls", message.get("tool_calls") or [])
+    return (
+        {**read, "tool_calls": [read_tool_call(f"{name}.tool_calls[{n}]", c) for n, c in enumerate(calls)]}
+        if calls
+        else read
+    )
 
 
-def _call(name: str, call: Any) -> Mapping[str, Any]:
-    function = fields.mapping(f"{name}.function", fields.mapping(name, call).get("function"))
+def read_tool_call(name: str, call: Any) -> Mapping[str, Any]:
+    function = fields.read_mapping(f"{name}.function", fields.read_mapping(name, call).get("function"))
     read = {
-        "name": fields.text(f"{name}.function.name", function.get("name")),
+        "name": fields.read_text(f"{name}.function.name", function.get("name")),
         "arguments": fields.parsed_arguments(f"{name}.function.arguments", function.get("arguments")),
     }
-    return {"id": fields.text(f"{name}.id", call.get("id")), "type": "function", "function": read}
+    return {"id": fields.read_text(f"{name}.id", call.get("id")), "type": "function", "function": read}
 
 
-def _shown(choice: Choice) -> dict[str, Any]:
+def shown_message(choice: Choice) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
         shown["reasoning_content"] = choice.reasoning
@@ -175,7 +181,7 @@ def _shown(choice: Choice) -> dict[str, Any]:
     return shown
 
 
-def _logprobs(call: ApiCall, choice: Choice) -> Mapping[str, Any] | None:
+def shown_logprobs(call: ApiCall, choice: Choice) -> Mapping[str, Any] | None:
     return {"content": token_logprobs(choice), "refusal": None} if call.logprobs else None
 
 

@@ -26,7 +26,7 @@ def check_fields(
             raise invalid(where + name, f"{where}{name} is not known here; leave it out")
         asked = _without_nulls(value)
         if not any(asked == one and isinstance(asked, bool) == isinstance(one, bool) for one in neutral[name]):
-            raise untrainable(where + name, value)
+            raise untrainable_field(where + name, value)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -36,62 +36,62 @@ def _without_nulls(value: Any) -> Any:
     return {name: _without_nulls(one) for name, one in value.items() if one is not None}
 
 
-def untrainable(name: str, value: Any) -> ApiProblem:
+def untrainable_field(name: str, value: Any) -> ApiProblem:
     """The error for a field that changes how tokens are sampled."""
     return invalid(
         name,
-        f"{name}={short(value)} is not possible here: the policy is trained on what it samples with the run's own "
+        f"{name}={shorten_value(value)} is not possible here: the policy is trained on what it samples with the run's own "
         f"settings, and nothing else; leave {name} out",
     )
 
 
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
+def read_mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise invalid(name, f"{name} is {short(value)}; it needs an object")
+        raise invalid(name, f"{name} is {shorten_value(value)}; it needs an object")
     return value
 
 
-def items(name: str, value: Any) -> Sequence[Any]:
+def read_items(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise invalid(name, f"{name} is {short(value)}; it needs a list")
+        raise invalid(name, f"{name} is {shorten_value(value)}; it needs a list")
     return value
 
 
-def text(name: str, value: Any) -> str:
+def read_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise invalid(name, f"{name} is {short(value)}; it needs text")
+        raise invalid(name, f"{name} is {shorten_value(value)}; it needs text")
     return value
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
-        raise invalid(name, f"{name} is {short(value)}; it has to be one of {', '.join(sorted(allowed))}")
+        raise invalid(name, f"{name} is {shorten_value(value)}; it has to be one of {', '.join(sorted(allowed))}")
     return value
 
 
-def flag(body: Mapping[str, Any], name: str, where: str = "") -> bool:
+def read_flag(body: Mapping[str, Any], name: str, where: str = "") -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise invalid(where + name, f"{where}{name} is {short(value)}; it needs true or false")
+        raise invalid(where + name, f"{where}{name} is {shorten_value(value)}; it needs true or false")
     return bool(value)
 
 
-def count(body: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
+def read_count(body: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
     """The field's whole number, 1 or more; None if the field is missing."""
     value = body.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
         limit = "above 0" if most is None else f"from 1 to {most}"
-        raise invalid(name, f"{name} is {short(value)}; it needs a whole number {limit}")
+        raise invalid(name, f"{name} is {shorten_value(value)}; it needs a whole number {limit}")
     return value
 
 
 def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     value = body.get(name)
-    texts = [value] if isinstance(value, str) else items(name, value or [])
+    texts = [value] if isinstance(value, str) else read_items(name, value or [])
     for one in texts:
-        if not text(name, one):
+        if not read_text(name, one):
             raise invalid(name, f"{name} has an empty text, which would end every reply at once")
     return tuple(texts)
 
@@ -101,7 +101,7 @@ def check_numbers(body: Mapping[str, Any], *names: str) -> None:
     for name in names:
         value = body.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise invalid(name, f"{name} is {short(value)}; it needs a number")
+            raise invalid(name, f"{name} is {shorten_value(value)}; it needs a number")
 
 
 def content_text(name: str, content: Any, kinds: Collection[str] = ("text",)) -> str:
@@ -110,32 +110,32 @@ def content_text(name: str, content: Any, kinds: Collection[str] = ("text",)) ->
         return ""
     if isinstance(content, str):
         return content
-    return "".join(_part_text(f"{name}[{n}]", part, kinds) for n, part in enumerate(items(name, content)))
+    return "".join(_part_text(f"{name}[{n}]", part, kinds) for n, part in enumerate(read_items(name, content)))
 
 
 def _part_text(name: str, part: Any, kinds: Collection[str]) -> str:
-    kind = mapping(name, part).get("type")
+    kind = read_mapping(name, part).get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise invalid(name, f"{name} is of type {short(kind)}; the policy reads only text")
-    return text(f"{name}.text", part.get("text"))
+        raise invalid(name, f"{name} is of type {shorten_value(kind)}; the policy reads only text")
+    return read_text(f"{name}.text", part.get("text"))
 
 
 def parsed_arguments(name: str, arguments: Any) -> Mapping[str, Any]:
     """The arguments of a tool call that a client sends, given as JSON text."""
     try:
-        found = json.loads(text(name, arguments) or "{}")
+        found = json.loads(read_text(name, arguments) or "{}")
     except ValueError:
-        raise invalid(name, f"{name} is not valid JSON: {short(arguments)}") from None
-    return mapping(name, found)
+        raise invalid(name, f"{name} is not valid JSON: {shorten_value(arguments)}") from None
+    return read_mapping(name, found)
 
 
 def function_tool(name: str, function: Any, parameters: str = "parameters") -> Mapping[str, Any]:
     """A tool as chat templates know it, from its name, description and schema."""
-    described = mapping(name, function)
-    tool = {"name": text(f"{name}.name", described.get("name"))}
+    described = read_mapping(name, function)
+    tool = {"name": read_text(f"{name}.name", described.get("name"))}
     if described.get("description") is not None:
-        tool["description"] = text(f"{name}.description", described["description"])
-    schema = mapping(f"{name}.{parameters}", described.get(parameters) or {"type": "object", "properties": {}})
+        tool["description"] = read_text(f"{name}.description", described["description"])
+    schema = read_mapping(f"{name}.{parameters}", described.get(parameters) or {"type": "object", "properties": {}})
     _check_properties(f"{name}.{parameters}", schema)
     return {"type": "function", "function": {**tool, "parameters": schema}}
 
@@ -145,9 +145,9 @@ def _check_properties(name: str, schema: Mapping[str, Any]) -> None:
     allows: an object, whose values are schemas (an object, true or false)."""
     if "properties" not in schema:
         return
-    for key, described in mapping(f"{name}.properties", schema["properties"]).items():
+    for key, described in read_mapping(f"{name}.properties", schema["properties"]).items():
         if not isinstance(described, bool):
-            mapping(f"{name}.properties.{key}", described)
+            read_mapping(f"{name}.properties.{key}", described)
 
 
 def strict_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> bool:
@@ -156,10 +156,10 @@ def strict_tools(where: str, tools: Iterable[Mapping[str, Any]]) -> bool:
 
     `where` is the name of the n-th tool's fields, with {} for n.
     """
-    asked = [flag(tool, "strict", where.format(n)) for n, tool in enumerate(tools)]
+    asked = [read_flag(tool, "strict", where.format(n)) for n, tool in enumerate(tools)]
     return any(asked)
 
 
-def short(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

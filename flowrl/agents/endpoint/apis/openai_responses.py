@@ -44,7 +44,7 @@ def output_items(call: ApiCall, answer: CallAnswer) -> list[OutputItem]:
 
 def output_events(items: Sequence[OutputItem]) -> Iterator[dict[str, Any]]:
     for n, item in enumerate(items):
-        yield {"type": "response.output_item.added", "output_index": n, "item": _begun(item)}
+        yield {"type": "response.output_item.added", "output_index": n, "item": begin_item(item)}
         at = {"item_id": item["id"], "output_index": n}
         if item["type"] == "function_call":
             yield from _call_events(item, at)
@@ -53,7 +53,7 @@ def output_events(items: Sequence[OutputItem]) -> Iterator[dict[str, Any]]:
         yield {"type": "response.output_item.done", "output_index": n, "item": item}
 
 
-def _begun(item: OutputItem) -> OutputItem:
+def begin_item(item: OutputItem) -> OutputItem:
     if item["type"] == "function_call":
         return {**item, "arguments": "", "status": "in_progress"}
     return {**item, "content": [], "status": "in_progress"}
@@ -90,11 +90,11 @@ def read_input(given: Any) -> list[Mapping[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for n, item in enumerate(fields.items("input", given)):
-        name, kind = f"input[{n}]", _kind(f"input[{n}]", item)
+    for n, item in enumerate(fields.read_items("input", given)):
+        name, kind = f"input[{n}]", item_kind(f"input[{n}]", item)
         read = READERS[kind](name, item)
         if _belong_together(messages, read):
-            messages[-1] = _joined(messages[-1], read)
+            messages[-1] = join_items(messages[-1], read)
         else:
             messages.append(read)
     return list(messages)
@@ -110,47 +110,51 @@ def _belong_together(messages: list[dict[str, Any]], read: Mapping[str, Any]) ->
     return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 
 
-def _joined(message: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+def join_items(message: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
     joined = {**message, **read, "content": message["content"] + read["content"]}
     calls = [*message.get("tool_calls", ()), *read.get("tool_calls", ())]
     return {**joined, "tool_calls": calls} if calls else joined
 
 
-def _kind(name: str, item: Any) -> str:
-    kind = fields.one_of(f"{name}.type", fields.mapping(name, item).get("type", "message"), ITEM)
+def item_kind(name: str, item: Any) -> str:
+    kind = fields.one_of(f"{name}.type", fields.read_mapping(name, item).get("type", "message"), ITEM)
     fields.check_fields(item, ITEM[kind], EMPTY, f"{name}.")
     return kind
 
 
-def _message(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+def message_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
     role = fields.one_of(f"{name}.role", item.get("role"), ROLES.keys() - {"tool"})
     return {"role": ROLES[role], "content": fields.content_text(f"{name}.content", item.get("content"), TEXTS)}
 
 
-def _reasoning(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+def reasoning_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
     content = fields.content_text(f"{name}.content", item.get("content"), ("reasoning_text",))
     return {"role": "assistant", "content": "", "reasoning_content": content}
 
 
-def _call(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+def call_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
     function = {
-        "name": fields.text(f"{name}.name", item.get("name")),
+        "name": fields.read_text(f"{name}.name", item.get("name")),
         "arguments": fields.parsed_arguments(f"{name}.arguments", item.get("arguments")),
     }
-    call = {"id": fields.text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
+    call = {"id": fields.read_text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _output(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+def call_output_item(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
     content = fields.content_text(f"{name}.output", item.get("output"), TEXTS)
-    return {"role": "tool", "content": content, "tool_call_id": fields.text(f"{name}.call_id", item.get("call_id"))}
+    return {
+        "role": "tool",
+        "content": content,
+        "tool_call_id": fields.read_text(f"{name}.call_id", item.get("call_id")),
+    }
 
 
 READERS = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _call,
-    "function_call_output": _output,
+    "message": message_item,
+    "reasoning": reasoning_item,
+    "function_call": call_item,
+    "function_call_output": call_output_item,
 }
 
 
@@ -190,58 +194,60 @@ IDENT = "resp_"
 class OpenAIResponses:
     keep_alive = b": waiting for the reply\n\n"
 
-    def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
         fields.check_fields(body, READ | NO_INFLUENCE, NEUTRAL)
         fields.check_numbers(body, "temperature", "top_p")
-        tools = [_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.items("tools", body.get("tools") or []))]
+        tools = [
+            read_tool(f"tools[{n}]", tool) for n, tool in enumerate(fields.read_items("tools", body.get("tools") or []))
+        ]
         check_tool_choice(body, bool(tools))
         _check_stream_options(body)
-        messages = [*_before(body, known), *read_input(body.get("input"))]
-        stored = body.get("store") is None or fields.flag(body, "store")
+        messages = [*messages_before(body, known), *read_input(body.get("input"))]
+        stored = body.get("store") is None or fields.read_flag(body, "store")
         return ApiCall(
-            model=fields.text("model", body.get("model")),
-            messages=[*_instructions(body), *messages],
+            model=fields.read_text("model", body.get("model")),
+            messages=[*read_instructions(body), *messages],
             tools=tools,
-            max_tokens=fields.count(body, "max_output_tokens"),
+            max_tokens=fields.read_count(body, "max_output_tokens"),
             logprobs=_wants_logprobs(body),
             strict_tools=fields.strict_tools("tools[{}].", body.get("tools") or ()),
-            stream=fields.flag(body, "stream"),
+            stream=fields.read_flag(body, "stream"),
             kept=messages if stored else None,
             body=body,
         )
 
-    def answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
+    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
         (choice,) = answer.choices
         whole = choice.answer.finish_reason == "stop"
         return {
-            **_head(call, answer),
+            **response_head(call, answer),
             "status": "completed" if whole else "incomplete",
             "incomplete_details": None if whole else {"reason": "max_output_tokens"},
             "output": output_items(call, answer),
-            "usage": _usage(answer),
+            "usage": response_usage(answer),
         }
 
-    def events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
-        for number, event in enumerate(self._events(call, answer)):
+    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
+        for number, event in enumerate(self._stream_events(call, answer)):
             yield data_event({**event, "sequence_number": number}, event["type"])
 
-    def error(self, problem: ApiProblem) -> Mapping[str, Any]:
+    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]:
         return problem.openai()
 
     def error_event(self, problem: ApiProblem) -> bytes:
         error = {"type": "error", "message": problem.message, "code": problem.code, "param": problem.param}
         return data_event({**error, "sequence_number": 0}, "error")
 
-    def _events(self, call: ApiCall, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
-        begun = {**_head(call, answer), "status": "in_progress", "output": [], "usage": None}
+    def _stream_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[Mapping[str, Any]]:
+        begun = {**response_head(call, answer), "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
         yield from output_events(output_items(call, answer))
-        response = self.answer(call, answer)
+        response = self.write_answer(call, answer)
         yield {"type": f"response.{response['status']}", "response": response}
 
 
-def _head(call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
+def response_head(call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
     body = call.body
     return {
         "id": f"{IDENT}{answer.ident}",
@@ -262,7 +268,7 @@ def _head(call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
     }
 
 
-def _usage(answer: CallAnswer) -> Mapping[str, Any]:
+def response_usage(answer: CallAnswer) -> Mapping[str, Any]:
     return {
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
@@ -272,25 +278,25 @@ def _usage(answer: CallAnswer) -> Mapping[str, Any]:
     }
 
 
-def _instructions(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def read_instructions(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     given = body.get("instructions")
-    return [{"role": "system", "content": fields.text("instructions", given)}] if given not in (None, "") else []
+    return [{"role": "system", "content": fields.read_text("instructions", given)}] if given not in (None, "") else []
 
 
-def _before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
+def messages_before(body: Mapping[str, Any], known: KnownResponses) -> Messages:
     """The conversation that the call continues; its earlier instructions no longer apply."""
     ident = body.get("previous_response_id")
     if ident is None:
         return ()
-    messages = known.messages_of(fields.text("previous_response_id", ident).removeprefix(IDENT))
+    messages = known.messages_of(fields.read_text("previous_response_id", ident).removeprefix(IDENT))
     if messages is None:
         message = f"this session has no response {ident}, or it was not stored"
         raise ApiProblem(404, message, param="previous_response_id")
     return messages
 
 
-def _tool(name: str, tool: Any) -> Mapping[str, Any]:
-    if fields.mapping(name, tool).get("type") != "function":
+def read_tool(name: str, tool: Any) -> Mapping[str, Any]:
+    if fields.read_mapping(name, tool).get("type") != "function":
         raise invalid(name, f"{name} is of type {tool.get('type')!r}; the policy can only call functions")
     known = {"type", "name", "description", "parameters", "strict"}
     fields.check_fields(tool, known, {"defer_loading": (False,)}, f"{name}.")
@@ -298,13 +304,13 @@ def _tool(name: str, tool: Any) -> Mapping[str, Any]:
 
 
 def _wants_logprobs(body: Mapping[str, Any]) -> bool:
-    asked = fields.items("include", body.get("include") or [])
+    asked = fields.read_items("include", body.get("include") or [])
     for one in asked:
         if one != WITH_LOGPROBS and one not in INCLUDABLE:
-            raise invalid("include", f"include has {fields.short(one)}, which is not known here; leave it out")
+            raise invalid("include", f"include has {fields.shorten_value(one)}, which is not known here; leave it out")
     return WITH_LOGPROBS in asked
 
 
 def _check_stream_options(body: Mapping[str, Any]) -> None:
-    options = fields.mapping("stream_options", body.get("stream_options") or {})
+    options = fields.read_mapping("stream_options", body.get("stream_options") or {})
     fields.check_fields(options, (), {"include_obfuscation": (False,)}, "stream_options.")

@@ -15,7 +15,7 @@ from flowrl.agents.endpoint.apis.api import (
     KnownResponses,
     data_event,
     invalid,
-    usage,
+    usage_fields,
 )
 from flowrl.agents.endpoint.apis.chat_completions import NO_INFLUENCE, includes_usage
 from flowrl.agents.endpoint.session_tree import RawPrompt
@@ -37,41 +37,45 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class TextCompletions:
     keep_alive = b": waiting for the reply\n\n"
 
-    def read(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
+    def read_call(self, body: Mapping[str, Any], known: KnownResponses) -> ApiCall:
         fields.check_fields(body, READ | NO_INFLUENCE, NEUTRAL)
         fields.check_numbers(body, "temperature", "top_p")
-        n = fields.count(body, "n", fields.MOST_REPLIES) or 1
+        n = fields.read_count(body, "n", fields.MOST_REPLIES) or 1
         if body.get("best_of") not in (None, n):
-            raise fields.untrainable("best_of", body["best_of"])
+            raise fields.untrainable_field("best_of", body["best_of"])
         return ApiCall(
-            model=fields.text("model", body.get("model")),
-            prompts=_prompts(body.get("prompt")),
+            model=fields.read_text("model", body.get("model")),
+            prompts=read_prompts(body.get("prompt")),
             n=n,
-            max_tokens=fields.count(body, "max_tokens"),
+            max_tokens=fields.read_count(body, "max_tokens"),
             stop=fields.stop_texts(body),
             logprobs=_wants_logprobs(body.get("logprobs")),
-            stream=fields.flag(body, "stream"),
+            stream=fields.read_flag(body, "stream"),
             include_usage=includes_usage(body),
             body=body,
         )
 
-    def answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
-        return {**self._head(call, answer), "choices": _choices(call, answer), "usage": usage(answer)}
+    def write_answer(self, call: ApiCall, answer: CallAnswer) -> Mapping[str, Any]:
+        return {
+            **self._answer_head(call, answer),
+            "choices": shown_choices(call, answer),
+            "usage": usage_fields(answer),
+        }
 
-    def events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
-        for choice in _choices(call, answer):
-            yield data_event({**self._head(call, answer), "choices": [choice]})
+    def write_events(self, call: ApiCall, answer: CallAnswer) -> Iterator[bytes]:
+        for choice in shown_choices(call, answer):
+            yield data_event({**self._answer_head(call, answer), "choices": [choice]})
         if call.include_usage:
-            yield data_event({**self._head(call, answer), "choices": [], "usage": usage(answer)})
+            yield data_event({**self._answer_head(call, answer), "choices": [], "usage": usage_fields(answer)})
         yield b"data: [DONE]\n\n"
 
-    def error(self, problem: ApiProblem) -> Mapping[str, Any]:
+    def write_error(self, problem: ApiProblem) -> Mapping[str, Any]:
         return problem.openai()
 
     def error_event(self, problem: ApiProblem) -> bytes:
         return data_event(problem.openai())
 
-    def _head(self, call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
+    def _answer_head(self, call: ApiCall, answer: CallAnswer) -> dict[str, Any]:
         return {
             "id": f"cmpl-{answer.ident}",
             "object": "text_completion",
@@ -80,24 +84,24 @@ class TextCompletions:
         }
 
 
-def _prompts(given: Any) -> Sequence[RawPrompt]:
+def read_prompts(given: Any) -> Sequence[RawPrompt]:
     """One or several prompts, each text or token ids."""
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
         given = [given]
-    prompts = fields.items("prompt", given)
+    prompts = fields.read_items("prompt", given)
     if not prompts:
         raise invalid("prompt", "prompt has no prompts; give at least one")
-    return [_prompt(f"prompt[{n}]", prompt) for n, prompt in enumerate(prompts)]
+    return [read_prompt(f"prompt[{n}]", prompt) for n, prompt in enumerate(prompts)]
 
 
-def _prompt(name: str, prompt: Any) -> RawPrompt:
+def read_prompt(name: str, prompt: Any) -> RawPrompt:
     if not prompt:
         raise invalid(name, f"{name} is empty; there has to be something to go on from")
     if isinstance(prompt, str):
         return prompt
-    for token in fields.items(name, prompt):
+    for token in fields.read_items(name, prompt):
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise invalid(name, f"{name} has {fields.short(token)}; it needs text or a list of token ids")
+            raise invalid(name, f"{name} has {fields.shorten_value(token)}; it needs text or a list of token ids")
     return list(prompt)
 
 
@@ -105,23 +109,25 @@ def _wants_logprobs(asked: Any) -> bool:
     """Whether logprobs are asked for. Only 0 is served, which asks for the sampled tokens' logprobs; no others are
     kept."""
     if asked is not None and asked != 0:
-        raise invalid("logprobs", f"logprobs={fields.short(asked)} asks for tokens that were not sampled; give 0")
+        raise invalid(
+            "logprobs", f"logprobs={fields.shorten_value(asked)} asks for tokens that were not sampled; give 0"
+        )
     return asked is not None and asked is not False
 
 
-def _choices(call: ApiCall, answer: CallAnswer) -> list[Mapping[str, Any]]:
+def shown_choices(call: ApiCall, answer: CallAnswer) -> list[Mapping[str, Any]]:
     return [
         {
             "index": n,
             "text": choice.text,
-            "logprobs": _logprobs(choice) if call.logprobs else None,
+            "logprobs": text_logprobs(choice) if call.logprobs else None,
             "finish_reason": choice.answer.finish_reason,
         }
         for n, choice in enumerate(answer.choices)
     ]
 
 
-def _logprobs(choice: Choice) -> Mapping[str, Any]:
+def text_logprobs(choice: Choice) -> Mapping[str, Any]:
     ends = list(accumulate(len(token) for token in choice.tokens))
     return {
         "tokens": list(choice.tokens),

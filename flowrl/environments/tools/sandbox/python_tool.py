@@ -23,7 +23,7 @@ from flowrl.environments.tools.sandbox.sandbox_process import (
     SandboxRefused,
     SandboxSettings,
 )
-from flowrl.environments.tools.tool import CALL_S, Tool, ToolError, ToolSource, describe
+from flowrl.environments.tools.tool import CALL_S, Tool, ToolError, ToolSource, describe_function
 from flowrl.errors import ConfigError
 
 LOST = "Its variables and files are lost; the next call has a new interpreter."
@@ -73,23 +73,23 @@ class PythonTool(ToolSource):
         """Start an interpreter and let it compute a value."""
         if sys.platform != "linux":
             raise ConfigError("the tool python needs Linux, whose limits and namespaces shut its code in")
-        asyncio.run(self._try())
+        asyncio.run(self._try_sandbox())
 
-    async def _try(self) -> None:
+    async def _try_sandbox(self) -> None:
         process = None
         try:
             process = SandboxProcess(self._settings, seed=0)
-            await process.start()
-            ran = await process.run("6 * 7")
+            await process.start_sandbox()
+            ran = await process.run_code("6 * 7")
         except (SandboxRefused, SandboxEnded) as problem:
-            raise self._refused(str(problem)) from None
+            raise self._refuse_sandbox(str(problem)) from None
         finally:
             if process is not None:
-                await process.end()
+                await process.end_sandbox()
         if ran != Ran("42\n", failed=False):
-            raise self._refused(f"the trial 6 * 7 returned {ran.text!r}")
+            raise self._refuse_sandbox(f"the trial 6 * 7 returned {ran.text!r}")
 
-    def _refused(self, why: str) -> ConfigError:
+    def _refuse_sandbox(self, why: str) -> ConfigError:
         hint = ""
         if self.sandbox == "namespaces":
             hint = (
@@ -113,9 +113,9 @@ class PythonTool(ToolSource):
         python = PythonSession(self._settings, seed)
         most_bytes = self.output_bytes + MARK_BYTES
         try:
-            yield [Tool(python.python, describe(python.python), self.call_s, most_bytes, when_stopped=LOST)]
+            yield [Tool(python.python, describe_function(python.python), self.call_s, most_bytes, when_stopped=LOST)]
         finally:
-            await python.end()
+            await python.end_sandbox()
 
 
 class PythonSession:
@@ -133,28 +133,28 @@ class PythonSession:
             code: The code.
         """
         try:
-            ran = await self._ran(code)
+            ran = await self._run_code(code)
         except SandboxEnded as ended:
-            await self.end()
+            await self.end_sandbox()
             raise ToolError(f"{ended} {LOST}") from None
         except BaseException:  # the call's time is over, or the call is given up
-            await self.end()
+            await self.end_sandbox()
             raise
         if ran.failed:
             raise ToolError(ran.text)
         return ran.text or SILENT
 
-    async def _ran(self, code: str) -> Ran:
+    async def _run_code(self, code: str) -> Ran:
         try:
             if self._process is None:
                 self._process = SandboxProcess(self._settings, seed=self._seed)
-                await self._process.start()
+                await self._process.start_sandbox()
         except SandboxRefused as problem:
             raise EnvironmentFailed("env_raised", f"the tool python could not be started: {problem}") from None
-        return await self._process.run(code)
+        return await self._process.run_code(code)
 
-    async def end(self) -> None:
+    async def end_sandbox(self) -> None:
         """End the interpreter."""
         process, self._process = self._process, None
         if process is not None:
-            await process.end()
+            await process.end_sandbox()

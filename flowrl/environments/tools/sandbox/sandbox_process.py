@@ -53,9 +53,9 @@ class SandboxCgroup:
         """A process that writes 0 to this descriptor joins the group, also if it is another user by then."""
 
     @classmethod
-    def create(cls, *, memory_bytes: int, num_processes: int) -> SandboxCgroup | None:
+    def create_group(cls, *, memory_bytes: int, num_processes: int) -> SandboxCgroup | None:
         """A group with these limits; None where none can be made."""
-        for above in _directories():
+        for above in group_directories():
             cls._made += 1
             directory = above / NAME.format(pid=os.getpid(), number=cls._made)
             try:
@@ -74,7 +74,7 @@ class SandboxCgroup:
                     (directory / "memory.swap.max").write_text("0", encoding="utf-8")
                 return cls(directory)
             except OSError:
-                _remove(directory)
+                remove_directory(directory)
         return None
 
     @property
@@ -86,13 +86,13 @@ class SandboxCgroup:
             return False
         return any(line.split()[0] == "oom_kill" and int(line.split()[1]) > 0 for line in lines if line.strip())
 
-    def remove(self) -> None:
+    def remove_group(self) -> None:
         """Remove the group, whose processes have ended."""
         os.close(self.entrance)
-        _remove(self.directory)
+        remove_directory(self.directory)
 
 
-def _directories() -> Iterator[Path]:
+def group_directories() -> Iterator[Path]:
     """Directories in which a group may have limits, the nearest to this process first."""
     try:
         lines = OWN.read_text(encoding="utf-8").splitlines()
@@ -114,10 +114,10 @@ def _remove_abandoned(above: Path) -> None:
     for directory in above.iterdir():
         found = MADE_BY.fullmatch(directory.name)
         if found and not Path(f"/proc/{found[1]}").exists():
-            _remove(directory)
+            remove_directory(directory)
 
 
-def _remove(directory: Path) -> None:
+def remove_directory(directory: Path) -> None:
     with suppress(OSError):
         directory.rmdir()
 
@@ -136,7 +136,7 @@ class BoundedOutput:
         self._head = self._tail = b""
         self._length = 0
 
-    def read(self) -> bool:
+    def read_output(self) -> bool:
         """Read what has arrived; False if there is nothing more for now, or the pipe has ended."""
         try:
             found = os.read(self._source, READ_BYTES)
@@ -148,10 +148,10 @@ class BoundedOutput:
         self._length += len(found)
         return bool(found)
 
-    def taken(self) -> str:
+    def take_text(self) -> str:
         """What has arrived since the last call, including what is in the pipe now."""
         for _ in range(READS):
-            if not self.read():
+            if not self.read_output():
                 break
         left_out = self._length - len(self._head) - len(self._tail)
         mark = f"\n[{left_out} bytes left out]\n" if left_out else ""
@@ -159,7 +159,7 @@ class BoundedOutput:
         self._head, self._tail, self._length = b"", b"", 0
         return "".join(part.decode(errors="replace") for part in parts)
 
-    def close(self) -> None:
+    def close_output(self) -> None:
         """Close the pipe's end."""
         with suppress(OSError):
             os.close(self._source)
@@ -224,7 +224,7 @@ class SandboxProcess:
         self._settings = settings
         self._work = tempfile.mkdtemp(prefix="flowrl-sandbox-") if settings.kind == "limits" else ""
         self._control, theirs = socket.socketpair()
-        self._cgroup = SandboxCgroup.create(memory_bytes=settings.memory_bytes, num_processes=2 * NUM_PROCESSES)
+        self._cgroup = SandboxCgroup.create_group(memory_bytes=settings.memory_bytes, num_processes=2 * NUM_PROCESSES)
         self._report, report = os.pipe()
         source, target = os.pipe()
         self._output = BoundedOutput(source, most_bytes=settings.output_bytes)
@@ -235,7 +235,7 @@ class SandboxProcess:
                     "-I",
                     "-S",
                     str(START),
-                    self._text(theirs, report, seed),
+                    self._text_of(theirs, report, seed),
                     INTERPRETER.read_text(encoding="utf-8"),
                 ),
                 stdin=subprocess.DEVNULL,
@@ -246,19 +246,19 @@ class SandboxProcess:
             )
         except OSError as problem:
             self._control.close()
-            self._output.close()
-            self._leave()
+            self._output.close_output()
+            self._leave_running()
             shutil.rmtree(self._work, ignore_errors=True)
             raise SandboxRefused(f"no process could be started: {problem.strerror}") from None
         finally:
             theirs.close()
             os.close(target)
             os.close(report)
-        asyncio.get_running_loop().add_reader(source, self._read)
+        asyncio.get_running_loop().add_reader(source, self._read_answer)
         self._source = source
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def start(self) -> None:
+    async def start_sandbox(self) -> None:
         """Wait until the interpreter is ready. Raises SandboxRefused."""
         self._streams = await asyncio.open_connection(sock=self._control)
         reader, _ = self._streams
@@ -269,9 +269,11 @@ class SandboxProcess:
         except TimeoutError:
             raise SandboxRefused(f"the interpreter is not ready after {START_S:g} s") from None
         if first != b"R":
-            raise SandboxRefused(text or self._output.taken().strip()[-500:] or "its process ended while it started")
+            raise SandboxRefused(
+                text or self._output.take_text().strip()[-500:] or "its process ended while it started"
+            )
 
-    async def run(self, code: str) -> Ran:
+    async def run_code(self, code: str) -> Ran:
         """Execute code. Raises SandboxEnded."""
         assert self._streams is not None
         reader, writer = self._streams
@@ -283,27 +285,27 @@ class SandboxProcess:
         except ConnectionError:
             answer = b""
         if not answer:
-            printed = self._output.taken()
+            printed = self._output.take_text()
             how = self._how_it_ended()
             held = self._too_much()
             raise SandboxEnded(f"{printed}\n{held or how}".strip(), out_of_memory=bool(held))
-        return Ran(self._output.taken(), failed=answer != b"0")
+        return Ran(self._output.take_text(), failed=answer != b"0")
 
-    async def end(self) -> None:
+    async def end_sandbox(self) -> None:
         """End the interpreter and all that it has started. When this returns, they are gone."""
         self._stop_reading()
         if self._streams is not None:
             self._streams[1].close()
         self._control.close()
         try:
-            await self._ended()
+            await self._end_with()
         finally:
-            self._output.close()
-            self._leave()
+            self._output.close_output()
+            self._leave_running()
             if self._work:
                 shutil.rmtree(self._work, ignore_errors=True)
 
-    async def _ended(self) -> None:
+    async def _end_with(self) -> None:
         if self._process.poll() is not None:
             return
         self._process.terminate()
@@ -350,19 +352,19 @@ class SandboxProcess:
     def _entrance(self) -> tuple[int, ...]:
         return () if self._cgroup is None else (self._cgroup.entrance,)
 
-    def _leave(self) -> None:
+    def _leave_running(self) -> None:
         os.close(self._report)
         if self._cgroup is not None:
-            self._cgroup.remove()
+            self._cgroup.remove_group()
 
-    def _read(self) -> None:
-        if not self._output.read():
+    def _read_answer(self) -> None:
+        if not self._output.read_output():
             self._stop_reading()
 
     def _stop_reading(self) -> None:
         asyncio.get_running_loop().remove_reader(self._source)
 
-    def _text(self, control: socket.socket, report: int, seed: int) -> str:
+    def _text_of(self, control: socket.socket, report: int, seed: int) -> str:
         apart = self._settings.kind == "namespaces"
         return json.dumps(
             {
@@ -376,14 +378,14 @@ class SandboxProcess:
                 "trees": list(interpreter_trees()),
                 "work": self._work,
                 "disk_bytes": self._settings.disk_bytes,
-                "limits": self._limits(),
+                "limits": self._set_limits(),
                 "python": interpreter(),
-                "environment": _variables(self._work or WORK),
+                "environment": sandbox_variables(self._work or WORK),
                 "interpreter": json.dumps({"seed": seed, "apart": apart}),
             }
         )
 
-    def _limits(self) -> dict[str, int]:
+    def _set_limits(self) -> dict[str, int]:
         wanted = {
             "RLIMIT_AS": self._settings.memory_bytes,
             "RLIMIT_CPU": CPU_S,
@@ -392,7 +394,7 @@ class SandboxProcess:
             "RLIMIT_NPROC": NUM_PROCESSES if self._settings.kind == "namespaces" else 0,
             "RLIMIT_CORE": 0,
         }
-        return {name: _allowed(name, most) for name, most in wanted.items()}
+        return {name: allowed_cpus(name, most) for name, most in wanted.items()}
 
 
 def interpreter() -> str:
@@ -409,13 +411,13 @@ def interpreter_trees() -> set[str]:
     return known | {os.path.dirname(os.path.realpath(sys.executable))}
 
 
-def _allowed(name: str, most: int) -> int:
+def allowed_cpus(name: str, most: int) -> int:
     """The limit to set: a limit may be lowered, but not raised."""
     hard = resource.getrlimit(getattr(resource, name))[1]
     return most if hard == resource.RLIM_INFINITY else min(most, hard)
 
 
-def _variables(home: str) -> dict[str, str]:
+def sandbox_variables(home: str) -> dict[str, str]:
     one = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
         **dict.fromkeys(one, "1"),
