@@ -116,7 +116,7 @@ class Episodes:
         return await self._begin_episode(row, None)
 
     async def restore(self, row: EnvironmentRow, state: bytes) -> OpenEpisode:
-        """A new episode that continues from the state that `OpenEpisode.save_state` returned. Raises as `reset` does."""
+        """A new episode that continues from a state that `OpenEpisode.save_state` returned. Raises as `reset` does."""
         return await self._begin_episode(row, state)
 
     def _refuse_process_options(self) -> None:

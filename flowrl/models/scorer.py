@@ -37,8 +37,8 @@ def label_weights(text: str, labels: Sequence[str], *, model: str, option: str =
     """
     if not text and len(labels) > 1:
         raise ConfigError(
-            f"{model} scores {len(labels)} labels ({list_labels(labels)}); choose one with {option} {labels[0]}, or a sum "
-            f"with {option} {labels[0]}=0.7,{labels[1]}=0.3"
+            f"{model} scores {len(labels)} labels ({list_labels(labels)}); choose one with {option} {labels[0]}, or a "
+            f"sum with {option} {labels[0]}=0.7,{labels[1]}=0.3"
         )
     chosen = {text or labels[0]: 1.0} if "=" not in text or text in labels else parse_weights(option, text)
     weights = dict.fromkeys(range(len(labels)), 0.0)

@@ -101,7 +101,7 @@ class OneResponse:
 
 def read(name: str, body: Mapping[str, Any]) -> ApiCall:
     api, _ = BODIES[name]
-    return api.read(body, OneResponse())  # type: ignore[no-any-return]
+    return api.read_call(body, OneResponse())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("prompt", "param"), [([], "prompt"), ([""], "prompt[0]"), (["a", []], "prompt[1]")])

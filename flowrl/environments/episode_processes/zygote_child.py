@@ -151,7 +151,7 @@ async def _play_one(found: FoundEnvironment, connection: socket.socket, most_byt
         answer = await answer_call(episode, request)
         failed |= "answer" not in answer
         if episode.closed and request["again"] and not failed:
-            episode.forget()
+            episode.forget_environment()
             again = answer["answer"] = await _left_nothing(executor) and _data_bytes() <= most_bytes
         writer.write(pack_message(answer))
         await writer.drain()

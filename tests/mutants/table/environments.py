@@ -17,7 +17,7 @@ MUTANTS = (
         name="output_outlives_an_episode",
         fault="an error quotes what an earlier episode of its process printed",
         function="EpisodeProcess.begin_episode",
-        before="self._output.forget()",
+        before="self._output.forget_output()",
         after="pass",
         test="tests/environments/test_environments_reuse.py::test_the_text_of_an_error_has_only_what_its_own_episode_printed",
     ),

@@ -25,8 +25,8 @@ MUTANTS = (
         name="label_not_chosen",
         fault="the score is always the first label",
         function="label_weights",
-        before="weights[_index(name, labels, model, option)] += weight",
-        after="weights[0 * _index(name, labels, model, option)] += weight",
+        before="weights[label_index(name, labels, model, option)] += weight",
+        after="weights[0 * label_index(name, labels, model, option)] += weight",
         test="tests/models/test_reward_labels.py::test_the_score_is_what_the_option_makes_of_the_labels",
     ),
     Mutant(

@@ -40,8 +40,8 @@ def untrainable_field(name: str, value: Any) -> ApiProblem:
     """The error for a field that changes how tokens are sampled."""
     return invalid(
         name,
-        f"{name}={shorten_value(value)} is not possible here: the policy is trained on what it samples with the run's own "
-        f"settings, and nothing else; leave {name} out",
+        f"{name}={shorten_value(value)} is not possible here: the policy is trained on what it samples with the run's "
+        f"own settings, and nothing else; leave {name} out",
     )
 
 
