@@ -216,7 +216,7 @@ def assert_kernels_have_the_scales(layers: Experts, config: Any) -> None:
 
 def test_through_host_memory(kind: Any, config: Any) -> None:
     """The engine of ours, which tcp uses, too; a version that lacks a tensor is still noticed."""
-    from flowrl.weights.vllm_process.vllm_worker import SharedMemoryEngine
+    from flowrl.weights.vllm_process.segment_engine import SharedMemoryEngine
 
     layers, source = loaded(kind, config, 0), Source(kind.SHAPES)
     engine = SharedMemoryEngine(config.vllm.weight_transfer_config, config.vllm, torch.device("cpu"), layers)

@@ -153,7 +153,7 @@ def test_logits_of_more_tokens_than_are_sampled_need_no_adapter() -> None:
     import torch
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from flowrl.weights.vllm_process.vllm_worker import keep_heads_plain
+    from flowrl.weights.vllm_process.segment_engine import keep_heads_plain
 
     def add(wrapper: type[Any]) -> torch.Tensor:
         made: Any = wrapper.__new__(wrapper)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.weights.vllm_process.vllm_worker import spare_discarded
+from flowrl.weights.vllm_process.segment_engine import spare_discarded
 
 
 def made(*discarded: bool) -> Runner:
