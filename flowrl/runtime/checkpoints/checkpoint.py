@@ -466,7 +466,15 @@ def verify_files(directory: Path) -> Mapping[str, Any]:
     content = read_manifest(directory)
     sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
     for name, num_bytes in sizes.items():
-        _require_size(directory / name, name, num_bytes)
+        path = directory / name
+        try:
+            found_bytes = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+        if found_bytes is None:
+            raise ConfigError(f"{name} is missing")
+        if found_bytes != num_bytes:
+            raise ConfigError(f"{name} has {found_bytes} bytes, but {num_bytes} were written")
     try:
         found = _summed(directory, sizes, threading.Event())
     except OSError as error:
@@ -479,31 +487,19 @@ def verify_files(directory: Path) -> Mapping[str, Any]:
     return content
 
 
-def _require_size(path: Path, name: str, num_bytes: int) -> None:
-    try:
-        found = path.stat().st_size if path.is_file() else None
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
-    if found is None:
-        raise ConfigError(f"{name} is missing")
-    if found != num_bytes:
-        raise ConfigError(f"{name} has {found} bytes, but {num_bytes} were written")
-
-
 def _summed(directory: Path, sizes: Mapping[str, int], stop: threading.Event) -> dict[str, Any]:
     """Size and checksums of each file, by name."""
-    pieces = [(name, piece) for name, size in sizes.items() for piece in _pieces(directory / name, size)]
+    pieces = [
+        (name, _Piece(directory / name, start, min(PIECE_BYTES, size - start)))
+        for name, size in sizes.items()
+        for start in range(0, size, PIECE_BYTES)
+    ]
     found: dict[str, Any] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="flowrl-checksum") as threads:
         sums = threads.map(_sum, (piece for _, piece in pieces), (stop for _ in pieces))
         for (name, _), checksum in zip(pieces, sums, strict=True):
             found[name]["crc32"].append(checksum)
     return found
-
-
-def _pieces(path: Path, size: int) -> Iterator[_Piece]:
-    for start in range(0, size, PIECE_BYTES):
-        yield _Piece(path, start, min(PIECE_BYTES, size - start))
 
 
 def _sum(piece: _Piece, stop: threading.Event) -> str:

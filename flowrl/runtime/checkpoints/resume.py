@@ -81,7 +81,14 @@ def _differences(state: Mapping[str, Any], states: Mapping[str, Any], plan: Plan
     return [
         *_admission(before, now),
         *_numbers(before, now),
-        *_seed(state["facts"]["seed"], seed),
+        *(
+            [
+                f"--seed is {seed} and was {state['facts']['seed']}: prompts would be repeated, skipped or reordered; "
+                f"resume with --seed {state['facts']['seed']}"
+            ]
+            if state["facts"]["seed"] != seed
+            else []
+        ),
         *_replicas(before, now, with_state, addressed),
     ]
 
@@ -164,14 +171,6 @@ def _replicas(
             )
 
 
-def _seed(before: int, now: int) -> Iterator[str]:
-    if before != now:
-        yield (
-            f"--seed is {now} and was {before}: prompts would be repeated, skipped or reordered; resume with "
-            f"--seed {before}"
-        )
-
-
 def _nodes(directory: Path, graph: Graph, seed: int, states: Mapping[str, Any]) -> Iterator[str]:
     """The problems that the nodes themselves report."""
     for name, node in graph.nodes.items():
@@ -203,7 +202,9 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     """
     for step, path in checkpoint.steps_of(directory.parent):
         if step > version:
-            _put_aside(path)
+            aside = path.with_name(path.name + DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.replace(aside)
     if (run_dir / BEST).is_file() and read_best(run_dir, newest_step=version) is None:
         (run_dir / BEST).unlink()
     ledger_file.restore(directory, run_dir / LEDGER, terms)  # first: it shows that lines must follow
@@ -214,9 +215,3 @@ def rewind(run_dir: Path, directory: Path, version: int, terms: Terms) -> None:
     last_s = last_commit_s(directory)
     rewind_kept(run_dir, last_s)
     rewind_rollouts(run_dir, last_s)
-
-
-def _put_aside(path: Path) -> None:
-    aside = path.with_name(path.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.replace(aside)

@@ -312,13 +312,13 @@ class Lookout:
 
     async def _reports(self) -> list[ReplicaReport]:
         """The reports of all replicas. Replicas in a silent process count as alive."""
-        reports, silent = await self._hosts.reports()
+        answered, silent = await self._hosts.reports()
+        reports: list[ReplicaReport] = [*answered]
         unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
-        return [*reports, *(self._of_silent(replica_id, host, silent[host]) for replica_id, host in unknown)]
-
-    def _of_silent(self, replica_id: str, host: str, for_s: float) -> ReplicaReport:
-        text = f"its process, host {host!r}, has not answered for {for_s:.0f} s: {SILENT}"
-        return {"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False}
+        for replica_id, host in unknown:
+            text = f"its process, host {host!r}, has not answered for {silent[host]:.0f} s: {SILENT}"
+            reports.append({"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False})
+        return reports
 
     def _report_blocking(self, reports: list[ReplicaReport]) -> None:
         """Name code that blocks an event loop now, once per line; the process reports the duration afterwards."""

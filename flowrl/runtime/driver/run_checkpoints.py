@@ -310,14 +310,11 @@ class CheckpointClock:
         """
         if version not in self._answers:
             self._answers = {other: due for other, due in self._answers.items() if other > version - RANKS_APART}
-            self._answers[version] = version != self._options.steps and self._wants(version)
+            every, minutes = self._options.save_every, self._options.save_minutes
+            by_step = every > 0 and version % every == 0
+            by_time = minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes
+            self._answers[version] = version != self._options.steps and (by_step or by_time or self._soon)
         return self._answers[version]
-
-    def _wants(self, version: int) -> bool:
-        every, minutes = self._options.save_every, self._options.save_minutes
-        by_step = every > 0 and version % every == 0
-        by_time = minutes > 0 and time.monotonic() - self._saved_s >= 60 * minutes
-        return by_step or by_time or self._soon
 
     def soon(self) -> None:
         """Make a checkpoint due after the next batch."""

@@ -170,7 +170,16 @@ class RunProcesses:
             if answer["pids"] == pid_space() and answer["pid"] != os.getpid():
                 self._processes.follow(host, answer["pid"], self._has_ended)
         meeting = {host: answer["meeting"] for host, answer in opened.items()}
-        await self.ask("wire", addresses, self._gang_addresses(meeting), self._devices(opened))
+        gangs = {
+            place.node: meeting[host]
+            for host, spec in self._specs.items()
+            for place in spec.places
+            if place.replica == 0
+        }
+        """Node -> address at which its ranks meet: on the machine of its replica 0."""
+        hosts = next(iter(self._specs.values())).plan.hosts
+        reserved = {host: answer["gpus"] for host, answer in opened.items()}
+        await self.ask("wire", addresses, gangs, visible_devices(hosts, reserved, self._cluster.own_devices()))
 
     async def _opened(self) -> dict[str, Any]:
         """What each process answers when it has begun. Raises FlowrlError if one does not begin in time."""
@@ -192,12 +201,6 @@ class RunProcesses:
             for answer in asked.values():
                 answer.cancel()
             await asyncio.gather(*asked.values(), return_exceptions=True)
-
-    def _devices(self, opened: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-        """Process -> the GPUs that it sees."""
-        hosts = next(iter(self._specs.values())).plan.hosts
-        reserved = {host: answer["gpus"] for host, answer in opened.items()}
-        return visible_devices(hosts, reserved, self._cluster.own_devices())
 
     def _follow_ray(self) -> None:
         for name, pid in self._cluster.processes().items():
@@ -242,15 +245,6 @@ class RunProcesses:
         self._endpoint.peer_failed(host, reason)
         return self.death
 
-    def _gang_addresses(self, meeting: Mapping[str, str]) -> dict[str, str]:
-        """Node -> address at which its ranks meet: on the machine of its replica 0."""
-        return {
-            place.node: meeting[host]
-            for host, spec in self._specs.items()
-            for place in spec.places
-            if place.replica == 0
-        }
-
     async def ask(self, method: str, *args: Any) -> dict[str, Any]:
         """Call `method` on every process at once. Raises the first NodeFailed."""
         assert not self.lost, "hosts are asked at once before the run; later one by one"
@@ -283,7 +277,9 @@ class RunProcesses:
         Takes at most ANSWER_WITHIN_S. Raises NodeFailed for a process that has died.
         """
         now = time.monotonic()
-        asked = {host: self._late.get(host) or (now, self._ask_for_report(host)) for host in self}
+        asked = {
+            host: self._late.get(host) or (now, asyncio.ensure_future(self.ask_one(host, "waits"))) for host in self
+        }
         if asked:
             await asyncio.wait([answer for _, answer in asked.values()], timeout=ANSWER_WITHIN_S)
         for host, late in asked.items():
@@ -293,9 +289,6 @@ class RunProcesses:
                 self._late.setdefault(host, late)
         reports = [report for _, answer in asked.values() if answer.done() for report in answer.result() or ()]
         return reports, self.silent()
-
-    def _ask_for_report(self, host: str) -> asyncio.Future[list[dict[str, Any]]]:
-        return asyncio.ensure_future(self.ask_one(host, "waits"))
 
     def silent(self) -> dict[str, float]:
         """Process that did not answer the last question in time -> seconds since that question."""

@@ -275,15 +275,13 @@ class ProcessEngine:
 
     def build_graph(self) -> Graph:
         """A new graph with its own nodes. `flowrl.testing` overrides this and `make_replica`."""
-        return rebuild_graph(self._graph_file(), self.spec.config)[0]
+        path = Path(self.spec.graph_file)
+        if not path.is_file():  # on another machine than the driver's: the copy in Ray's working directory
+            path = Path.cwd() / path.name
+        return rebuild_graph(path, self.spec.config)[0]
 
     def make_replica(self, node: Node, place: ReplicaPlace, lease: Lease) -> Replica:
         return Replica(node, place, self.endpoint, self.trace, lease)
-
-    def _graph_file(self) -> Path:
-        """The driver's path; on another machine, the copy in Ray's working directory."""
-        path = Path(self.spec.graph_file)
-        return path if path.is_file() else Path.cwd() / path.name
 
     async def setup(self) -> None:
         """Run every node's set-up, one after the other: concurrent heavy imports in two threads break."""

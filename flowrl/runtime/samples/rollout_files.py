@@ -97,6 +97,8 @@ def rollout_files(run_dir: Path) -> list[RolloutFile]:
 
 def write_rollouts(run_dir: Path, rows: Sequence[SampleRecord], number: int) -> int:
     """Write rows to files with numbers from `number` on; returns the next number. Raises what pyarrow raises."""
+    import pyarrow as pa
+
     (run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
     for kind, mine in (
         ("train", [row for row in rows if row["phase"] == TRAIN]),
@@ -105,7 +107,8 @@ def write_rollouts(run_dir: Path, rows: Sequence[SampleRecord], number: int) -> 
         if mine:
             steps = [row["step"] for row in mine]
             name = f"{kind}_{min(steps):06}-{max(steps):06}_{number:06}.parquet"
-            _write(run_dir / FOLDER / name, _table(mine))
+            table = pa.Table.from_pylist([_row(row) for row in mine], schema=schema())
+            _write(run_dir / FOLDER / name, table)
             number += 1
     return number
 
@@ -159,12 +162,6 @@ def readable(path: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError) as problem:
         first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise ConfigError(f"{path} cannot be read ({first}); remove it to see the others") from None
-
-
-def _table(rows: Sequence[SampleRecord]) -> Any:
-    import pyarrow as pa
-
-    return pa.Table.from_pylist([_row(row) for row in rows], schema=schema())
 
 
 def _row(row: SampleRecord) -> SampleRecord:

@@ -163,7 +163,10 @@ class SampleChoice:
         """Whether any group can be kept now."""
         if self._share is not None:
             return self._share > 0
-        self._earn()
+        now = self._clock()
+        passed_s = now - (now if self._seen_s is None else self._seen_s)
+        self._credit_s = min(MOST_S, self._credit_s + PART_OF_TIME * passed_s)
+        self._seen_s = now
         return self._credit_s > 0
 
     def wants(self, group_id: str) -> bool:
@@ -176,12 +179,6 @@ class SampleChoice:
         began_s = self._clock()
         yield
         self._credit_s -= self._clock() - began_s
-
-    def _earn(self) -> None:
-        now = self._clock()
-        passed_s = now - (now if self._seen_s is None else self._seen_s)
-        self._credit_s = min(MOST_S, self._credit_s + PART_OF_TIME * passed_s)
-        self._seen_s = now
 
 
 def hashed(group_id: str) -> float:
@@ -200,16 +197,11 @@ class SampleNotes:
         self._choice_of_failed = SampleChoice(1.0 if keep.share else keep.share)
 
     def decided(self, samples: Iterable[Prompt | Sample], *, failed: bool = False) -> None:
-        """Send the records of samples that a trainer has finished, or that are lost, if they are kept."""
-        self._note(samples, self._choice_of_failed if failed else self._choice)
+        """Send the records of samples that a trainer has finished, or that are lost, if they are kept.
 
-    def held_out(self, sample: Sample, **place_and_verdict: Unpack[HeldOutVerdict]) -> None:
-        """Send the record of an answer of an evaluation, if these are kept."""
-        if self._keep.held_out:
-            self._send([held_out_record(sample, token_ids=self._token_ids, **place_and_verdict)])
-
-    def _note(self, samples: Iterable[Prompt | Sample], choice: SampleChoice) -> None:
-        """Send the groups that are kept, each of them whole, in an order that does not depend on that of the batch."""
+        Groups are kept whole, in an order that does not depend on that of the batch.
+        """
+        choice = self._choice_of_failed if failed else self._choice
         if not choice.may():
             return
         with choice.spending():
@@ -226,3 +218,8 @@ class SampleNotes:
             with choice.spending():
                 for chunk in chunked(records):
                     self._send(chunk)
+
+    def held_out(self, sample: Sample, **place_and_verdict: Unpack[HeldOutVerdict]) -> None:
+        """Send the record of an answer of an evaluation, if these are kept."""
+        if self._keep.held_out:
+            self._send([held_out_record(sample, token_ids=self._token_ids, **place_and_verdict)])

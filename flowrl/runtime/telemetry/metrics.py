@@ -81,26 +81,20 @@ class Alarms:
 
     def look(self, record: Mapping[str, Any]) -> dict[str, str]:
         """The alarms that ring at this line, with their messages."""
-        ringing = {name: text for name in FIGURES if (text := self._above(name, record))}
-        if text := self._collapse(record):
-            ringing["entropy_collapse"] = text
-        return ringing
-
-    def _above(self, name: str, record: Mapping[str, Any]) -> str:
-        figure, limit_name = FIGURES[name]
-        limit, mean = getattr(self._limits, limit_name), self._mean(figure, record)
-        if not limit or mean is None or mean <= limit:
-            return ""
-        return f"{figure} is {mean:.3g}, above {limit:g}"
-
-    def _collapse(self, record: Mapping[str, Any]) -> str:
+        ringing = {}
+        for name, (figure, limit_name) in FIGURES.items():
+            limit, mean = getattr(self._limits, limit_name), self._mean(figure, record)
+            if limit and mean is not None and mean > limit:
+                ringing[name] = f"{figure} is {mean:.3g}, above {limit:g}"
         mean, part = self._mean("entropy", record), self._limits.entropy
         if record.get("entropy") is not None and len(self._first) < self._limits.window:
             self._first.append(record["entropy"])
-        if mean is None or len(self._first) < self._limits.window:
-            return ""
-        began = sum(self._first) / len(self._first)
-        return f"entropy is {mean:.3g}, below {part:g} of the {began:.3g} at the start" if mean < part * began else ""
+        if mean is not None and len(self._first) == self._limits.window:
+            began = sum(self._first) / len(self._first)
+            if mean < part * began:
+                text = f"entropy is {mean:.3g}, below {part:g} of the {began:.3g} at the start"
+                ringing["entropy_collapse"] = text
+        return ringing
 
     def _mean(self, figure: str, record: Mapping[str, Any]) -> float | None:
         """The mean over the last lines that have the figure; None while there are fewer than `window`."""
@@ -184,7 +178,8 @@ class Metrics:
         full: dict[str, Any] = dict.fromkeys(NAMES)
         full["time_s"] = self._time_s
         for name, value in self._statistics.since_line().items():
-            full[self._public(name)] = value
+            node = name.removesuffix("_busy_s")
+            full[name if node == name else f"{self._roles.get(node, node)}_busy_s"] = value
         full.update({name: value for name, value in record.items() if value is not None})
         full.update(shares(full))
         full = _finite(full)
@@ -235,10 +230,6 @@ class Metrics:
         for sink in self._sinks:
             sink.close()
 
-    def _public(self, name: str) -> str:
-        node = name.removesuffix("_busy_s")
-        return f"{self._roles.get(node, node)}_busy_s" if node != name else name
-
 
 def line_hash(text: str) -> str:
     """The hash of a line, without its newline, that the ledger stores."""
@@ -259,14 +250,13 @@ def whole_lines(path: Path) -> list[str]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a metrics file, parsed. Raises ConfigError for a line that is no valid record."""
-    return [_parse(path, number, line) for number, line in enumerate(whole_lines(path), start=1)]
-
-
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        return parse(line)
-    except ValueError as problem:
-        raise ConfigError(f"{path}:{number} is damaged: {problem}; remove that line, or the file") from None
+    found = []
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            found.append(parse(line))
+        except ValueError as problem:
+            raise ConfigError(f"{path}:{number} is damaged: {problem}; remove that line, or the file") from None
+    return found
 
 
 def parse(line: str) -> dict[str, Any]:

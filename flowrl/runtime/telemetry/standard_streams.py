@@ -23,17 +23,12 @@ REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u
 
 def shown(text: str) -> str:
     """`text` with escapes instead of the characters that would move the cursor, change colours or reorder the text."""
-    return "".join(_escaped(character) if _is_unsafe(character) else character for character in text)
-
-
-def _is_unsafe(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return unicodedata.category(character) in ("Cc", "Cs") or character in REORDERING
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in "\n\t" and (unicodedata.category(character) in ("Cc", "Cs") or character in REORDERING)
+        else character
+        for character in text
+    )
 
 
 PLAIN = {"→": "->", "←": "<-", "×": "x", "…": "...", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "·": "-", "’": "'"}

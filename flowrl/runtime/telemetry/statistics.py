@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,24 +120,23 @@ class Statistics:
         """Sums, means and edges since the last call, by the names of a metrics line."""
         line: dict[str, Any] = {}
         for (_, name), meter in self._counters.items():
-            line[name] = line.get(name, 0) + _whole(meter.take())
+            grown = meter.take()
+            line[name] = line.get(name, 0) + (
+                int(grown) if grown.is_integer() else grown
+            )  # counts are integers in JSON
         for replica_id, meter in self._busy.items():
             name = f"{node_of(replica_id)}_busy_s"
             line[name] = line.get(name, 0.0) + meter.take()
         for name, (count, total, largest) in self._observed.items():
             line[name], line[f"{name}_max"] = total / count, largest
         self._observed = {}
-        line["edges"] = self._edge_lines()
-        return line
-
-    def _edge_lines(self) -> dict[str, dict[str, float]]:
+        edges: dict[str, dict[str, float]] = {}
         """Edge -> sum of the depths of its lanes, and of the blocked seconds of its producer's replicas."""
-        lines: dict[str, dict[str, float]] = {}
         for lane, depth in self._depth.items():
-            lines.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
+            edges.setdefault(edge_of(lane), {"depth": 0, "blocked_s": 0.0})["depth"] += depth
         for end, meter in self._blocked.items():
-            lines.setdefault(edge_of(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take()
-        return lines
+            edges.setdefault(edge_of(end), {"depth": 0, "blocked_s": 0.0})["blocked_s"] += meter.take()
+        return line | {"edges": edges}
 
     def counter_rate(self, name: str) -> float:
         """Growth per second of a counter, over all replicas."""
@@ -157,23 +156,17 @@ class Statistics:
         return [NodeNow(node, len(busy), sum(busy) / len(busy)) for node, busy in rates.items()]
 
     def edges(self) -> list[EdgeNow]:
-        """Every edge with its depth and blocking, in order of first report."""
+        """Every edge, in order of first report: its lanes' depths add up, and its most blocked producer counts."""
         lanes: dict[str, list[str]] = {}
         for lane in self._depth:
             lanes.setdefault(edge_of(lane), []).append(lane)
-        return [self._edge(edge, names) for edge, names in lanes.items()]
-
-    def _edge(self, edge: str, lanes: Sequence[str]) -> EdgeNow:
-        """Combine the lanes: depths add up, and the most blocked producer represents all producers."""
-        producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
-        depth = sum(self._depth[lane] for lane in lanes)
-        blocked = max(min(self._blocked[end].rate, 1.0) for end in {producer_end(lane) for lane in lanes})
-        return EdgeNow(edge, producer, consumer, depth, len(lanes), blocked)
-
-
-def _whole(value: float) -> float:
-    """Convert whole numbers to int, so that counts are integers in JSON."""
-    return int(value) if value.is_integer() else value
+        found = []
+        for edge, names in lanes.items():
+            producer, consumer = (port.split(".")[0] for port in edge.split(" -> "))
+            depth = sum(self._depth[lane] for lane in names)
+            blocked = max(min(self._blocked[end].rate, 1.0) for end in {producer_end(lane) for lane in names})
+            found.append(EdgeNow(edge, producer, consumer, depth, len(names), blocked))
+        return found
 
 
 def node_of(replica_id: str) -> str:

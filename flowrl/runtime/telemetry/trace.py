@@ -104,11 +104,23 @@ class TraceBuffer:
 
     def item(self, track: str, envelope: Envelope, *, begins: bool) -> None:
         """Record that an invocation with `envelope` begins or ends in the calling task."""
-        key = (track, envelope.id)
-        if begins:
-            self._begin(key, envelope)
-        else:
-            self._end(key, envelope)
+        key, now = (track, envelope.id), time.time_ns() // 1000
+        if begins:  # take a row, and end the arrow of the message there; the slice is written at the end
+            depth = depth_of(envelope)
+            if depth < self.level:
+                self._invocation.set((track, -1, depth))
+                return
+            row = self._track(track).take()
+            self._open[key] = (row, now, depth)
+            self._invocation.set((track, row, depth))
+            self._events.append(("f", track, row, "", now, _number(envelope.id), depth))
+            return
+        self._invocation.set(None)
+        if (opened := self._open.pop(key, None)) is not None:
+            row, start, depth = opened
+            self._rows[track].give(row)
+            name = type(envelope.body).__name__ + (f" {envelope.ticket}" if envelope.ticket >= 0 else "")
+            self._events.append(("item", track, row, name, start, max(now - start, 1), depth))
 
     def sent(self, track: str, envelope: Envelope) -> None:
         """Record a sent message: the arrow to its receiver starts in the current invocation, else in a slice of 1 µs.
@@ -150,28 +162,6 @@ class TraceBuffer:
 
     def _track(self, track: str) -> _Rows:
         return self._rows.setdefault(track, _Rows())
-
-    def _begin(self, key: tuple[str, bytes], envelope: Envelope) -> None:
-        """Take a row for the invocation, and end the arrow of its message there. The slice is written by `_end`."""
-        track, depth = key[0], depth_of(envelope)
-        if depth < self.level:
-            self._invocation.set((track, -1, depth))
-            return
-        row, now = self._track(track).take(), time.time_ns() // 1000
-        self._open[key] = (row, now, depth)
-        self._invocation.set((track, row, depth))
-        self._events.append(("f", track, row, "", now, _number(envelope.id), depth))
-
-    def _end(self, key: tuple[str, bytes], envelope: Envelope) -> None:
-        """Write the invocation's slice and free its row, if `_begin` took one."""
-        self._invocation.set(None)
-        opened = self._open.pop(key, None)
-        if opened is None:
-            return
-        row, start, depth = opened
-        self._rows[key[0]].give(row)
-        name = type(envelope.body).__name__ + (f" {envelope.ticket}" if envelope.ticket >= 0 else "")
-        self._events.append(("item", key[0], row, name, start, max(time.time_ns() // 1000 - start, 1), depth))
 
 
 def _number(message_id: bytes) -> int:
@@ -251,7 +241,10 @@ class TraceWriter:
         while self._is_full(lines):
             self._thin()
             lines = self._deep(lines)
-        self._append(b",\n" + b",\n".join(text for _, text in lines) if lines else b"")
+        if lines:
+            text = b",\n" + b",\n".join(text for _, text in lines)
+            _write_at(self._file, self._size, text + END)
+            self._size += len(text)
         if self.level > before:
             self._on_level(self.level)
 
@@ -264,11 +257,6 @@ class TraceWriter:
     def _is_full(self, lines: Sequence[TraceLine]) -> bool:
         size = self._size + sum(len(text) + 2 for _, text in lines) + len(END)
         return self._limit_bytes is not None and size > self._limit_bytes and self.level <= DEEPEST
-
-    def _append(self, text: bytes) -> None:
-        if text:
-            _write_at(self._file, self._size, text + END)
-            self._size += len(text)
 
     def _thin(self) -> None:
         """Raise the level by one, and remove events of smaller depth, atomically."""
