@@ -227,7 +227,7 @@ class ReplyParser:
         read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
         self._reasoning_key = next(read, REASONING_KEYS[0])
 
-    def parse_reply(self, reply: Ids | str, context: Ids | str, tools: Messages = ()) -> ParsedReply:
+    def parse(self, reply: Ids | str, context: Ids | str, tools: Messages = ()) -> ParsedReply:
         """The reply as a message. `reply`, and `context` (everything before it), are ids, or text with its special
         tokens.
 

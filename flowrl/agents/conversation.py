@@ -81,7 +81,7 @@ class Conversation:
         """Everything fed and answered so far."""
         return (*self._messages, *self._fed)
 
-    def feed_messages(self, messages: Messages) -> None:
+    def feed(self, messages: Messages) -> None:
         """Add what the environment says: the first messages, a tool's answer, the next question."""
         self._fed += messages
         self._asked = None
@@ -91,7 +91,7 @@ class Conversation:
         fed."""
         return _read_only(join_spans([span.token_ids for span in self._context_of()], np.int32))
 
-    def add_sampled(
+    def sampled(
         self,
         token_ids: npt.ArrayLike,
         logprobs: npt.ArrayLike,

@@ -163,11 +163,11 @@ def probe_messages(template: ChatTemplate, kind: str, history: History) -> list[
     conversation = Conversation(template, history=history)
     new: Mapping[str, Any] = ASKED
     for n in range(PROBED_REPLIES):
-        conversation.feed_messages([new])
+        conversation.feed([new])
         context = conversation.context()
         calls = kind == "calls" and n == 0
         ids, message = probe_reply(template, "calls" if calls else kind, context)
-        conversation.add_sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
+        conversation.sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
         new = template.probe_answer("sum") if calls else ASKED
     return [sequence.token_ids.size for sequence in conversation.sequences()]
 
@@ -192,7 +192,7 @@ def parsed_back(template: ChatTemplate, parser: ReplyParser | None) -> tuple[str
         return "the tokenizer has no response_template, and no parser was given", True
     call = template.probe_call(MARK)
     ids, before = shown_reply(template, call)
-    parsed = (parser or reply_parser(template.tokenizer)).parse_reply(ids, before, template.tools or (ANY_TOOL,))
+    parsed = (parser or reply_parser(template.tokenizer)).parse(ids, before, template.tools or (ANY_TOOL,))
     reply = template.decode(ids)
     if parsed.malformed:
         return f"{reply!r} could not be read ({parsed.malformed})", True

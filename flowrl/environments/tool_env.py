@@ -67,7 +67,7 @@ class ToolEnv(Env):
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         self._row = self._shared.questions.row_of_question(EnvironmentRow(task["name"], task["options"], seed))
         self._asked_set = task["options"].get(SET, "")
-        self._tools = await self._open.enter_async_context(self._shared.tools.open_session(seed))
+        self._tools = await self._open.enter_async_context(self._shared.tools.session(seed))
         return replace(question_of(self._row), tools=self._tools.descriptions)
 
     async def close(self) -> None:
@@ -94,7 +94,7 @@ class ToolEnv(Env):
             text = f"No tool call is left of the {self._shared.calls} that are allowed. Answer without one."
             result = ToolResult(text, failed=True)
         else:
-            result = await self._tools.execute_call(call, limit_s=until - time.monotonic())
+            result = await self._tools.execute(call, limit_s=until - time.monotonic())
         self._errors += result.failed
         return result
 

@@ -52,18 +52,18 @@ def test_a_sampled_call_is_fed_back_and_answered(name: str, tokens: Any) -> None
     template = ChatTemplate(tokenizer, [ADD])
     sampled, _ = shown_reply(template, template.probe_call("mark7q"))
     conversation = Conversation(template)
-    conversation.feed_messages([QUESTION])
-    parsed = reply_parser(tokenizer).parse_reply(sampled, conversation.context(), [ADD])
+    conversation.feed([QUESTION])
+    parsed = reply_parser(tokenizer).parse(sampled, conversation.context(), [ADD])
     assert parsed.malformed == ""
     assert without_ids(parsed) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [call('{"a": "mark7q"}')],
     }
-    conversation.add_sampled(sampled, np.zeros(sampled.size), np.zeros(sampled.size), parsed.message)
+    conversation.sampled(sampled, np.zeros(sampled.size), np.zeros(sampled.size), parsed.message)
     (made,) = Action.of_message(parsed.message).tool_calls
     assert made == ToolCall("add", {"a": "mark7q"}, parsed.message["tool_calls"][0]["id"])
-    conversation.feed_messages([{"role": "tool", "content": "Sum", "name": made.name, "tool_call_id": made.call_id}])
+    conversation.feed([{"role": "tool", "content": "Sum", "name": made.name, "tool_call_id": made.call_id}])
     assert "Sum" in template.decode(conversation.context())
 
 
@@ -102,10 +102,10 @@ def test_a_reply_is_a_message(name: str, reply: str, expected: Mapping[str, Any]
     tokenizer = tokenizer_of(name)
     context = ChatTemplate(tokenizer, [ADD]).render_text([QUESTION])
     parser = reply_parser(tokenizer)
-    parsed = parser.parse_reply(reply, context, [ADD])
+    parsed = parser.parse(reply, context, [ADD])
     assert parsed.malformed == "" and without_ids(parsed) == {"role": "assistant", **expected}
     ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    assert without_ids(parser.parse_reply(ids, context, [ADD])) == without_ids(parsed)
+    assert without_ids(parser.parse(ids, context, [ADD])) == without_ids(parsed)
     parsed.message["content"].encode() and json.dumps(parsed.message).encode()
 
 
@@ -133,16 +133,16 @@ MALFORMED: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("name", "reply", "why"), MALFORMED)
 def test_a_call_that_cannot_be_read_leaves_the_text_and_says_why(name: str, reply: str, why: str) -> None:
     parser = reply_parser(tokenizer_of(name))
-    parsed = parser.parse_reply(f"{reply}</s>", "", [ADD])
+    parsed = parser.parse(f"{reply}</s>", "", [ADD])
     assert parsed.malformed.startswith(why)
     assert parsed.message == {"role": "assistant", "content": reply}
     parsed.malformed.encode()
-    assert parser.parse_reply(f"{reply}</s>", "", ()) == ParsedReply({"role": "assistant", "content": reply})
+    assert parser.parse(f"{reply}</s>", "", ()) == ParsedReply({"role": "assistant", "content": reply})
 
 
 def test_without_tools_nothing_is_a_call() -> None:
     reply = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    parsed = reply_parser(tokenizer_of("qwen3")).parse_reply(f"{reply}</s>", "", ())
+    parsed = reply_parser(tokenizer_of("qwen3")).parse(f"{reply}</s>", "", ())
     assert parsed == ParsedReply({"role": "assistant", "content": reply})
 
 
@@ -151,7 +151,7 @@ def test_a_tokenizer_without_a_parser_gives_content_alone() -> None:
     parser = reply_parser(tokenizer)
     ids = tokenizer("<|user|>12<|end|>")["input_ids"]
     for reply in (ids, np.array(ids, np.int32), "<|user|>12<|end|>"):
-        assert parser.parse_reply(reply, "", [ADD]) == ParsedReply({"role": "assistant", "content": "<|user|>12"})
+        assert parser.parse(reply, "", [ADD]) == ParsedReply({"role": "assistant", "content": "<|user|>12"})
 
 
 def test_a_calls_id_is_the_same_each_time_and_another_elsewhere() -> None:
@@ -159,7 +159,7 @@ def test_a_calls_id_is_the_same_each_time_and_another_elsewhere() -> None:
     reply = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2
 
     def ids(context: str) -> list[str]:
-        return [one["id"] for one in parser.parse_reply(reply, context, [ADD]).message["tool_calls"]]
+        return [one["id"] for one in parser.parse(reply, context, [ADD]).message["tool_calls"]]
 
     assert ids("a") == ids("a") and len({*ids("a"), *ids("b")}) == 4
     assert all(len(one) == 9 and one.isalnum() for one in ids("a"))
@@ -170,7 +170,7 @@ def test_an_id_in_the_text_stays() -> None:
         return ReplyParts("", calls=[{**call("{}"), "id": "add:0"}, {**call("{}"), "id": "random"}])
 
     parser = ReplyParser(character_tokenizer(), extract)
-    first, second = parser.parse_reply("add:0 and another", "", [ADD]).message["tool_calls"]
+    first, second = parser.parse("add:0 and another", "", [ADD]).message["tool_calls"]
     assert first["id"] == "add:0" and second["id"] != "random"
 
 
@@ -187,7 +187,7 @@ def test_reasoning_has_the_key_that_the_template_reads(template: str, key: str) 
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
     parser = ReplyParser(tokenizer, lambda sampled: ReplyParts("b", "a"))
-    assert parser.parse_reply("ab", "").message == {"role": "assistant", "content": "b", key: "a"}
+    assert parser.parse("ab", "").message == {"role": "assistant", "content": "b", key: "a"}
 
 
 def test_a_response_template_that_cannot_be_used_is_refused() -> None:
@@ -242,7 +242,7 @@ def parsers() -> dict[str, ReplyParser]:
 @given(text=st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join))
 def test_parsing_never_raises_and_what_it_gives_can_be_sent(parsers: dict[str, ReplyParser], text: str) -> None:
     for parser in parsers.values():
-        parsed = parser.parse_reply(text, "", [ADD])
+        parsed = parser.parse(text, "", [ADD])
         assert not (parsed.malformed and "tool_calls" in parsed.message)
         assert text or not parsed.malformed
         json.dumps([parsed.message, parsed.malformed], ensure_ascii=False).encode("utf-8", "surrogatepass")

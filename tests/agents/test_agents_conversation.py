@@ -118,20 +118,18 @@ class Played:
         self.exact = exact
         """Whether the policy samples the ids that tokenizing its text gives, and always its end token."""
         if system and of.has_system:
-            self.conversation.feed_messages([{"role": "system", "content": "s"}])
+            self.conversation.feed([{"role": "system", "content": "s"}])
         calls = False
         for n, exchange in enumerate(script):
             self._exchange(n, exchange, answer=calls)
             calls = exchange.kind == "call"
         answer = self.template.probe_answer("last")
-        self.conversation.feed_messages([answer if calls else {"role": "user", "content": "last"}])
+        self.conversation.feed([answer if calls else {"role": "user", "content": "last"}])
         self.last = self.conversation.context()
 
     def _exchange(self, n: int, exchange: Exchange, *, answer: bool) -> None:
         told = f"{exchange.fed}t{n}."
-        self.conversation.feed_messages(
-            [self.template.probe_answer(told) if answer else {"role": "user", "content": told}]
-        )
+        self.conversation.feed([self.template.probe_answer(told) if answer else {"role": "user", "content": told}])
         context = self.conversation.context()
         ids, message, serial = self._reply(n, exchange)
         before = self.conversation.messages
@@ -139,7 +137,7 @@ class Played:
             context, ids, -np.arange(1, ids.size + 1) / 8, np.full(ids.size, n), serial, before, exchange.kind
         )
         self.requests.append(request)
-        self.conversation.add_sampled(ids, request.logprobs, request.versions, message)
+        self.conversation.sampled(ids, request.logprobs, request.versions, message)
 
     def _reply(self, n: int, exchange: Exchange) -> tuple[Int32, Mapping[str, Any] | None, str]:
         serial = f"z{n}z"
@@ -275,12 +273,12 @@ def test_a_rewritten_context_costs_a_few_renderings_however_long_it_is(monkeypat
     monkeypatch.setattr(ChatTemplate, "render_text", lambda self, told: rendered.append(len(told)) or plain(self, told))
     conversation = Conversation(template, history="template")
     for turn in range(num_turns):
-        conversation.feed_messages([{"role": "user", "content": f"question {turn}"}])
+        conversation.feed([{"role": "user", "content": f"question {turn}"}])
         conversation.context()
         said = f"<think>\nwhy {turn}\n</think>\n\nreply {turn}"
         ids = template.render_ids(said)
         lengths = np.zeros(ids.size)
-        conversation.add_sampled(ids, lengths, lengths, {"role": "assistant", "content": said})
+        conversation.sampled(ids, lengths, lengths, {"role": "assistant", "content": said})
     assert len(conversation.sequences()) == num_turns, "each context rewrites the one before"
     assert len(rendered) <= 3 * num_turns
 

@@ -165,9 +165,9 @@ def test_a_rewriting_template_keeps_ids_of_what_it_keeps_and_makes_branches_of_t
         split,
         template.render_ids("end<|im_end|>"),
     ):
-        conversation.feed_messages([{"role": "user", "content": "2+2?"}])
+        conversation.feed([{"role": "user", "content": "2+2?"}])
         conversation.context()
-        conversation.add_sampled(reply, np.full(reply.size, -0.5), np.full(reply.size, 3))
+        conversation.sampled(reply, np.full(reply.size, -0.5), np.full(reply.size, 3))
     first, second = conversation.sequences()
     assert template.decode(first.token_ids).count("<think>") == 1 and first.policy_mask.sum() > split.size
     assert "<think>" not in template.decode(second.token_ids)
@@ -178,10 +178,10 @@ def test_a_rewriting_template_keeps_ids_of_what_it_keeps_and_makes_branches_of_t
 def test_phi3s_end_of_a_rendering_is_not_taken_for_history() -> None:
     template = ChatTemplate(tokenizer_of("phi3"))
     conversation = Conversation(template)
-    conversation.feed_messages([{"role": "user", "content": "a"}])
+    conversation.feed([{"role": "user", "content": "a"}])
     assert template.decode(conversation.context()) == "<|user|>\na<|end|>\n<|assistant|>\n"
-    conversation.add_sampled(template.render_ids("b"), [0.0], [0])  # cut off by a limit, without its end
-    conversation.feed_messages([{"role": "user", "content": "c"}])
+    conversation.sampled(template.render_ids("b"), [0.0], [0])  # cut off by a limit, without its end
+    conversation.feed([{"role": "user", "content": "c"}])
     expected = "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n<|assistant|>\n"
     assert template.decode(conversation.context()) == expected
 
@@ -225,9 +225,9 @@ def test_what_cannot_be_is_refused() -> None:
     conversation = Conversation(ChatTemplate(character_tokenizer()))
     with pytest.raises(ConfigError, match="nothing was fed"):
         conversation.context()
-    conversation.feed_messages([{"role": "user", "content": "a"}])
+    conversation.feed([{"role": "user", "content": "a"}])
     with pytest.raises(ConfigError, match="2 token ids, 1 logprobs and 2 versions"):
-        conversation.add_sampled([9, 9], [0.0], [0, 0])
+        conversation.sampled([9, 9], [0.0], [0, 0])
     with pytest.raises(ConfigError, match="neither 'append' nor 'template'"):
         Conversation(ChatTemplate(character_tokenizer()), history="whole")  # type: ignore[arg-type]
     assert conversation.sequences() == ()

@@ -147,17 +147,17 @@ def conversation_of(tokenizer: Any, row: Row, system_prompt: str, calls: bool) -
         conversation.context()
         ids = conversation.template.render_ids(f"{text}<|end|>")
         message = tokenizer.parse_response(ids.tolist(), prefix="", tools=[CALCULATOR])
-        conversation.add_sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
+        conversation.sampled(ids, np.zeros(ids.size), np.zeros(ids.size), message)
 
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    conversation.feed_messages([*system, *row.turns])
+    conversation.feed([*system, *row.turns])
     if not calls:
         say(careless_answer(row.prompt))
         return conversation
     say(f'<|call|>calculator{{"expression":"{row.prompt[:-1]}"}}')
     (call,) = conversation.messages[-1]["tool_calls"]
     said = calculator(call["function"]["arguments"]["expression"])
-    conversation.feed_messages([{"role": "tool", "name": "calculator", "content": said}])
+    conversation.feed([{"role": "tool", "name": "calculator", "content": said}])
     say(said)
     return conversation
 

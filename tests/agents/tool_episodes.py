@@ -42,7 +42,7 @@ def play(model: Any, tokenizer: Any, rows: Sequence[Row], *, greedy: bool, turns
     template = ChatTemplate(tokenizer, [CALCULATOR])
     conversations = [Conversation(template) for _ in rows]
     for conversation, row in zip(conversations, rows, strict=True):
-        conversation.feed_messages(list(row.turns))
+        conversation.feed(list(row.turns))
     open_ones = conversations
     for _ in range(turns):
         contexts = [one.context().tolist() for one in open_ones]
@@ -65,10 +65,10 @@ def _answer(conversation: Conversation, reply: list[int]) -> None:
     message: Mapping[str, Any] | None = None
     with suppress(ValueError):  # a malformed call: the reply is its text
         message = tokenizer.parse_response(reply, prefix="", tools=[CALCULATOR])
-    conversation.add_sampled(reply, zeros, zeros, message)
+    conversation.sampled(reply, zeros, zeros, message)
     for call in (message or {}).get("tool_calls", ()):
         said = calculator(str(call["function"]["arguments"].get("expression")))
-        conversation.feed_messages([{"role": "tool", "name": "calculator", "content": said}])
+        conversation.feed([{"role": "tool", "name": "calculator", "content": said}])
 
 
 def _played(conversation: Conversation, row: Row) -> PlayedEpisode:

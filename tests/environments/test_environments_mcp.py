@@ -75,8 +75,8 @@ def called(server: McpServer, *calls: tuple[str, dict[str, Any]]) -> list[ToolRe
     """The results of the calls of one session."""
 
     async def scenario() -> list[ToolResult]:
-        async with Tools([server]).open_session() as tools:
-            return [await tools.execute_call(ToolCall(name, arguments)) for name, arguments in calls]
+        async with Tools([server]).session() as tools:
+            return [await tools.execute(ToolCall(name, arguments)) for name, arguments in calls]
 
     return asyncio.run(scenario())
 
@@ -98,7 +98,7 @@ def left_over() -> list[int]:
 
 def test_a_servers_tools_are_those_of_the_episode_with_their_schemas(address: str) -> None:
     async def scenario() -> None:
-        async with Tools([McpServer(address)]).open_session() as tools:
+        async with Tools([McpServer(address)]).session() as tools:
             first, *others = tools.descriptions
             assert first == {
                 "type": "function",
@@ -170,11 +170,11 @@ def test_a_server_that_dies_during_a_call_voids_the_attempt_and_the_call_is_not_
 
 def test_a_server_that_dies_between_calls_voids_the_attempt(served: Served, log: Path) -> None:
     async def scenario() -> None:
-        async with Tools([McpServer(served.url)]).open_session() as tools:
-            await tools.execute_call(ToolCall("note", {"text": "a"}))
+        async with Tools([McpServer(served.url)]).session() as tools:
+            await tools.execute(ToolCall("note", {"text": "a"}))
             served.end()
             with pytest.raises(EnvironmentFailed) as error:
-                await tools.execute_call(ToolCall("note", {"text": "b"}))
+                await tools.execute(ToolCall("note", {"text": "b"}))
             assert error.value.cause == "env_unreachable"
 
     asyncio.run(scenario())
@@ -185,12 +185,12 @@ def test_a_server_that_was_started_anew_does_not_know_the_session(served: Served
     """What it kept for the episode is lost, so going on would be another episode."""
 
     async def scenario() -> None:
-        async with Tools([McpServer(served.url)]).open_session() as tools:
-            await tools.execute_call(ToolCall("note", {"text": "a"}))
+        async with Tools([McpServer(served.url)]).session() as tools:
+            await tools.execute(ToolCall("note", {"text": "a"}))
             served.end()
             served.start()
             with pytest.raises(EnvironmentFailed) as error:
-                await tools.execute_call(ToolCall("note", {"text": "b"}))
+                await tools.execute(ToolCall("note", {"text": "b"}))
             assert error.value.cause == "env_unreachable"
 
     asyncio.run(scenario())
@@ -269,8 +269,8 @@ def test_answers_are_told_apart(how: str) -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         try:
-            async with Tools([McpServer(f"http://127.0.0.1:{runner.addresses[0][1]}/mcp")]).open_session() as tools:
-                return await tools.execute_call(ToolCall("look", {}))
+            async with Tools([McpServer(f"http://127.0.0.1:{runner.addresses[0][1]}/mcp")]).session() as tools:
+                return await tools.execute(ToolCall("look", {}))
         finally:
             await runner.cleanup()
 
@@ -397,8 +397,8 @@ def parent(path: Path) -> int:
 def test_tools_of_a_server_on_this_machine_and_behind_a_proxy(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     def noted(url: str) -> str:
         async def scenario() -> str:
-            async with Tools([McpServer(url)]).open_session() as tools:
-                return (await tools.execute_call(ToolCall("note", {"text": "a"}))).text
+            async with Tools([McpServer(url)]).session() as tools:
+                return (await tools.execute(ToolCall("note", {"text": "a"}))).text
 
         return asyncio.run(scenario())
 

@@ -105,10 +105,10 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 @asynccontextmanager
 async def python(kind: Any, seed: int = 0, **limits: Any) -> AsyncIterator[Any]:
     """What executes code and returns the result."""
-    async with Tools([PythonTool(sandbox=kind, **limits)]).open_session(seed) as tools:
+    async with Tools([PythonTool(sandbox=kind, **limits)]).session(seed) as tools:
 
         async def run(code: str) -> ToolResult:
-            return await tools.execute_call(ToolCall("python", {"code": code}))
+            return await tools.execute(ToolCall("python", {"code": code}))
 
         yield run
 
@@ -372,9 +372,9 @@ def test_when_the_owner_is_killed_the_interpreter_ends(kind: str, signal_: signa
         "from flowrl.environments import ToolCall\n"
         "from flowrl.environments.tools import PythonTool, Tools\n"
         "async def main():\n"
-        f"    async with Tools([PythonTool(sandbox={kind!r})]).open_session() as tools:\n"
-        "        print((await tools.execute_call(ToolCall('python', {'code': '1'}))).text, flush=True)\n"
-        "        await tools.execute_call(ToolCall('python', {'code': 'while True: pass'}))\n"
+        f"    async with Tools([PythonTool(sandbox={kind!r})]).session() as tools:\n"
+        "        print((await tools.execute(ToolCall('python', {'code': '1'}))).text, flush=True)\n"
+        "        await tools.execute(ToolCall('python', {'code': 'while True: pass'}))\n"
         "asyncio.run(main())\n"
     )
     work = tempfile.mkdtemp()  # the folder of a killed owner stays, so it has to be ours

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def called(tools: Tools, name: str, limit_s: float | None = None, /, **arguments: Any) -> ToolResult:
-    return asyncio.run(tools.execute_call(ToolCall(name, arguments), limit_s=limit_s))
+    return asyncio.run(tools.execute(ToolCall(name, arguments), limit_s=limit_s))
 
 
 # Descriptions
@@ -226,7 +226,7 @@ def test_an_unknown_name_is_said_to_the_policy() -> None:
 
 def test_arguments_that_are_no_mapping_do_not_fit() -> None:
     call = ToolCall("add", [1, 2])  # type: ignore[arg-type]
-    assert asyncio.run(Tools([add]).execute_call(call)).text.startswith("The arguments of add are no JSON object")
+    assert asyncio.run(Tools([add]).execute(call)).text.startswith("The arguments of add are no JSON object")
 
 
 ENDS = {
@@ -275,7 +275,7 @@ def test_a_call_without_time_left_is_not_made() -> None:
 
 def test_a_cancellation_from_outside_passes() -> None:
     async def scenario() -> None:
-        running = asyncio.create_task(Tools([waits]).execute_call(ToolCall("waits", {"seconds": 100})))
+        running = asyncio.create_task(Tools([waits]).execute(ToolCall("waits", {"seconds": 100})))
         await asyncio.sleep(0)  # the task begins
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -178,7 +178,7 @@ class FaultyEnv(Env):
             return Step(Observation(), reward=self.fault.reward(), terminated=True)
         if not action.tool_calls:
             return Step(Observation(f"{self.left} to go"))
-        results = [await TOOLS.execute_call(call, limit_s=TOOL_S) for call in action.tool_calls]
+        results = [await TOOLS.execute(call, limit_s=TOOL_S) for call in action.tool_calls]
         answers = [{"role": "tool", "content": result.text, "name": "probe"} for result in results]
         return Step(Observation(messages=answers))
 

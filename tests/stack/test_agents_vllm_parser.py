@@ -63,11 +63,11 @@ def test_a_reply_is_read(
     parser = reply_parser(known, tool_parser=tool, reasoning_parser=reasoning)
     ids = known(f"{text}<|end|>")["input_ids"]
     for reply in (text, f"{text}<|end|>", ids):
-        parsed = parser.parse_reply(reply, known("ab")["input_ids"], [ADD])
+        parsed = parser.parse(reply, known("ab")["input_ids"], [ADD])
         found = dict(parsed.message)
         assert [one["function"] for one in found.pop("tool_calls", [])] == calls
         assert found == {"role": "assistant", **says} and parsed.malformed == ""
-    assert parser.parse_reply(ids, "ab", [ADD]) == parser.parse_reply(ids, "ab", [ADD])
+    assert parser.parse(ids, "ab", [ADD]) == parser.parse(ids, "ab", [ADD])
 
 
 UNREAD: list[tuple[str, str | None, str, str]] = [
@@ -88,9 +88,9 @@ def test_a_call_that_cannot_be_read_says_why_and_is_not_logged(
 ) -> None:
     parser = reply_parser(tokenizer(), tool_parser=tool, reasoning_parser=reasoning)
     capfd.readouterr()
-    parsed = parser.parse_reply(text, "", [ADD])
+    parsed = parser.parse(text, "", [ADD])
     assert parsed.malformed.startswith(why) and parsed.message == {"role": "assistant", "content": text}
-    assert parser.parse_reply(text, "", ()).malformed == ""
+    assert parser.parse(text, "", ()).malformed == ""
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("vllm.tool_parsers.hermes_tool_parser").filters == []
 
@@ -150,7 +150,7 @@ def test_the_names_that_are_read_from_the_source_are_those_that_vllm_registers()
 def test_smollm2s_template_goes_with_no_call_and_its_tokenizer_with_hermes() -> None:
     known = load_tokenizer(resolve(Policy("smollm2")))
     ids = known(f"{HERMES}{known.eos_token}")["input_ids"]
-    (found,) = reply_parser(known, tool_parser="hermes").parse_reply(ids, "", [ADD]).message["tool_calls"]
+    (found,) = reply_parser(known, tool_parser="hermes").parse(ids, "", [ADD]).message["tool_calls"]
     assert found["function"] == call("add", '{"a": "1 2"}')
 
 
@@ -204,7 +204,7 @@ PIECES = st.sampled_from(
 @given(text=st.lists(PIECES | st.text(max_size=3), max_size=15).map("".join))
 def test_parsing_never_raises_and_what_it_gives_can_be_sent(parsers: dict[str, ReplyParser], text: str) -> None:
     for parser in parsers.values():
-        parsed = parser.parse_reply(text, "", [ADD])
+        parsed = parser.parse(text, "", [ADD])
         assert not (parsed.malformed and "tool_calls" in parsed.message)
         for made in Action.of_message(parsed.message).tool_calls:
             made.name.encode() and json.dumps(made.arguments, ensure_ascii=False).encode()

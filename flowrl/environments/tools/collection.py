@@ -130,14 +130,14 @@ class Tools:
             source.check()
 
     @asynccontextmanager
-    async def open_session(self, seed: int = 0) -> AsyncIterator[Tools]:
+    async def session(self, seed: int = 0) -> AsyncIterator[Tools]:
         """The tools of one episode: these, and what the sources open for it. Raises as ToolSource.session does."""
         async with AsyncExitStack() as stack:
             found = [await stack.enter_async_context(source.session(seed)) for source in self._sources]
             opened = [tool for tools in found for tool in tools]
             yield Tools([*self._tools.values(), *opened], observation_bytes=self._observation_bytes)
 
-    async def execute_call(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
+    async def execute(self, call: ToolCall, *, limit_s: float | None = None) -> ToolResult:
         """Make the call, within the tool's own limit and `limit_s`.
 
         Errors of the call become a result. Raises EnvironmentFailed only if what is behind the tool has failed.

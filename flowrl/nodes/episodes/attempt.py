@@ -337,7 +337,7 @@ class Seat:
 
     def read_shown(self) -> Int32:
         """Begin the seat's turn: the context of its reply, with everything shown to it since its last reply."""
-        self.conversation.feed_messages(join_observations(self._shown, self._calls, self._observation_bytes))
+        self.conversation.feed(join_observations(self._shown, self._calls, self._observation_bytes))
         self._shown, self._calls, self._reading = [], (), True
         return self.conversation.context()
 
@@ -347,7 +347,7 @@ class Seat:
 
     def add_reply(self, reply: Reply, message: Mapping[str, Any], calls: Sequence[Any]) -> None:
         """Add the seat's reply; `calls` are the calls in it, which the next observation answers."""
-        self.conversation.add_sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
+        self.conversation.sampled(reply.token_ids, reply.behavior_logprobs, reply.versions, message)
         self.turns += 1
         self._calls, self._reading = calls, False
 

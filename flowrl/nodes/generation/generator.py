@@ -392,7 +392,7 @@ class Generator(Node):
         self.context.metric(kind, num_tokens)
 
     def _reply_of(self, turn: Turn, response: Response, arrived_s: float) -> Reply:
-        parsed = self._parser.parse_reply(response.token_ids, turn.token_ids, turn.tools)
+        parsed = self._parser.parse(response.token_ids, turn.token_ids, turn.tools)
         return Reply(
             request_id=turn.request_id,
             token_ids=response.token_ids,
