@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from docs._site.option_tables import option_tables
 from flowrl.graph.analysis.check import check
-from flowrl.graph.drawing import svg
-from flowrl.graph.load import load_file, shipped_names, source, summary
+from flowrl.graph.drawing import draw_svg
+from flowrl.graph.load import graph_source, graph_summary, load_file, shipped_names
 from flowrl.graph.machine import Cluster
 
 MACHINE = "1x cpus=8 memory=64"
@@ -47,7 +47,7 @@ def overview() -> str:
         "[depend on the size](../models.md#defaults-that-fit-the-model)), and its file.\n"
     ]
     for heading, names in grouped().items():
-        rows = "".join(f"| [{name}]({name}.md) | {summary(name)} |\n" for name in names)
+        rows = "".join(f"| [{name}]({name}.md) | {graph_summary(name)} |\n" for name in names)
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{rows}")
     return "\n".join(parts)
 
@@ -60,7 +60,7 @@ def page(name: str) -> str:
         "switched off with `no-`: `--no-resume`. "
         "Options of every run are [those of flowrl run](../reference/commands.md#flowrl-run).\n\n"
         f"{option_tables(load_file(name).config_type)}"
-        f"## The file\n\n`graphs/{name}.py`\n\n```python\n{source(name).rstrip()}\n```\n"
+        f"## The file\n\n`graphs/{name}.py`\n\n```python\n{graph_source(name).rstrip()}\n```\n"
     )
 
 
@@ -68,12 +68,12 @@ def picture(name: str) -> str:
     """The graph with its default options, as SVG."""
     file = load_file(name)
     graph = file.build(file.config_type())
-    return svg(graph, check(graph, Cluster.parse(MACHINE)).plan)
+    return draw_svg(graph, check(graph, Cluster.parse(MACHINE)).plan)
 
 
 def _described(name: str) -> str:
     """The graph's docstring; formulas, which are indented, and lines that are commands become blocks."""
-    text = ast.get_docstring(ast.parse(source(name))) or ""
+    text = ast.get_docstring(ast.parse(graph_source(name))) or ""
     return "\n\n".join(_paragraphs(text))
 
 

@@ -177,7 +177,7 @@ async def examined_afresh(path: Path, engine: Engine) -> tuple[list[list[float]]
     """(logprobs of fixed sequences, checksums of every tensor) of a new engine with the model in `path`."""
     fresh = await asyncio.to_thread(VllmSampler.start, str(path), cores=CORE, engine=engine)
     try:
-        return await fresh.score(probe_sequences(99)), await checksums(fresh)
+        return await fresh.score_sequences(probe_sequences(99)), await checksums(fresh)
     finally:
         await asyncio.to_thread(fresh.close)
 

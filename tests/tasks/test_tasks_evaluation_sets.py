@@ -124,8 +124,8 @@ def test_the_generator_samples_at_the_prompts_temperature(own: float | None, use
 
     prompt = Prompt("s", "g", "p", 0, 0, 1, 7, "", np.zeros(1, np.int32), temperature=own, top_p=own or None, top_k=3)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SampleFailed):
-        patch.setattr(generator, "_sample", answer)
-        asyncio.run(generator._answer(prompt))
+        patch.setattr(generator, "_sample_prompt", answer)
+        asyncio.run(generator._generate_held_out(prompt))
     assert seen == [Sampling(temperature=used, max_tokens=5, top_p=own or 1.0, top_k=3)]
 
 

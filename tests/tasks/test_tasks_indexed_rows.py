@@ -67,7 +67,7 @@ def test_a_source_sends_the_same_in_the_same_order_and_goes_on_after_either(tmp_
     digests = []
     for source in sources:
         source._rows, source._seed = source.rows(), 3
-        digests.append([source._digest(source._order(epoch)) for epoch in (0, 1)])
+        digests.append([source._digest_of_order(source._epoch_order(epoch)) for epoch in (0, 1)])
     assert digests[0] == digests[1] and digests[0][0] != digests[0][1]
 
 

@@ -168,7 +168,7 @@ def test_an_epoch_of_a_mixture_is_the_same_and_no_row_is_read_for_its_order(
             source._rows, source._seed = source.rows(), 3
         if where == "disk":
             monkeypatch.setattr(IndexedRows, "__getitem__", None)
-        orders.append([source._digest(source._order(epoch)) for epoch in (0, 1)])
+        orders.append([source._digest_of_order(source._epoch_order(epoch)) for epoch in (0, 1)])
     assert orders[0] == orders[1] and orders[0][0] != orders[0][1]
     assert texts[0] == texts[1] and len(texts[0]) > 100
 

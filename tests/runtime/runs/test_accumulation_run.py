@@ -24,13 +24,13 @@ STEPS = 6
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """What the batcher has made."""
     made: list[Batch] = []
-    piece = TokenBatch._piece
+    piece = TokenBatch._make_piece
 
     def recorded(self: TokenBatch, groups: Sequence[Group], *, last: bool) -> Batch:
         made.append(piece(self, groups, last=last))
         return made[-1]
 
-    monkeypatch.setattr(TokenBatch, "_piece", recorded)
+    monkeypatch.setattr(TokenBatch, "_make_piece", recorded)
     return made
 
 
@@ -71,17 +71,17 @@ def test_pieces_make_a_synchronous_step_shorter(sent: list[Batch], tmp_path: Pat
 def test_a_crash_between_pieces_loses_nothing_and_trains_nothing_twice(
     sent: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = TokenBatch._send
+    send = TokenBatch._send_groups
 
     async def crashing(self: TokenBatch, groups: Sequence[Group], *, last: bool) -> None:
         await send(self, groups, last=last)
         if sum(one.last for one in sent) == 4 and self._begun.num_pieces == 2:
             raise RuntimeError("between two pieces of the fifth batch")
 
-    monkeypatch.setattr(TokenBatch, "_send", crashing)
+    monkeypatch.setattr(TokenBatch, "_send_groups", crashing)
     ran = go(tmp_path / "run", 0, steps=STEPS, save_every=3, must_succeed=False)
     assert "between two pieces of the fifth batch" in str(ran.error)
-    monkeypatch.setattr(TokenBatch, "_send", send)
+    monkeypatch.setattr(TokenBatch, "_send_groups", send)
     resumed = go(tmp_path / "run", 0, steps=STEPS, save_every=3, resume=True)
     assert resumed.audit().ok
     assert trained_once(tmp_path / "run") == [(step, 8) for step in range(1, STEPS + 1)]
