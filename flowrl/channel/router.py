@@ -7,7 +7,7 @@ Invariants
   next message instead, or after another LATER_S if none follows. They leave at once if the producer is about to run
   out of credit, and together with every request.
 - Over a link that may break, frames of the control link are numbered, kept until they are confirmed, and admitted
-  once and in order (`once`).
+  once and in order (`links.numbered_frames`).
 - Frames for a lane that is not open here yet are parked. So are frames from a process, or an incarnation of it, that
   `join` has not named yet. Credits bound the number of parked frames.
 - Frames from an earlier incarnation of a peer are dropped: the new incarnation repeats their content.

@@ -1,7 +1,7 @@
 """Which nodes receive a trainer's weights, and how. Trainer ranks and generators get the same routes.
 
-`WeightTransport` names the ways that exist. The plan chooses one for every reader; `flowrl.weights.receive` has the
-code behind each.
+`WeightTransport` names the ways that exist. The plan chooses one for every reader; `flowrl.weights.publish` makes the
+sender behind each, `flowrl.weights.receive` the receiver.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 vLLM's trainer engine controls the inference side through a client. Here the manifest on the latest edge does that:
 every generator starts, loads and finishes by itself when it receives a manifest. So the client below does nothing.
-Ranks and generators synchronize in `transmit`, which runs after the manifest was sent. `transmit` ends when every
+Ranks and generators synchronize in `transmit_tensors`, which runs after the manifest was sent. It ends when every
 generator has the version, or when the run ends because a generator died.
 
 Written from the source of vLLM 0.32; not yet run on a GPU.

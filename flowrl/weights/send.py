@@ -1,7 +1,7 @@
 """Senders move one version's tensors from the trainer's ranks to where generators read them.
 
-`Publisher` calls a sender collectively on all ranks. `stage` makes a version readable and returns its manifest on rank
-0; `transmit` runs after the manifest has been sent.
+`Publisher` calls a sender collectively on all ranks. `stage_version` makes a version readable and returns its manifest
+on rank 0; `transmit_tensors` runs after the manifest has been sent.
 
 Weights are sent in the readers' dtype where that is narrower than the trainer's (`Narrowing`): half the bytes for
 bfloat16. The reader would round in the same way (to the nearest, ties to even) when it copies them into its parameters,
@@ -87,14 +87,14 @@ class Sender(Protocol):
     """The trainer's end of a weight backend, as `Receiver` is the generator's. All methods are collective."""
 
     copy_s: float
-    """Seconds that the last `stage` or `transmit` spent moving bytes, without gathering."""
+    """Seconds that the last `stage_version` or `transmit_tensors` spent moving bytes, without gathering."""
 
     def stage_version(self, source: Source, policy: str, version: int) -> Weights | None:
         """Manifest of `version` on rank 0, None on the others."""
         ...
 
     def transmit_tensors(self) -> None:
-        """Move the tensors that `stage` announced, if the receivers have to take part in it."""
+        """Move the tensors that `stage_version` announced, if the receivers have to take part in it."""
         ...
 
     def close(self) -> None: ...
