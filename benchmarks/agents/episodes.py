@@ -31,9 +31,9 @@ import tyro
 from benchmarks.agents import episodes_stack, waiting_env
 from benchmarks.agents.episodes_stack import LoadedRun
 from flowrl.environments import EnvironmentRow
-from flowrl.episode import Reply, Turn
 from flowrl.errors import FlowrlError
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, Limits

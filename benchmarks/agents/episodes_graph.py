@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks.agents import waiting_env
 from flowrl import Call, Graph, In, Node
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.graph.node import Facts
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import Engine, Environment, EnvironmentSource, Generator, Limits, Sampling
 from flowrl.tasks import Task

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from flowrl.environments import EnvironmentFailed, EnvironmentName
 from flowrl.errors import AttemptFailed, ConfigError
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 
 AGENT_ENVS = "flowrl.agents.agent_envs"
 """Module of the environments that run programs."""

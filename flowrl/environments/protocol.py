@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from flowrl.message_base import number_in, scalar_problem
+from flowrl.messages.base import number_in, scalar_problem
 
 ROLES = ("system", "user", "tool")
 """Roles of messages in an observation. Only the policy speaks as the assistant."""

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from flowrl.episode import Turn
 from flowrl.graph.dispatch_rules import LATEST, RULES, SHARE, Dispatch, DispatchRule
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Port, Serve
 from flowrl.messages import Message
+from flowrl.messages.episode import Turn
 
 N = TypeVar("N", bound=Node)
 T = TypeVar("T", bound=Message)

@@ -31,7 +31,7 @@ from flowrl.graph.annotations import declared_types
 from flowrl.graph.command_line import parse_options
 from flowrl.graph.graph import Graph
 from flowrl.graph.option_types import adapter_of, compose, options_of
-from flowrl.message_base import name_module
+from flowrl.messages.base import name_module
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 

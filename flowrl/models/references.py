@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from flowrl.machine.cache import Progress, cached_directory
 from flowrl.messages import Bool, Float32, Int32
+from flowrl.messages.packing import passes_over
 from flowrl.models.token_store import TokenFile
-from flowrl.packing import passes_over
 from flowrl.training.model.row_layout import policy_places
 from flowrl.training.scoring_models import ScoringModel, logprobs_of
 from flowrl.training.settings import Dtype

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.environments import EnvironmentRow, environment_rows
-from flowrl.episode import Episode
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
+from flowrl.messages.episode import Episode
 from flowrl.models import Chat, Policy, check_model, known_context, tokenizer_of
 from flowrl.nodes.held_out_answers import (
     HeldOutEpisodes,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from flowrl.episode import Episode
 from flowrl.errors import SampleFailed
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt, Sample
+from flowrl.messages.episode import Episode
 from flowrl.models import Chat
 from flowrl.nodes.scoring.reward_model import ModelScore, ScoreQuestion, score_question
 from flowrl.nodes.sources.row_source import SourceRow, sampling_seed

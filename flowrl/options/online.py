@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
-from flowrl.episode import Episode
 from flowrl.graph.graph import Graph, OnLimit, carried_type
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Group, Sample, Weights
+from flowrl.messages.episode import Episode
 from flowrl.models import Policy
 from flowrl.models.model_size import Learning
 from flowrl.nodes import (

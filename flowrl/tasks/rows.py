@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
 from flowrl.errors import ConfigError
-from flowrl.message_base import scalar_problem
+from flowrl.messages.base import scalar_problem
 
 HELD_OUT_ONE_IN = 8
 MOST_TEXT_BYTES = 7 << 20

@@ -32,9 +32,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Float32, Scored, Trainable
+from flowrl.messages.episode import Episode
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

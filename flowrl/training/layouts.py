@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any, Literal, get_args
 
-from flowrl.forest import Forest
+from flowrl.messages.forest import Forest
 from flowrl.training.settings import Attention, Layout, LoRA, SequenceKind, ZeroSettings
 
 Placing = Literal["padded", "packed", "tree", "auto"]

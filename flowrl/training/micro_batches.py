@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flowrl import packing
-from flowrl.messages import Batch, Bool, Sample, Trainable
+from flowrl.messages import Batch, Bool, Sample, Trainable, packing
 from flowrl.training.layouts import Placing
 from flowrl.training.loss.objective import Objective
 from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places

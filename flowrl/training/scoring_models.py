@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Bool, Float32, Int32
-from flowrl.packing import passes_over
+from flowrl.messages.packing import passes_over
 from flowrl.training.model.policy_model import PolicyModel
 from flowrl.training.model.row_layout import RowLayout, lay_out, lay_out_ends, policy_places
 from flowrl.training.model.value_model import ScalarModel

@@ -23,8 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from flowrl.channel.links.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
-from flowrl.messages import Weights
-from flowrl.tensor_table import TensorRow, TensorTable
+from flowrl.messages import TensorRow, TensorTable, Weights
 from flowrl.weights.receive import PACKED_BYTES
 from flowrl.weights.send import AS_IT_IS, BUCKET_BYTES, Narrowing, Source, copy_tensors
 

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowrl.graph.routes import WeightTransport
-from flowrl.messages import Weights
-from flowrl.tensor_table import TensorRow, TensorTable
+from flowrl.messages import TensorRow, TensorTable, Weights
 from flowrl.weights.shm import Checksum, Segment, SegmentPool, align_offset, tensor_bytes
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ import numpy.typing as npt
 
 from flowrl.errors import FlowrlError
 from flowrl.machine.orphans import has_ended
-from flowrl.messages import Weights
-from flowrl.tensor_table import TensorRow
+from flowrl.messages import TensorRow, Weights
 
 if TYPE_CHECKING:
     import mmap

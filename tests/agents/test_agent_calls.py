@@ -15,8 +15,8 @@ import pytest
 from flowrl import Graph
 from flowrl.agents.endpoint import AgentEndpoint, EndpointSettings, SessionAccess
 from flowrl.environments import EnvironmentFailed
-from flowrl.episode import Reply, Turn
 from flowrl.errors import LaneFailed, OutOfService
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Generator, Sampling
 from flowrl.nodes.episodes.agent_calls import AgentCalls, AgentCallTable, CallLog

@@ -9,8 +9,7 @@ import pytest
 
 from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.encoding.wire import DATA, MessageDecoder, MessageEncoder, Refused
-from flowrl.messages import Weights
-from flowrl.tensor_table import TensorRow, TensorTable
+from flowrl.messages import TensorRow, TensorTable, Weights
 
 ROWS: list[TensorRow] = [
     ("a.weight", "float32", (3, 5), 0, 60),

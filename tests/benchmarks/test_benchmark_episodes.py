@@ -13,8 +13,8 @@ from benchmarks.agents.agent_programs import Pair, Ran
 from benchmarks.agents.agents_endpoint import CPU, RATE
 from benchmarks.agents.episodes_stack import GRAPH, LoadedRun, busy, figures, options_of
 from flowrl.cli import main
-from flowrl.episode import Turn
 from flowrl.errors import FlowrlError
+from flowrl.messages.episode import Turn
 
 
 def turn(number: int, name: str) -> Turn:

@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flowrl import message_base
 from flowrl.channel.encoding import codec, multiparts, schema
 from flowrl.channel.encoding import values as rule
 from flowrl.channel.encoding.codec import freeze
@@ -48,6 +47,7 @@ from flowrl.channel.encoding.wire import (
 )
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
+from flowrl.messages import base as message_base
 
 
 @dataclass(frozen=True)

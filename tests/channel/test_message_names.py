@@ -15,8 +15,8 @@ from flowrl.channel.encoding.schema import schema_of
 from flowrl.channel.encoding.stored import FORMAT, dump, load, load_value
 from flowrl.errors import SchemaError
 from flowrl.graph.load import load_file
-from flowrl.message_base import message_type, schema_hash, type_name
 from flowrl.messages import Message
+from flowrl.messages.base import message_type, schema_hash, type_name
 from tests.channel.test_channel_wire import there_and_back
 
 OWN = messages.Group("g", (), 4)
@@ -122,7 +122,7 @@ def test_another_process_that_loads_another_file_first_agrees(tmp_path: Path) ->
     other = tmp_path / "other.py"
     other.write_text(DIALOGUE.replace("text: str", "text: bytes"))
     code = (
-        "import sys\nfrom flowrl.graph.load import load_file\nfrom flowrl.message_base import schema_hash\n"
+        "import sys\nfrom flowrl.graph.load import load_file\nfrom flowrl.messages.base import schema_hash\n"
         "print([schema_hash(load_file(path).module.Dialogue) for path in sys.argv[1:]][-1])"
     )
     done = subprocess.run([sys.executable, "-c", code, other, there], capture_output=True, text=True, check=True)
@@ -132,7 +132,7 @@ def test_another_process_that_loads_another_file_first_agrees(tmp_path: Path) ->
 
 PROGRAM = """
 from dataclasses import dataclass
-from flowrl.message_base import type_name, schema_hash
+from flowrl.messages.base import type_name, schema_hash
 from flowrl.messages import Message
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.episode import EpisodeRecord
 from flowrl.messages import Prompt
+from flowrl.messages.episode import EpisodeRecord
 from flowrl.runtime.checkpoints.checkpoint import read_state, steps_of
 from tests.faults.kills import Find, driver, host
 from tests.rigs.run_process import ROOT, Run, audit

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flowrl.episode import Reply, Turn
+from flowrl.messages.episode import Reply, Turn
 from tests.faults.fault_parts import GENERATOR, GENERATORS, TURNS, Fault
 
 NAMED = re.compile(r"pid (\d+) (\d+)")

@@ -24,14 +24,9 @@ HEAVY = ("ray", "torch", "vllm", "transformers", "deepspeed", "zmq", "reasoning_
 
 BASE = {
     "errors",
-    "message_base",
     "messages",
-    "episode",
-    "packing",
     "hub",
     "machine",
-    "forest",
-    "tensor_table",
 }
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
 ENGINE = BASE | {"graph", "channel", "runtime"}
@@ -39,12 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "hub": {"errors"},
     "machine": {"errors", "hub"},
-    "forest": set(),
-    "packing": {"errors", "forest"},
-    "message_base": {"errors"},
-    "messages": {"errors", "message_base", "packing", "tensor_table"},
-    "tensor_table": {"message_base"},
-    "episode": {"messages"},
+    "messages": {"errors"},
     "graph": BASE,
     "channel": BASE | {"graph"},
     "runtime": BASE | {"graph", "channel"},

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.episode import Episode
+from flowrl.messages.episode import Episode
 from flowrl.training.settings import Layout
 from tests.nodes.episodes.branching_episodes import episode
 from tests.nodes.episodes.test_turn_credit import plain as turn_advantages

@@ -19,8 +19,8 @@ import numpy as np
 import openai
 import pytest
 
-from flowrl.episode import Reply, Turn
 from flowrl.messages import Sample
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy, stop_ids, tokenizer_of
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.nodes.engine_options import Engine

@@ -20,7 +20,7 @@ from flowrl.agents.endpoint.agent_endpoint import checked_reward
 from flowrl.agents.endpoint.apis.api import ApiProblem
 from flowrl.agents.programs import AgentResult
 from flowrl.environments.protocol import MalformedValue, Observation, Step
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 from flowrl.nodes import TaskSource
 from flowrl.nodes.sources.row_source import task_fields
 from flowrl.tasks import Row, Task, load_preferences, load_rows

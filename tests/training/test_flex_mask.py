@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 
-from flowrl.forest import make_forest
+from flowrl.messages.forest import make_forest
 from flowrl.training.model import tree_attention
 from flowrl.training.model.tree_attention import TreeAttention
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.forest import Forest, Stem, make_forest, num_shared, num_unique, order_key
+from flowrl.messages.forest import Forest, Stem, make_forest, num_shared, num_unique, order_key
 
 SEQUENCES = st.lists(
     st.lists(st.sampled_from([0, 1, 2, 300]), min_size=1, max_size=7).map(lambda ids: np.array(ids, np.int32)),

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.forest import num_unique
 from flowrl.messages import Batch, Mismatched, Trainable
+from flowrl.messages.forest import num_unique
 
 
 def sample(index: int, length: int) -> Trainable:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.forest import make_forest
+from flowrl.messages.forest import make_forest
 from flowrl.training.model import tree_attention
 from flowrl.training.model.tree_attention import Cascade, TreeAttention
 from tests.training.test_trees import CPU, Tokens, assert_exact, attended, drawn

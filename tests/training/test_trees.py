@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flowrl.forest import Forest, make_forest
+from flowrl.messages.forest import Forest, make_forest
 from flowrl.training.layouts import DENSE_PLACES, Kernel, choose_kernel
 from flowrl.training.model import tree_attention
 from flowrl.training.model.policy_model import PolicyModel, load_policy_model

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.messages import Weights
-from flowrl.tensor_table import TensorTable
+from flowrl.messages import TensorTable, Weights
 from flowrl.weights import probe
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import SegmentReceiver

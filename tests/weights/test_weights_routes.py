@@ -21,7 +21,7 @@ from flowrl.graph.routes import (
     readers_dtype,
     world_size,
 )
-from flowrl.messages import Weights
+from flowrl.messages import TensorTable, Weights
 from flowrl.models.model_layout import CHARACTER_SHAPE
 from flowrl.nodes.engine_options import Engine as EngineOptions
 from flowrl.nodes.engine_options import EngineDtype
@@ -30,7 +30,6 @@ from flowrl.recipes.grpo import GRPO
 from flowrl.recipes.grpo import graph as grpo_graph
 from flowrl.recipes.ppo import PPO
 from flowrl.recipes.ppo import graph as ppo_graph
-from flowrl.tensor_table import TensorTable
 from flowrl.weights.publish import Publisher, make_sender
 from flowrl.weights.receive import NcclReceiver, SegmentReceiver, make_receiver
 from flowrl.weights.send import AS_IT_IS, Narrowing, SegmentSender, copy_tensors

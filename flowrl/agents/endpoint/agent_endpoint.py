@@ -51,7 +51,7 @@ from flowrl.agents.endpoint.call_sampler import CallSampler
 from flowrl.agents.endpoint.session_table import AgentSession, CallRun, SampledCall, SessionTable
 from flowrl.errors import ConfigError
 from flowrl.machine.proxies import reach_directly
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 
 if TYPE_CHECKING:
     from aiohttp import web

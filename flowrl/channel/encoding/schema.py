@@ -32,8 +32,8 @@ from flowrl.channel.encoding.values import (
     kind_of,
 )
 from flowrl.errors import SchemaError, WireError
-from flowrl.message_base import known_types, scalar_problem, schema_hash
 from flowrl.messages import Message
+from flowrl.messages.base import known_types, scalar_problem, schema_hash
 
 UNSENDABLE = (WireError, SchemaError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, StructError)
 """The errors that the encoder or `freeze` raises for a value that cannot be sent."""

@@ -29,8 +29,8 @@ from flowrl.channel.encoding.values import (
     kind_of,
 )
 from flowrl.errors import SchemaError, WireError
-from flowrl.message_base import message_type, type_name
 from flowrl.messages import Message
+from flowrl.messages.base import message_type, type_name
 
 FORMAT = 1
 MOST_BYTES = (1 << 32) - 1

@@ -15,8 +15,8 @@ import numpy as np
 
 from flowrl.channel.encoding.compiled import DTYPE_CODES, DTYPES
 from flowrl.errors import WireError
-from flowrl.message_base import scalar_problem
 from flowrl.messages import Message
+from flowrl.messages.base import scalar_problem
 
 MAX_DEPTH = 32
 """The most messages, lists and read-only mappings that may be nested around a value: each takes about 40 KiB of

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flowrl.channel.encoding.schema import schema_of
 from flowrl.channel.encoding.wire import lane_number
-from flowrl.message_base import message_type
+from flowrl.messages.base import message_type
 
 
 @dataclass(frozen=True)

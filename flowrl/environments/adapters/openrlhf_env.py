@@ -24,7 +24,7 @@ from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow
 from flowrl.environments.protocol import Action, Env, MalformedValue, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions, question_of
 from flowrl.errors import ConfigError
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 from flowrl.tasks.user_code import load_user_module
 
 MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")

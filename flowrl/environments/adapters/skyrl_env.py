@@ -17,7 +17,7 @@ from flowrl.environments.environment_row import EnvironmentName, EnvironmentRow,
 from flowrl.environments.protocol import Action, Env, Observation, Step
 from flowrl.environments.task_questions import TaskQuestions, asked_task, load_questions
 from flowrl.errors import ConfigError
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 from flowrl.tasks import Row
 from flowrl.tasks.user_code import one_line
 

@@ -14,8 +14,8 @@ from flowrl.graph.analysis.place import HostPlan, place_replicas
 from flowrl.graph.graph import Edge, EdgeKind, Graph, carried_type, port_name, port_owner
 from flowrl.graph.machine import Cluster
 from flowrl.graph.routes import WeightRoute, WeightTransport
-from flowrl.message_base import type_name
 from flowrl.messages import Weights
+from flowrl.messages.base import type_name
 
 __all__ = ["CallPlan", "EdgePlan", "HostPlan", "LanePlan", "Plan", "WeightPlan", "make_plan"]
 

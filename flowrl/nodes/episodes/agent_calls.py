@@ -38,9 +38,9 @@ import numpy as np
 
 from flowrl.agents.endpoint import FinishedSession, LimitReached, RunEnded, SampledAnswer, SessionTask, Unavailable
 from flowrl.environments import EnvironmentFailed, Step
-from flowrl.episode import EpisodeRecord, Reply, Turn
 from flowrl.errors import AttemptFailed, LaneFailed, OutOfService
 from flowrl.messages import Int32, Record
+from flowrl.messages.episode import EpisodeRecord, Reply, Turn
 from flowrl.models.tokens.chat import Messages
 from flowrl.nodes.episodes.attempt import AskedTurn, TurnFigures, figures_of, read_action
 from flowrl.nodes.episodes.episode_log import EpisodeLog

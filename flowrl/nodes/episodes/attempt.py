@@ -21,9 +21,9 @@ import numpy as np
 from flowrl.agents import ChatTemplate, Conversation, History, TokenSequence
 from flowrl.environments import Action, Observation, Step
 from flowrl.environments.protocol import LEAST_BYTES, without_middle
-from flowrl.episode import Reply
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
+from flowrl.messages.episode import Reply
 
 OnTruncated = Literal["train", "mask", "drop"]
 LEAST = {"turns": 1, "tokens": 2, "turn_tokens": 1, "episodes": 1, "retries": 0, "observation_bytes": LEAST_BYTES}

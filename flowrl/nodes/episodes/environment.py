@@ -23,11 +23,11 @@ from typing import Any, get_args
 
 from flowrl.agents import History
 from flowrl.environments import EnvironmentFailed, EnvironmentName, Episodes, environment_rows
-from flowrl.episode import Reply, Turn
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.node import Facts
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy, check_model, resolve, silent
 from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt, Limits, Played
 from flowrl.nodes.episodes.episode_log import EpisodeLog, open_episode

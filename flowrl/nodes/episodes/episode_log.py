@@ -24,8 +24,8 @@ import numpy as np
 
 from flowrl.environments import Action, EnvironmentFailed, EnvironmentRow, Episodes, Observation, OpenEpisode, Step
 from flowrl.environments.protocol import as_plain, read_observation, read_step, without_middle
-from flowrl.episode import EpisodeRecord, Reply, Turn
 from flowrl.messages import Record
+from flowrl.messages.episode import EpisodeRecord, Reply, Turn
 from flowrl.nodes.episodes.attempt import AskedTurn
 
 SHOWN_CHARACTERS = 200

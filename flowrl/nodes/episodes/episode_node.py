@@ -24,11 +24,11 @@ from flowrl.agents import TokenSequence, examine
 from flowrl.agents.examination import Examination
 from flowrl.agents.parser_trial import examine_with_parsers, parsers_that_read
 from flowrl.environments import RESUME_CAUSES
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import AttemptFailed, ConfigError, SampleFailed
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Branch, Prompt, Record
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy, known_context, known_tokenizer, load_tokenizer, with_template
 from flowrl.models.model_files import context_length
 from flowrl.models.tokens.chat import Messages

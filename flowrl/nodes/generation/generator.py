@@ -29,12 +29,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flowrl.agents import ReplyParser, parser_problems, reply_parser
-from flowrl.episode import Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, OutOfService
 from flowrl.graph.node import Context, Facts, Footprint, Node, Share
 from flowrl.graph.ports import In, Out, Serve
 from flowrl.graph.routes import through_hosts
 from flowrl.messages import Message, Prompt, Sample, Weights
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy, check_model, end_problem, known_context, known_directory, resolve, with_template
 from flowrl.models.model_layout import known_shape
 from flowrl.nodes.engine_options import AdapterSlots, Engine, Parallel, method_note

@@ -26,10 +26,10 @@ import numpy as np
 
 from flowrl.channel.tickets import Window
 from flowrl.errors import ConfigError, FlowrlError
-from flowrl.forest import num_shared
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Out
 from flowrl.messages import Batch, Bool, Group, Trainable, ValueQuestion, Values, no_ids, no_logprobs, packed
+from flowrl.messages.forest import num_shared
 from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks.rows import OF_TASK

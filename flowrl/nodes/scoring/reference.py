@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flowrl.episode import Episode
 from flowrl.graph.node import Facts, Footprint, MemoryTerm, Node, Share
 from flowrl.graph.ports import In, Out
 from flowrl.messages import Batch, Bool, Float32, Group, Int32, Sample, Trainable, Weights
+from flowrl.messages.episode import Episode
 from flowrl.models import Policy, check_model, known_directory, require_same_vocabulary, resolve
 from flowrl.models.model_layout import layout_note, scoring_layout
 from flowrl.models.tokens.vocabulary import untold_vocabulary, vocabulary_problem

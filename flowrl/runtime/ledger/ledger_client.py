@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.channel.encoding.chunks import chunked
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.runtime.ledger.long_tables import EARLY
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
 

@@ -14,7 +14,6 @@ from flowrl.channel.encoding.envelope import Envelope
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.channel.lanes.lane import LaneSpec
-from flowrl.episode import Turn
 from flowrl.errors import FlowrlError
 from flowrl.graph.analysis.branches import PortPlan, by_name
 from flowrl.graph.analysis.plan import LanePlan, Plan
@@ -22,8 +21,9 @@ from flowrl.graph.dispatch_rules import RULES
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, In, Out, Serve
-from flowrl.message_base import type_name
 from flowrl.messages import Prompt, Tombstone
+from flowrl.messages.base import type_name
+from flowrl.messages.episode import Turn
 from flowrl.runtime.activity.activity import Activity, in_invocation
 from flowrl.runtime.activity.ending import as_failure
 from flowrl.runtime.activity.lease import Lease

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 from flowrl.tasks.reward_calls.signatures import OF_TRL, Convention, adapt_function, by_position, convention_of
 from flowrl.tasks.user_code import load_user_module, one_line
 

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.machine.disk import user_path
-from flowrl.message_base import number_in
+from flowrl.messages.base import number_in
 
 Convention = Literal["flowrl", "openrlhf", "trl", "verl", "pairwise"]
 TITLES: dict[Convention, str] = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "verl"}

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.message_base import scalar_problem
+from flowrl.messages.base import scalar_problem
 from flowrl.tasks.checks.answer_checks import CHECKS, NEEDED
 from flowrl.tasks.checks.code_tests import CASE_S, TOTAL_S, is_time, missing_tests
 from flowrl.tasks.checks.maths import is_readable

@@ -13,8 +13,8 @@ Three layouts give the same results. `padded`: one right-padded row per sequence
 causal attention never looks to the right. `packed`: one row without padding, whose position ids restart at each
 sequence; it is only for attention that splits sequences there (flash attention's variable-length kernels). With dense
 kernels packing costs more than it saves, and a mask or a cache would let neighbours attend to each other. `tree`: one
-row that has every prefix that sequences share only once (`flowrl.forest`), with its own attention. `auto` chooses
-`tree` if that saves enough places, else `padded`.
+row that has every prefix that sequences share only once (`flowrl.messages.forest`), with its own attention. `auto`
+chooses `tree` if that saves enough places, else `padded`.
 
 One rank's slice of a micro-batch (`slice_rows`): the same positions of every row, equally many for each rank of a
 group.
@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowrl.errors import ConfigError
-from flowrl.forest import Places, make_forest, num_unique
 from flowrl.messages import Bool, Int32
+from flowrl.messages.forest import Places, make_forest, num_unique
 from flowrl.training.layouts import Placing, possible_kernels
 from flowrl.training.model.logprobs import Taught
 from flowrl.training.model.sequence_attention import Exchange, SequenceGroup, Sight, gather_slices

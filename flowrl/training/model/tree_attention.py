@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from flowrl.errors import ConfigError
-from flowrl.forest import Forest, Stem, extended
 from flowrl.machine.cpu import is_slow_in_bfloat16
+from flowrl.messages.forest import Forest, Stem, extended
 from flowrl.training.layouts import Kernel, choose_kernel
 
 SCORES_A_CHUNK = 1 << 18

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.platforms import current_platform
 
-from flowrl.tensor_table import TensorRow
+from flowrl.messages import TensorRow
 from flowrl.weights.shm import DATA_OFFSET, Segment, view_tensors
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.episode import Episode
 from flowrl.messages import Branch
+from flowrl.messages.episode import Episode
 
 Arrays = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.episode import Episode
+from flowrl.messages.episode import Episode
 from flowrl.models import Policy
 from flowrl.nodes import Environment, Limits, Shaping
 from flowrl.testing import NodeRig

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Trainable, packed
+from flowrl.messages.episode import Episode
 from flowrl.models import Policy
 from flowrl.nodes import BestOfN, PairMaker, TokenBatch
 from flowrl.nodes.groups.batch import branch_metrics, repeated_tokens, require_advantages, value_question

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from benchmarks.channels.machines import free_ports
-from flowrl.episode import Episode
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode
 from flowrl.models import Policy
 from flowrl.nodes import AgentProgram, Limits
 from flowrl.testing import NodeRig

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from flowrl.agents.programs import AGENT_CAUSES
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, SampleFailed
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import AgentProgram, Limits, Sampling

@@ -13,9 +13,9 @@ import pytest
 
 from flowrl.environments import EnvironmentName, EnvironmentRow, Observation, ToolCall, environment_rows
 from flowrl.environments.adapters import gymnasium_env, verifiers_env
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.errors import ConfigError, FlowrlError, NodeFailed
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Limits

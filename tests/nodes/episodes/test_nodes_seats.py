@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flowrl.environments import Observation
-from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode
 from flowrl.models import Policy
 from flowrl.nodes import Environment, Limits, Shaping
 from flowrl.nodes.episodes.attempt import join_observations

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowrl.episode import Episode
 from flowrl.errors import ConfigError
 from flowrl.messages import Group
+from flowrl.messages.episode import Episode
 from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, PairMaker
 from flowrl.nodes.groups.batch import RunningEstimate, value_question
 from flowrl.nodes.groups.group_filter import GroupFilter

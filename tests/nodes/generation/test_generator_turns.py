@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from flowrl.agents import reply_parser
-from flowrl.episode import Reply, Turn
 from flowrl.errors import OutOfService
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import tool_tokenizer
 from flowrl.nodes.generation.generator import Generator, Standby

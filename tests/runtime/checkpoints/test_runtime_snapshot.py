@@ -12,9 +12,9 @@ import pytest
 
 from flowrl.channel.encoding import stored
 from flowrl.channel.encoding.envelope import Envelope
-from flowrl.episode import EpisodeRecord
 from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
+from flowrl.messages.episode import EpisodeRecord
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.driver.run_checkpoints import Snapshotter

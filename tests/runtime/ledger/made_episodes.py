@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.messages import Prompt
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.runtime.ledger.ledger_client import LedgerClient
 from flowrl.runtime.ledger.token_digest import policy_spans
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.episode import Episode
 from flowrl.errors import FlowrlError
 from flowrl.messages import Sample
+from flowrl.messages.episode import Episode
 from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
 from flowrl.testing import run_graph

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl.forest import num_unique
 from flowrl.messages import Batch, Trainable
+from flowrl.messages.forest import num_unique
 from flowrl.runtime.driver.resources import LOOPBACK
 from tests.house.further_cases import chosen
 from tests.rigs.run_process import is_loopback

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import Graph
-from flowrl.episode import Reply, Turn
 from flowrl.graph.node import Facts
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import tool_tokenizer
 from flowrl.nodes import AgentProgram, Environment, EnvironmentSource, GroupAdvantage, Limits, TaskSource, TokenBatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowrl import Graph
-from flowrl.episode import Reply, Turn
+from flowrl.messages.episode import Reply, Turn
 from flowrl.nodes import Environment, EnvironmentSource, Generator, GroupAdvantage, Limits, TaskSource
 from flowrl.options import (
     EnvironmentOptions,

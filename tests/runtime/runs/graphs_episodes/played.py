@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.runs.stages import SleepingTrainer
 from flowrl import Graph, In, Node, Out, Serve, Weights
 from flowrl.environments import Action, Env, Observation, Step
-from flowrl.episode import Episode, Reply, Turn
 from flowrl.graph.node import Facts
+from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.models import Policy
 from flowrl.models.tokens.characters import CHAT_TEMPLATE, character_tokenizer
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch

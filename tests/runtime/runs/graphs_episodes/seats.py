@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from flowrl import Graph
 from flowrl.environments.sticks_env import Sticks
-from flowrl.episode import Reply, Turn
+from flowrl.messages.episode import Reply, Turn
 from flowrl.models import Policy
 from flowrl.nodes import Environment, EnvironmentSource, Evaluation, GroupAdvantage, Limits, TokenBatch
 from flowrl.nodes.generation.responses import skips_version

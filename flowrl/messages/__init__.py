@@ -12,20 +12,23 @@ Array axes: T tokens of one sample, prompt included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from flowrl import packing
-from flowrl.message_base import Message as Message
-from flowrl.tensor_table import TensorTable
+from flowrl.messages import packing
+from flowrl.messages.base import Message as Message
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+TensorRow = tuple[str, str, tuple[int, ...], int, int]
+"""(name, dtype, shape, offset_bytes, num_bytes)"""
 
 
 def no_ids() -> Int32:
@@ -354,6 +357,63 @@ class Values(Message):
     version: int
     """Version of the critic, the same for all values."""
     values: Float32
+
+
+def _no_numbers() -> Int64:
+    return np.zeros(0, np.int64)
+
+
+def _int64(values: Iterable[int]) -> Int64:
+    return np.array([*values], np.int64)
+
+
+@dataclass(frozen=True)
+class TensorTable(Message):
+    """Rows of N tensors of a manifest of weights, in the transport's order, as columns. Iterate it for the rows.
+
+    A model with hundreds of experts has some hundred thousand tensors. A message with one value for each field of each
+    tensor is refused by its receiver, which cannot know what decoding so many values costs. A few arrays cost the
+    receiver nothing, however long they are.
+    """
+
+    names: bytes = b""
+    """All names in UTF-8, each followed by a zero byte, which no name has."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes that occur."""
+    dtype: Int64 = field(default_factory=_no_numbers)
+    """[N], indices into `dtypes`."""
+    axes: Int64 = field(default_factory=_no_numbers)
+    """[N], the numbers of axes."""
+    sizes: Int64 = field(default_factory=_no_numbers)
+    """[sum of `axes`], the shapes one after the other."""
+    offset_bytes: Int64 = field(default_factory=_no_numbers)
+    """[N]"""
+    num_bytes: Int64 = field(default_factory=_no_numbers)
+    """[N]"""
+
+    @staticmethod
+    def of(rows: Iterable[TensorRow]) -> TensorTable:
+        names, dtypes, shapes, offsets, lengths = zip(*rows, strict=True) if (rows := [*rows]) else ((),) * 5
+        known = tuple(dict.fromkeys(dtypes))
+        return TensorTable(
+            b"".join(name.encode() + b"\0" for name in names),
+            known,
+            _int64(map(known.index, dtypes)),
+            _int64(map(len, shapes)),
+            _int64(size for shape in shapes for size in shape),
+            _int64(offsets),
+            _int64(lengths),
+        )
+
+    def __len__(self) -> int:
+        return len(self.dtype)
+
+    def __iter__(self) -> Iterator[TensorRow]:
+        names = self.names.decode().split("\0")[:-1]
+        dtypes = [self.dtypes[number] for number in self.dtype.tolist()]
+        sizes, ends = self.sizes.tolist(), accumulate(self.axes.tolist(), initial=0)
+        shapes = [tuple(sizes[start:end]) for start, end in pairwise(ends)]
+        return zip(names, dtypes, shapes, self.offset_bytes.tolist(), self.num_bytes.tolist(), strict=True)
 
 
 @dataclass(frozen=True)

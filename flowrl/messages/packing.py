@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl.forest import Prefixes, Tokens, num_unique, order_key
+from flowrl.messages.forest import Prefixes, Tokens, num_unique, order_key
 
 Passes = tuple[tuple[Tokens, ...], ...]
 """The sequences of each pass over a unit: one pass, or two if it has mismatched completions."""
