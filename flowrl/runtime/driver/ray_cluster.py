@@ -106,6 +106,8 @@ class RayCluster:
         if not address:
             self.owned = True
             adopt_orphans()
+            if "RAY_TMPDIR" not in os.environ:
+                ray_start.remove_old_sessions(ray_directory())
             init = partial(
                 ray.init,
                 address="local",

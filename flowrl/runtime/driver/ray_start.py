@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import socket
 import threading
 import time
@@ -57,6 +58,8 @@ LAST_LINES = 2
 LINE_LENGTH = 200
 HEALTH_PERIOD_S = 3
 """Ray's time between two looks at the health of a raylet."""
+SESSIONS_KEPT = 10
+"""Number of directories with the logs of earlier Rays that stay: one has some 400 KB, and Ray removes none."""
 
 
 def ray_settings(limit_s: float) -> dict[str, str]:
@@ -120,6 +123,17 @@ def free_ports(number: int) -> list[int]:
         with suppress(OSError), socket.create_server(("", port := random.randrange(PORTS_FROM, PORTS_TO))):
             ports.add(port)
     return list(ports)
+
+
+def remove_old_sessions(directory: Path) -> None:
+    """Remove all but the newest SESSIONS_KEPT directories of Rays in `directory` whose driver has ended.
+
+    Ray names one `session_DATE_TIME_MICROSECONDS_PID`, with the driver's process id.
+    """
+    found = directory.glob("session_2*_*")
+    ended = [path for path in found if not Path("/proc", path.name.rpartition("_")[2]).exists()]
+    for path in sorted(ended)[:-SESSIONS_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def may_start_again(logs: Path, process: str) -> bool:

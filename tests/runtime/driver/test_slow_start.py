@@ -175,3 +175,17 @@ def test_the_settings_of_a_start_are_those_of_the_installed_ray() -> None:
     library = "".join(path.read_text() for path in (Path(ray.__file__).parent / "_private").glob("*.py"))
     for name in ray_settings(600):
         assert name.removeprefix("RAY_").encode() in raylet or name in library, name
+
+
+def test_the_logs_of_earlier_rays_do_not_accumulate(tmp_path: Path) -> None:
+    ended = [f"session_2026-11-{day:02}_10-00-00_000123_{2**22 + day}" for day in range(1, 16)]
+    alive = f"session_2026-10-01_10-00-00_000123_{os.getpid()}"
+    for name in [*ended, alive]:
+        (tmp_path / name / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(tmp_path / ended[-1])
+    ray_start.remove_old_sessions(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        alive,
+        *ended[-ray_start.SESSIONS_KEPT :],
+        "session_latest",
+    ]
