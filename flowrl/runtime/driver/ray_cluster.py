@@ -107,7 +107,7 @@ class RayCluster:
             self.owned = True
             adopt_orphans()
             if "RAY_TMPDIR" not in os.environ:
-                ray_start.remove_old_sessions(ray_directory())
+                ray_start.remove_old_logs(ray_directory())
             init = partial(
                 ray.init,
                 address="local",

@@ -58,7 +58,7 @@ LAST_LINES = 2
 LINE_LENGTH = 200
 HEALTH_PERIOD_S = 3
 """Ray's time between two looks at the health of a raylet."""
-SESSIONS_KEPT = 10
+LOGS_KEPT = 10
 """Number of directories with the logs of earlier Rays that stay: one has some 400 KB, and Ray removes none."""
 
 
@@ -125,14 +125,14 @@ def free_ports(number: int) -> list[int]:
     return list(ports)
 
 
-def remove_old_sessions(directory: Path) -> None:
-    """Remove all but the newest SESSIONS_KEPT directories of Rays in `directory` whose driver has ended.
+def remove_old_logs(directory: Path) -> None:
+    """Remove all but the newest LOGS_KEPT directories of Rays in `directory` whose driver has ended.
 
     Ray names one `session_DATE_TIME_MICROSECONDS_PID`, with the driver's process id.
     """
     found = directory.glob("session_2*_*")
     ended = [path for path in found if not Path("/proc", path.name.rpartition("_")[2]).exists()]
-    for path in sorted(ended)[:-SESSIONS_KEPT]:
+    for path in sorted(ended)[:-LOGS_KEPT]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -183,9 +183,9 @@ def test_the_logs_of_earlier_rays_do_not_accumulate(tmp_path: Path) -> None:
     for name in [*ended, alive]:
         (tmp_path / name / "logs").mkdir(parents=True)
     (tmp_path / "session_latest").symlink_to(tmp_path / ended[-1])
-    ray_start.remove_old_sessions(tmp_path)
+    ray_start.remove_old_logs(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         alive,
-        *ended[-ray_start.SESSIONS_KEPT :],
+        *ended[-ray_start.LOGS_KEPT :],
         "session_latest",
     ]
