@@ -36,7 +36,7 @@ from benchmarks.channels.channel_peers import (
     pyzmq_rate,
     pyzmq_round_trip,
 )
-from flowrl.channel.encoding.envelope import Envelope, message_id
+from flowrl.channel.encoding.schema import Envelope, message_id
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.channel.lanes.lane import LaneSpec

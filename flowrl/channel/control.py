@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flowrl import errors
-from flowrl.channel.encoding.wire import ABORT, NOTIFY, REPLY, REQUEST, Frame
+from flowrl.channel.encoding.multiparts import ABORT, NOTIFY, REPLY, REQUEST, Frame
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, WireError
 
 Answer = Callable[[str, Any], Any]

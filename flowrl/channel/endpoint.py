@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from flowrl.channel.control import Answer, Control
-from flowrl.channel.encoding.wire import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
+from flowrl.channel.encoding.multiparts import RELEASE, REPLY, REQUEST, Frame, MessageDecoder
 from flowrl.channel.lanes.ends import ReceiveLane, SendLane
 from flowrl.channel.lanes.inbox import EndOfStream
 from flowrl.channel.lanes.lane import ReceiverLane, SenderLane

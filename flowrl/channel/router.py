@@ -22,7 +22,18 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flowrl.channel.encoding.wire import BYE, CONFIRM, DATA, HELLO, REQUEST, RESEND, SYNC, TO_RECEIVER, Frame, Refused
+from flowrl.channel.encoding.multiparts import (
+    BYE,
+    CONFIRM,
+    DATA,
+    HELLO,
+    REQUEST,
+    RESEND,
+    SYNC,
+    TO_RECEIVER,
+    Frame,
+    Refused,
+)
 from flowrl.channel.lanes.ends import ReceiveLane, SendLane
 from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
 from flowrl.channel.lanes.lane_spec import LaneSpec, session_number

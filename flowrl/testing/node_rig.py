@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import LaneFailed
 from flowrl.graph.graph import carried_type
 from flowrl.graph.node import Node

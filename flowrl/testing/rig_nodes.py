@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
+from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Port
 from flowrl.messages import Message

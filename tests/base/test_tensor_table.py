@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.wire import DATA, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.multiparts import DATA, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.messages import TensorRow, TensorTable, Weights
 
 ROWS: list[TensorRow] = [

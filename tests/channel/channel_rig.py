@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
+from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import EndOfStream, Inbox
 from flowrl.channel.lanes.ends import SendLane

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from flowrl.channel.encoding.envelope import Envelope, message_id
+from flowrl.channel.encoding.schema import Envelope, message_id
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.custody import Custody
 from flowrl.channel.lanes.dispatch import Delivery, EndOfStream, Inbox, OutEdge

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.channel.control import _as_data
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.wire import (
+from flowrl.channel.encoding.multiparts import (
     ABORT,
     ACK,
     CANCEL,
@@ -38,6 +37,7 @@ from flowrl.channel.encoding.wire import (
     Frame,
     MessageEncoder,
 )
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox
 from flowrl.errors import FlowrlError, NodeFailed

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.wire import DATA
+from flowrl.channel.encoding.multiparts import DATA
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.channel.lanes.ends import ReceiveLane, SendLane

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from flowrl.channel.control import Control
-from flowrl.channel.encoding.wire import ABORT, CREDIT, REPLY, REQUEST, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.multiparts import (
+    ABORT,
+    CREDIT,
+    REPLY,
+    REQUEST,
+    Frame,
+    MessageDecoder,
+    MessageEncoder,
+    Refused,
+)
 from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from tests.channel.channel_rig import (

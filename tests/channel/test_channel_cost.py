@@ -16,9 +16,22 @@ import pytest
 from flowrl.channel.encoding import cost
 from flowrl.channel.encoding.codec import Encoder
 from flowrl.channel.encoding.cost import FLOOR_BYTES, MOST_TEXT_BYTES, MOST_VALUES, PER_BYTE, weigh
-from flowrl.channel.encoding.envelope import Envelope, source_id
-from flowrl.channel.encoding.frames import HEADER, MAGIC, MAX_FRAMES, MAX_PARTS, PREAMBLE, WIRE_VERSION
-from flowrl.channel.encoding.wire import CREDIT, DATA, NOTIFY, Frame, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.multiparts import (
+    CREDIT,
+    DATA,
+    HEADER,
+    MAGIC,
+    MAX_FRAMES,
+    MAX_PARTS,
+    NOTIFY,
+    PREAMBLE,
+    WIRE_VERSION,
+    Frame,
+    MessageDecoder,
+    MessageEncoder,
+    Refused,
+)
+from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.errors import WireError
 from flowrl.messages import Batch, Message, Trainable
 from tests.channel.test_channel_wire import Parcel, equal

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
-from flowrl.channel.encoding.wire import Frame
+from flowrl.channel.encoding.multiparts import Frame
+from flowrl.channel.encoding.schema import Envelope, message_id, source_id
 from flowrl.channel.lanes.custody import Custody
 from flowrl.channel.lanes.frame_switch import to_receiver, to_sender
 from flowrl.channel.lanes.lane import LaneSpec, ReceiverLane, SenderLane, session_number

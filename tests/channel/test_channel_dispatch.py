@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.channel.lanes.ends import SendLane

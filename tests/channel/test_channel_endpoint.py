@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
+from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import EndOfStream, Inbox, OutEdge
 from flowrl.channel.lanes.ends import ReceiveLane, SendLane

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.channel.links import link as links

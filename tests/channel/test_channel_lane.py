@@ -12,8 +12,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
-from flowrl.channel.encoding.wire import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
+from flowrl.channel.encoding.multiparts import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
+from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.arrived_messages import Seen
 from flowrl.channel.lanes.frame_switch import to_receiver, to_sender

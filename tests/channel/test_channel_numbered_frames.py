@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.wire import CONFIRM, NOTIFY, Frame
+from flowrl.channel.encoding.multiparts import CONFIRM, NOTIFY, Frame
 from flowrl.channel.links.numbered_frames import Incoming, Outgoing
 
 

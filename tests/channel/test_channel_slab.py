@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
-from flowrl.channel.encoding.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.channel.encoding.multiparts import DATA, NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.channel.links import slab
 from flowrl.channel.links.address import run_prefix, socket_root
 from flowrl.channel.links.presence import Presence

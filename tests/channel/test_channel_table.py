@@ -14,12 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.codec import TABLE_CODE, Decoder, Encoder
-from flowrl.channel.encoding.cost import FLOOR_BYTES, PER_BYTE, weigh
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.schema import schema_of
-from flowrl.channel.encoding.stored import dump, load
-from flowrl.channel.encoding.table import (
+from flowrl.channel.encoding.codec import (
     ARRAYS,
     DICTS,
     LEAST_ROWS,
@@ -28,11 +23,17 @@ from flowrl.channel.encoding.table import (
     RECORDS,
     ROWS,
     SAME,
+    TABLE_CODE,
     TEXTS,
     TUPLES,
-    Columns,
+    Decoder,
+    Encoder,
+    dump_value,
+    load_message,
 )
-from flowrl.channel.encoding.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.cost import FLOOR_BYTES, PER_BYTE, weigh
+from flowrl.channel.encoding.multiparts import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
+from flowrl.channel.encoding.schema import Envelope, schema_of
 from flowrl.errors import WireError
 from flowrl.messages import Batch, Branch, Message, Trainable
 from tests.channel.test_channel_cost import multipart, sample
@@ -151,7 +152,7 @@ def test_what_arrives_is_what_was_sent(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     message = Many(made(rng, rng.choice((1, LEAST_ROWS - 1, LEAST_ROWS, 300))))
     assert same(through(message), message)
-    assert same(load(dump(message)), message), "what is stored has names and no tables"
+    assert same(load_message(dump_value(message)), message), "what is stored has names and no tables"
 
 
 def test_messages_of_two_classes_are_no_table() -> None:
@@ -164,7 +165,7 @@ def codes(message: Message) -> set[int]:
     """Extensions in the body of a message, at its first level."""
     encoder = Encoder()
     found: set[int] = set()
-    body = encoder.pack(schema_of(type(message)).take_apart(None, message, encoder.carried))
+    body = encoder.pack(schema_of(type(message)).take_apart(None, message, encoder.carry_value))
     msgpack.unpackb(body, ext_hook=lambda code, data: found.add(code), strict_map_key=False)
     return found
 
@@ -202,7 +203,7 @@ def test_a_large_batch_is_one_message(number: int, tokens: int, branches: int) -
     assert isinstance(found, Batch) and len(found.samples) == number
     for at in (0, 1, number // 2, number - 1):
         assert equal(found.samples[at], batch.samples[at])
-    body = Encoder().pack(schema_of(Batch).take_apart("", batch, Encoder().carried)) if tokens == 24 else b""
+    body = Encoder().pack(schema_of(Batch).take_apart("", batch, Encoder().carry_value)) if tokens == 24 else b""
     assert not body or weigh(body, deep=True).num_values < 300
 
 
@@ -298,7 +299,7 @@ def test_what_lies_in_shared_memory_counts_as_received(number: int) -> None:
 
 
 def column(values: Any) -> tuple[Any, ...]:
-    return Columns(Encoder().carried, lambda cost, bulk: None).of(values)
+    return Encoder().make_column(values)
 
 
 LEAF = schema_of(Leaf).hash
@@ -385,9 +386,9 @@ def test_a_table_is_paid_for_before_it_is_made(name: str) -> None:
 
 
 def test_what_is_paid_is_at_least_what_it_takes() -> None:
-    paid: list[int] = []
+    packer = Encoder()
     batch = tuple(sample(n, 24) for n in range(2_000))
-    Columns(Encoder().carried, lambda cost, bulk: paid.append(cost + bulk)).of(batch)
+    packer.make_column(batch)
     encoder = MessageEncoder("A", 0)
     encoder.add([(NOTIFY, 0, 0, 0, ("kind", Many(batch)))])
     multiparts = [[bytes(part) for part in parts] for parts in encoder.multiparts()]
@@ -397,7 +398,8 @@ def test_what_is_paid_is_at_least_what_it_takes() -> None:
         taken = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(frames) == 1 and 0.5 * sum(paid) < taken < sum(paid)
+    paid = packer.tables_cost + packer.tables_bulk
+    assert len(frames) == 1 and 0.5 * paid < taken < paid
 
 
 def test_columns_are_of_values_of_one_type() -> None:

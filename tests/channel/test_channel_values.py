@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.codec import freeze, freeze_inside
-from flowrl.channel.encoding.stored import dump, dump_value, load, load_value
+from flowrl.channel.encoding.codec import dump_value, load_message, load_value
+from flowrl.channel.encoding.schema import freeze, freeze_inside
 from flowrl.errors import WireError
 from flowrl.messages import Int32, Message, Tombstone
 from tests.channel.test_channel_wire import Parcel, equal, parts_with, there_and_back
@@ -38,7 +38,7 @@ def test_a_value_keeps_its_type_between_processes_in_one_and_in_storage(thing: A
     for after in (
         there_and_back(body)[0].body,
         there_and_back(Parcel(inner=(body,)))[0].body.inner[0],
-        load(dump(body)),
+        load_message(dump_value(body)),
     ):  # type: ignore[attr-defined]
         assert same(body.inner, after.inner) and same(body.columns, after.columns)
 
@@ -110,7 +110,7 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("thing", "reason"), REFUSED, ids=lambda thing: type(thing).__name__)
 def test_what_cannot_keep_its_type_is_refused_everywhere(thing: Any, reason: str, within: Callable[[Any], Any]) -> None:
     for body in (Parcel(inner=within(thing)), Bare(thing), Parcel(text=thing), Parcel(number=thing)):
-        for send in (freeze, dump, parts_with):
+        for send in (freeze, dump_value, parts_with):
             with pytest.raises(WireError, match=rf"cannot (send|be stored): (Parcel|Bare)\.\w+: .*{reason}"):
                 send(body)
 
@@ -131,7 +131,7 @@ def test_tuples_and_dicts_nest_only_so_deep() -> None:
     deep: Any = ()
     for _ in range(63):
         deep = (deep,)
-    for send in (freeze, dump, parts_with):
+    for send in (freeze, dump_value, parts_with):
         send(Parcel(inner=deep))
         with pytest.raises(WireError, match="more than 64 tuples and dicts"):
             send(Parcel(inner=(deep,)))

@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from flowrl.channel.encoding import codec, multiparts, schema
-from flowrl.channel.encoding import values as rule
-from flowrl.channel.encoding.codec import freeze
-from flowrl.channel.encoding.compiled import DTYPES, INLINE_LIMIT_BYTES
-from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
-from flowrl.channel.encoding.payload import payload_bytes
-from flowrl.channel.encoding.stored import FORMAT, dump, dump_value, load, load_value
-from flowrl.channel.encoding.values import MAX_DEPTH
-from flowrl.channel.encoding.wire import (
+from flowrl.channel.encoding.codec import FORMAT, dump_value, load_message, load_value
+from flowrl.channel.encoding.multiparts import (
     ABORT,
     ACK,
     BYE,
@@ -44,6 +38,16 @@ from flowrl.channel.encoding.wire import (
     MessageDecoder,
     MessageEncoder,
     Refused,
+)
+from flowrl.channel.encoding.schema import (
+    DTYPES,
+    INLINE_LIMIT_BYTES,
+    MAX_DEPTH,
+    Envelope,
+    freeze,
+    message_id,
+    payload_bytes,
+    source_id,
 )
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
@@ -126,7 +130,7 @@ def test_messages_arrive_as_they_left(bodies: list[Parcel]) -> None:
 @example(Parcel(columns={"\0type": None, "a": {"\0type": "Prompt"}}))  # a mapping that looks like a message
 @settings(max_examples=100, deadline=None)
 def test_stored_messages_come_back(body: Parcel) -> None:
-    assert equal(body, load(dump(body)))
+    assert equal(body, load_message(dump_value(body)))
 
 
 def test_large_arrays_travel_beside_the_body_and_small_ones_inside() -> None:
@@ -253,7 +257,7 @@ def within_itself() -> list[Any]:
 )
 def test_the_same_is_refused_between_processes_in_one_and_in_storage(thing: Any, reason: str) -> None:
     body = Parcel(inner=(thing,))
-    for send in (freeze, dump, parts_with):
+    for send in (freeze, dump_value, parts_with):
         with pytest.raises(WireError, match=f"cannot (send|be stored): .*{reason}"):
             send(body)
 
@@ -268,20 +272,20 @@ def chain(num_around: int) -> Parcel:
 def test_messages_are_nested_only_so_deep() -> None:
     deepest, deeper = chain(MAX_DEPTH), chain(MAX_DEPTH + 1)
     freeze(deepest)
-    assert equal(deepest, there_and_back(deepest)[0].body) and equal(deepest, load(dump(deepest)))
-    for send in (freeze, dump, parts_with):
+    assert equal(deepest, there_and_back(deepest)[0].body) and equal(deepest, load_message(dump_value(deepest)))
+    for send in (freeze, dump_value, parts_with):
         with pytest.raises(WireError, match=r"inside more than 32 messages .* as a tuple"):
             send(deeper)
 
 
 def test_bytes_that_nest_deeper_are_refused_before_the_stack_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "MAX_DEPTH", 60)
-    parts, stored = parts_with(chain(60)), dump(chain(60))
+    monkeypatch.setattr(schema, "MAX_DEPTH", 60)
+    parts, stored = parts_with(chain(60)), dump_value(chain(60))
     monkeypatch.undo()
     (frame,) = MessageDecoder().decode(parts)
     assert isinstance(frame, Refused) and "inside more than 32 messages" in frame.reason
     with pytest.raises(SchemaError, match="inside more than 32 messages"):
-        load(stored)
+        load_message(stored)
     (frame,) = MessageDecoder().decode(parts_with(chain(MAX_DEPTH)))
     assert not isinstance(frame, Refused)
 
@@ -320,13 +324,13 @@ class Keyed(Message):
 @pytest.mark.parametrize("body", [Derived(3), Slotted(3), Heir(3, "y"), Keyed(number=3)])
 def test_every_field_arrives_and_nothing_is_initialised_again(body: Message) -> None:
     there, nested = there_and_back(body, Parcel(inner=(body,)))
-    assert there.body == nested.body.inner[0] == load(dump(body)) == body  # type: ignore[attr-defined]
+    assert there.body == nested.body.inner[0] == load_message(dump_value(body)) == body  # type: ignore[attr-defined]
     assert not hasattr(there.body, "__dict__") or set(vars(there.body)) == set(vars(body))
 
 
 def test_a_field_without_a_value_is_named() -> None:
     body = object.__new__(Derived)
-    for send in (freeze, dump, parts_with):
+    for send in (freeze, dump_value, parts_with):
         with pytest.raises(WireError, match="'number'"):
             send(body)
 
@@ -528,25 +532,25 @@ def redefine(fields: list[Any]) -> type[Message]:
 
 
 def test_added_fields_take_their_defaults() -> None:
-    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    stored = dump_value(redefine([("a", int)])(1))  # type: ignore[call-arg]
     redefine([("b", int, field(default=7)), ("a", int, field(default=0))])
-    loaded: Any = load(stored)
+    loaded: Any = load_message(stored)
     assert (loaded.a, loaded.b) == (1, 7)
 
 
 def test_added_fields_take_what_their_factory_makes() -> None:
-    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    stored = dump_value(redefine([("a", int)])(1))  # type: ignore[call-arg]
     redefine([("a", int), ("b", Mapping[str, int], field(default_factory=dict))])
-    first: Any = load(stored)
-    second: Any = load(stored)
+    first: Any = load_message(stored)
+    second: Any = load_message(stored)
     assert first.b == second.b == {} and first.b is not second.b
 
 
 def test_removed_and_missing_fields_are_refused_by_name() -> None:
-    stored = dump(redefine([("a", int)])(1))  # type: ignore[call-arg]
+    stored = dump_value(redefine([("a", int)])(1))  # type: ignore[call-arg]
     redefine([("c", int)])
     with pytest.raises(SchemaError, match=r"Kept .*'a' is unknown.*'c' is missing"):
-        load(stored)
+        load_message(stored)
 
 
 def test_an_unknown_type_and_foreign_bytes_are_refused() -> None:
@@ -554,9 +558,9 @@ def test_an_unknown_type_and_foreign_bytes_are_refused() -> None:
     with pytest.raises(SchemaError, match="'Nobody'"):
         load_value(stored)
     with pytest.raises(SchemaError):
-        load(b"\x93\x01")
+        load_message(b"\x93\x01")
     with pytest.raises(SchemaError, match="no message"):
-        load(dump_value({"a": 1}))
+        load_message(dump_value({"a": 1}))
 
 
 def test_values_hold_messages_too() -> None:

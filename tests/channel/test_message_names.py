@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from flowrl import messages
-from flowrl.channel.encoding.codec import Encoder
+from flowrl.channel.encoding.codec import FORMAT, Encoder, dump_value, load_message, load_value
 from flowrl.channel.encoding.schema import schema_of
-from flowrl.channel.encoding.stored import FORMAT, dump, load, load_value
 from flowrl.errors import SchemaError
 from flowrl.graph.load import load_file
 from flowrl.messages import Message
@@ -35,7 +34,7 @@ def test_a_users_class_may_be_called_what_one_of_flowrls_is() -> None:
     for body in (OWN, Group("x")):
         (envelope,) = there_and_back(body)
         assert type(envelope.body) is type(body) and envelope.body == body
-        assert load(dump(body)) == body and type(load(dump(body))) is type(body)
+        assert load_message(dump_value(body)) == body and type(load_message(dump_value(body))) is type(body)
 
 
 def test_what_was_stored_before_users_classes_had_their_modules_in_their_names_still_loads() -> None:
@@ -52,7 +51,7 @@ def test_what_was_stored_before_users_classes_had_their_modules_in_their_names_s
     with pytest.raises(SchemaError, match=r"a stored Group does not fit .* 'label' is unknown"):
         load_value(stored)
     own = Encoder(beside=False).pack((FORMAT, {"\0type": "LongAgo", "x": 1}))
-    assert load(own) == LongAgo(1)
+    assert load_message(own) == LongAgo(1)
 
 
 def test_a_name_that_may_be_several_is_refused() -> None:

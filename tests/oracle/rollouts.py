@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flowrl.channel.encoding.stored import dump_value, load_value
+from flowrl.channel.encoding.codec import dump_value, load_value
 from flowrl.messages import Scored
 from tests.oracle.cases import BATCHES, FIRST, GROUP_SIZE, MAX_STALENESS, TEMPERATURE
 from tests.training.training_cases import VOCABULARY

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.codec import freeze
+from flowrl.channel.encoding.schema import freeze
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, tokenizer_of

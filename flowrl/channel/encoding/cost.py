@@ -9,12 +9,14 @@ There are two ways to count. During decoding, an `Allowance` counts containers t
 their items were of the costliest kind; it gives up at a container longer than SHORT, because the hook is called
 only when the container is already built. A body that passes is accepted, and nearly all pass. For the others,
 `weigh` reads the bytes one value at a time, exactly, before anything is decoded; this takes longer than decoding.
+
+Data that are too long for one note are divided by `chunked`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from flowrl.errors import WireError
 
@@ -44,10 +46,16 @@ FEW_BYTES = 1024
 """Control frames up to this length are counted at the highest cost per byte, WORST."""
 _BULK_BYTES = 4096
 """Longer texts and bytes are counted separately."""
-
 ADVICE = "store numbers in numpy arrays instead of tuples, and send large data in several messages"
+CHUNK_VALUES = MOST_VALUES // 4
+"""The most values of one chunk. Decoding a chunk takes about 10 ms of the receiver's event loop."""
+VALUE_LENGTH = 50
+"""Number of characters of text, or of bytes, that count as one more value; this keeps a chunk's texts below
+`MOST_TEXT_BYTES`."""
+WITHIN: dict[int, int] = {}
+"""Code of an extension that contains a body -> the number of bytes before that body."""
 
-
+T = TypeVar("T")
 _TUPLES = tuple(_TUPLE + _SLOT * length for length in range(SHORT + 1))
 
 
@@ -56,14 +64,14 @@ class Costly(Exception):
 
 
 class Allowance:
-    """What decoding the current multipart may still cost. `array` and `mapping` are msgpack's hooks."""
+    """What decoding the current multipart may still cost. `pay_tuple` and `pay_dict` are msgpack's hooks."""
 
     __slots__ = ("_bulk", "_earned", "_most", "_values", "careful", "left")
 
     def __init__(self, num_bytes: int = 0) -> None:
-        self.begin(num_bytes)
+        self.begin_multipart(num_bytes)
 
-    def begin(self, num_bytes: int) -> None:
+    def begin_multipart(self, num_bytes: int) -> None:
         """Begin a multipart of `num_bytes` bytes."""
         most = FLOOR_BYTES + PER_BYTE * num_bytes
         self.left = self._most = min(most, MOST_BYTES)
@@ -113,25 +121,25 @@ class Allowance:
         self._bulk -= free
         self.pay(weight.num_bytes + weight.bulk_bytes - free)
 
-    def array(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
+    def pay_tuple(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
         self.left -= _TUPLES[len(items)]  # a hot path: every message's body passes through here
         if self.left < 0:
             raise Costly
         return items
 
-    def mapping(self, items: dict[Any, Any]) -> dict[Any, Any]:
+    def pay_dict(self, items: dict[Any, Any]) -> dict[Any, Any]:
         self.left -= _DICT + _ITEM * len(items)
         if self.left < 0:
             raise Costly
         return items
 
 
-def of_tuple(length: int) -> int:
+def tuple_cost(length: int) -> int:
     """What an Allowance counts for a tuple."""
     return _TUPLE + _SLOT * length
 
 
-def of_dict(length: int) -> int:
+def dict_cost(length: int) -> int:
     """What an Allowance counts for a dict."""
     return _DICT + _ITEM * length
 
@@ -151,9 +159,8 @@ def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: boo
     Raises WireError for bytes that end within a value, for more values than `most_values`, for more text than may
     be decoded at once, and for more memory than any allowance permits.
     """
-    scale = _Scale(data, deep)
-    values = cost = at = 0
-    end, flat, sized = len(data), _FLAT, _SIZED
+    values = cost = at = text_bytes = bulk_bytes = 0
+    end, flat = len(data), _FLAT
     while at < end:
         mark = data[at]
         size, weight = flat[mark]
@@ -168,14 +175,39 @@ def weigh(data: bytes | memoryview, most_values: int = MOST_VALUES, *, deep: boo
             cost += 64 + size if bytes(data[at + 1 : at + 1 + size]).isascii() else 80 + 4 * size
             at += 1 + size
         else:
-            at, weight = sized[mark](scale, at)
+            form, width, size = _SIZED[mark]
+            at += 1 + width
+            if width:
+                size = int.from_bytes(data[at - width : at], "big")
+            if form == _TEXT:
+                start, at = at, at + size
+                text_bytes += size
+                if text_bytes > MOST_TEXT_BYTES:
+                    raise too_costly(f"holds more than {MOST_TEXT_BYTES} bytes of text (send long text as bytes)")
+                if size > _BULK_BYTES:
+                    bulk_bytes += 4 * size
+                else:  # one character outside of ASCII can make every other character take four bytes
+                    weight = 64 + size if bytes(data[start:at]).isascii() else 80 + 4 * size
+            elif form == _ARRAY:
+                weight = _flat_tuple(size)
+            elif form == _MAPPING:
+                weight = _flat_dict(size)
+            elif form == _EXTENSION:
+                bulk_bytes += size
+                code = data[at] if at < end else 0
+                at += 1 + (WITHIN[code] if deep and code in WITHIN else size)
+                weight = EXTENSION
+            else:
+                at += size
+                weight = 48 if size > _BULK_BYTES else 48 + size
+                bulk_bytes += size if size > _BULK_BYTES else 0
         cost += weight
         values += 1
         if values > most_values or cost > MOST_BYTES:
             raise too_costly(f"holds more than {MOST_VALUES} values" if values > most_values else "")
     if at > end:
         raise WireError("a truncated body: it ends within a value")
-    return Weight(cost, scale.bulk_bytes, values)
+    return Weight(cost, bulk_bytes, values)
 
 
 def too_costly(reason: str = "") -> WireError:
@@ -186,71 +218,11 @@ def too_costly(reason: str = "") -> WireError:
     return WireError(f"a body that {reason}; {ADVICE}")
 
 
-class _Scale:
-    """Weighs the values whose length is encoded in their bytes. Each method takes the start and the length of a value,
-    and returns where the value ends and what it weighs."""
-
-    def __init__(self, data: bytes | memoryview, deep: bool) -> None:
-        self.bulk_bytes = 0
-        self._data = data
-        self._deep = deep
-        self._text_bytes = 0
-
-    def length(self, at: int, num_bytes: int) -> int:
-        return int.from_bytes(self._data[at + 1 : at + 1 + num_bytes], "big")
-
-    def text(self, start: int, length: int) -> tuple[int, int]:
-        end = start + length
-        self._text_bytes += length
-        if self._text_bytes > MOST_TEXT_BYTES:
-            raise too_costly(f"holds more than {MOST_TEXT_BYTES} bytes of text (send long text as bytes)")
-        if length > _BULK_BYTES:
-            self.bulk_bytes += 4 * length
-            return end, 0
-        # One character outside of ASCII can make every other character take four bytes.
-        return end, 64 + length if bytes(self._data[start:end]).isascii() else 80 + 4 * length
-
-    def binary(self, start: int, length: int) -> tuple[int, int]:
-        if length > _BULK_BYTES:
-            self.bulk_bytes += length
-            return start + length, 48
-        return start + length, 48 + length
-
-    def array(self, start: int, length: int) -> tuple[int, int]:
-        return start, _tuple_bytes(length)
-
-    def mapping(self, start: int, length: int) -> tuple[int, int]:
-        return start, _dict_bytes(length)
-
-    def extension(self, start: int, length: int) -> tuple[int, int]:
-        self.bulk_bytes += length
-        code = self._data[start] if start < len(self._data) else 0
-        if self._deep and code in WITHIN:
-            return start + 1 + WITHIN[code], EXTENSION
-        return start + 1 + length, EXTENSION
-
-
-WITHIN: dict[int, int] = {}
-"""Code of an extension that contains a body -> the number of bytes before that body."""
-
-_Sized = Callable[[_Scale, int], tuple[int, int]]
-
-
-def _sized(what: Callable[[_Scale, int, int], tuple[int, int]], num_bytes: int) -> _Sized:
-    """A value whose length is encoded in `num_bytes` bytes after its mark."""
-    return lambda scale, at: what(scale, at + 1 + num_bytes, scale.length(at, num_bytes))
-
-
-def _fixed(num_bytes: int) -> _Sized:
-    """An extension whose length follows from its mark."""
-    return lambda scale, at: scale.extension(at + 1, num_bytes)
-
-
-def _tuple_bytes(length: int) -> int:
+def _flat_tuple(length: int) -> int:
     return 64 + 8 * length if length else 0
 
 
-def _dict_bytes(length: int) -> int:
+def _flat_dict(length: int) -> int:
     return 250 + 56 * length if length else 80
 
 
@@ -264,9 +236,9 @@ def _flat(mark: int) -> tuple[int, int]:
     if mark in sizes:
         return sizes[mark], 0 if mark == 0xCC else 48 if mark in (0xCF, 0xD3) else 32
     if 0x80 <= mark <= 0x8F:
-        return 1, _dict_bytes(mark & 0x0F)
+        return 1, _flat_dict(mark & 0x0F)
     if 0x90 <= mark <= 0x9F:
-        return 1, _tuple_bytes(mark & 0x0F)
+        return 1, _flat_tuple(mark & 0x0F)
     if 0xA0 <= mark <= 0xA3:  # texts of at most one character are cached
         return mark - 0x9F, 0 if mark <= 0xA1 else 80
     return 0, 0
@@ -274,11 +246,42 @@ def _flat(mark: int) -> tuple[int, int]:
 
 _SHORT_TEXT, _AFTER_SHORT_TEXT, _BIN_8 = 0xA0, 0xC0, 0xC4
 _FLAT = tuple(_flat(mark) for mark in range(256))
-_SIZED: dict[int, _Sized] = {
-    **{0xC4 + k: _sized(_Scale.binary, 1 << k) for k in (1, 2)},
-    **{0xC7 + k: _sized(_Scale.extension, 1 << k) for k in range(3)},
-    **{0xD4 + k: _fixed(1 << k) for k in range(5)},
-    **{0xD9 + k: _sized(_Scale.text, 1 << k) for k in range(3)},
-    **{0xDC + k: _sized(_Scale.array, 2 << k) for k in range(2)},
-    **{0xDE + k: _sized(_Scale.mapping, 2 << k) for k in range(2)},
+_TEXT, _BINARY, _ARRAY, _MAPPING, _EXTENSION = range(5)
+_SIZED: dict[int, tuple[int, int, int]] = {
+    **{0xC4 + k: (_BINARY, 1 << k, 0) for k in (1, 2)},
+    **{0xC7 + k: (_EXTENSION, 1 << k, 0) for k in range(3)},
+    **{0xD4 + k: (_EXTENSION, 0, 1 << k) for k in range(5)},
+    **{0xD9 + k: (_TEXT, 1 << k, 0) for k in range(3)},
+    **{0xDC + k: (_ARRAY, 2 << k, 0) for k in range(2)},
+    **{0xDE + k: (_MAPPING, 2 << k, 0) for k in range(2)},
 }
+"""Mark -> (form, the number of bytes after the mark that hold the length, the length if there are none)."""
+
+
+def chunked(items: Iterable[T], most_values: int = CHUNK_VALUES) -> Iterator[list[T]]:
+    """The items in order, in lists of at most `most_values` values. A list of a single item may have more."""
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        number = values_in(item)
+        if chunk and total + number > most_values:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
+        total += number
+    if chunk:
+        yield chunk
+
+
+def values_in(value: Any) -> int:
+    """How many values a receiver decodes for this one, counted as in `weigh`: a container itself counts as one.
+
+    A long text counts as several values, and so do long bytes.
+    """
+    if isinstance(value, str | bytes):
+        return 1 + len(value) // VALUE_LENGTH
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(values_in, value))
+    if isinstance(value, Mapping):
+        return 1 + len(value) + sum(map(values_in, value.values()))
+    return 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowrl.channel.encoding.envelope import Envelope, message_id
+from flowrl.channel.encoding.schema import Envelope, message_id
 from flowrl.channel.lanes.ends import Ids, Ready, SendGate, SendLane
 from flowrl.channel.lanes.inbox import Delivery, EndOfStream, Inbox
 from flowrl.graph.dispatch_rules import DispatchRule

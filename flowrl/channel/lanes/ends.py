@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.lanes.lane import ReceiverLane, SenderLane
 from flowrl.channel.lanes.lane_spec import LaneSpec, LaneStatistics
 from flowrl.channel.lanes.latest import LatestReceiver, LatestSender

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowrl.channel.encoding.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.channel.encoding.multiparts import (
+    ACK,
+    CANCEL,
+    CLOSE,
+    CREDIT,
+    DATA,
+    ERROR,
+    HELLO,
+    REFUSE,
+    RESEND,
+    SYNC,
+    Frame,
+)
 from flowrl.channel.lanes.lane import ReceiverLane, SenderLane
 from flowrl.channel.lanes.latest import LatestReceiver, LatestSender
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.lanes.arrived_messages import Seen
 from flowrl.channel.lanes.ends import ReceiveLane
 from flowrl.channel.lanes.lane import ReceiverLane

@@ -26,8 +26,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.wire import ACK, CANCEL, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.channel.encoding.multiparts import (
+    ACK,
+    CANCEL,
+    CLOSE,
+    CREDIT,
+    DATA,
+    ERROR,
+    HELLO,
+    REFUSE,
+    RESEND,
+    SYNC,
+    Frame,
+)
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.lanes.arrived_messages import Seen
 from flowrl.channel.lanes.lane_spec import LaneSpec, LaneStatistics, schema_problem, session_number
 from flowrl.channel.lanes.retained import RetainedBytes

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from flowrl.channel.encoding.multiparts import lane_number
 from flowrl.channel.encoding.schema import schema_of
-from flowrl.channel.encoding.wire import lane_number
 from flowrl.messages.base import message_type
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.payload import payload_bytes
-from flowrl.channel.encoding.wire import ACK, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.channel.encoding.multiparts import ACK, CLOSE, CREDIT, DATA, ERROR, HELLO, REFUSE, RESEND, SYNC, Frame
+from flowrl.channel.encoding.schema import Envelope, payload_bytes
 from flowrl.channel.lanes.lane_spec import LaneSpec, LaneStatistics, schema_problem
 
 

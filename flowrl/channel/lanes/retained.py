@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.payload import payload_bytes
+from flowrl.channel.encoding.schema import Envelope, payload_bytes
 
 
 class RetainedBytes:

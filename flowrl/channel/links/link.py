@@ -22,8 +22,18 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils import z85
 
-from flowrl.channel.encoding.codec import ArrayPlace, Buffer, freeze, freeze_inside
-from flowrl.channel.encoding.wire import DATA, MAX_PARTS, NOTIFY, REPLY, REQUEST, Frame, MessageEncoder, followed
+from flowrl.channel.encoding.codec import ArrayPlace, Buffer
+from flowrl.channel.encoding.multiparts import (
+    DATA,
+    MAX_PARTS,
+    NOTIFY,
+    REPLY,
+    REQUEST,
+    Frame,
+    MessageEncoder,
+    parts_follow,
+)
+from flowrl.channel.encoding.schema import freeze, freeze_inside
 from flowrl.channel.links.address import CurveKeys
 
 COPY_BELOW_BYTES = 1 << 18
@@ -224,7 +234,7 @@ class Listener:
             return
         while True:
             parts: list[Any] = [first]
-            if followed(first):
+            if parts_follow(first):
                 self._add_parts(socket, parts)
             try:
                 receive(parts)

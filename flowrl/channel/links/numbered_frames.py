@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from flowrl.channel.encoding.wire import ABORT, CONFIRM, NOTIFY, REPLY, REQUEST, Frame
+from flowrl.channel.encoding.multiparts import ABORT, CONFIRM, NOTIFY, REPLY, REQUEST, Frame
 
 NUMBERED = frozenset((REQUEST, REPLY, ABORT, NOTIFY))
 """Kinds that are numbered. Other frames between two processes may arrive twice, or late."""

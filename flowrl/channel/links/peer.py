@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowrl.channel.encoding.wire import Frame
+from flowrl.channel.encoding.multiparts import Frame
 from flowrl.channel.links.link import Link
 from flowrl.channel.links.numbered_frames import NUMBERED, Incoming, Outgoing
 from flowrl.errors import WireError

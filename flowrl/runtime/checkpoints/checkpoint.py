@@ -54,8 +54,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.stored import dump, load
+from flowrl.channel.encoding.codec import dump_value, load_message
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.ledger.ledger_file import sync_file
@@ -112,7 +112,7 @@ class Snapshot:
         """Add a process's answer to "snapshot"."""
         self.parts.update({(edge, key): parts for edge, key, parts in part["parts"]})
         self.ended.update((port, key) for port, key in part["ended"])
-        self.lost.update({(port, key): load(marker) for port, key, marker in part["lost"]})
+        self.lost.update({(port, key): load_message(marker) for port, key, marker in part["lost"]})
         self.sent.update(part["sent"])
         self.sent_before.update(part["sent_before"])
         self.left_out.update(part["left_out"])
@@ -196,12 +196,12 @@ def beside(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def pack(envelope: Envelope) -> Packed:
-    return envelope.id, envelope.ticket, envelope.group_id, envelope.member, dump(envelope.body)
+    return envelope.id, envelope.ticket, envelope.group_id, envelope.member, dump_value(envelope.body)
 
 
 def unpack(packed: Iterable[Any]) -> Envelope:
     key, ticket, group_id, member, body = packed
-    return Envelope(key, ticket, group_id, member, load(body))
+    return Envelope(key, ticket, group_id, member, load_message(body))
 
 
 def write_state(directory: Path, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.channel.encoding.stored import load_value
+from flowrl.channel.encoding.codec import load_value
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.dispatch_rules import RULES

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.channel.encoding.chunks import chunked
+from flowrl.channel.encoding.cost import chunked
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.runtime.ledger.long_tables import EARLY

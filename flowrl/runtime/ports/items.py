@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.lanes.custody import Custody
 from flowrl.channel.lanes.dispatch import Delivery
 from flowrl.errors import FlowrlError

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
+from flowrl.channel.encoding.schema import Envelope, message_id, source_id
 from flowrl.channel.lanes.dispatch import OutEdge
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Sample, Tombstone

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.channel.control import Answer
-from flowrl.channel.encoding.chunks import chunked
-from flowrl.channel.encoding.stored import dump, dump_value, load_value
+from flowrl.channel.encoding.codec import dump_value, load_value
+from flowrl.channel.encoding.cost import chunked
 from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.channel.links.address import local_ip
 from flowrl.channel.links.endpoint_transport import EndpointTransport
@@ -438,7 +438,9 @@ class ProcessEngine:
         }
         return {
             "ended": [place for replica in replicas for place in replica.open_items.waiting_for_children()],
-            "lost": [(*place, dump(marker)) for replica in replicas for place, marker in replica.open_items.lost()],
+            "lost": [
+                (*place, dump_value(marker)) for replica in replicas for place, marker in replica.open_items.lost()
+            ],
             "parts": [parts for out in outs.values() for parts in out.parts()],
             "sent": [key for replica in replicas for key in replica.sent_already()],
             "sent_before": list(set().union(*(out.sent_before for out in outs.values()))),

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from flowrl.channel.control import Answer
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.endpoint import Endpoint
 from flowrl.channel.lanes.dispatch import Inbox, OutEdge
 from flowrl.channel.lanes.lane import LaneSpec

@@ -18,7 +18,7 @@ from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
-from flowrl.channel.encoding.chunks import chunked
+from flowrl.channel.encoding.cost import chunked
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Trainable
 

@@ -16,9 +16,9 @@ MUTANTS = (
     Mutant(
         name="keys_of_any_type",
         fault="keys that are equal and of other types are one in a table",
-        function="Columns._dicts",
-        before="if any((*value,) != keys or not {*map(type, value)} <= {str} for value in values):",
-        after="if any((*value,) != keys for value in values):",
+        function="Encoder.make_column",
+        before="if all((*value,) == keys and {*map(type, value)} <= {str} for value in values):",
+        after="if all((*value,) == keys for value in values):",
         test="tests/channel/test_channel_table.py::test_keys_keep_their_types",
     ),
     Mutant(
@@ -32,9 +32,9 @@ MUTANTS = (
     Mutant(
         name="table_without_padding",
         fault="a table brings no more bytes than its columns",
-        function="Encoder._table",
-        before="return _extension((code, padded(body, missing) if missing > 0 else body))",
-        after="return _extension((code, body))",
+        function="Encoder._carry_table",
+        before="if missing > 0:  # as a third part of the pair",
+        after="if missing > 1 << 62:  # as a third part of the pair",
         test="tests/channel/test_channel_table.py::test_what_a_table_saves_in_bytes_does_not_make_it_too_costly",
     ),
     Mutant(

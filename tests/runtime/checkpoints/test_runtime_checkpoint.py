@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
 from flowrl.runtime.checkpoints import checkpoint

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from flowrl.channel.encoding import stored
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding import codec
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.messages.episode import EpisodeRecord
@@ -256,7 +256,7 @@ def test_a_host_gets_the_states_of_its_own_replicas_alone() -> None:
 def test_a_message_that_is_too_large_for_a_checkpoint_is_told_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "MOST_BYTES", 100)
+    monkeypatch.setattr(codec, "MOST_STORED_BYTES", 100)
     with pytest.raises(FlowrlError, match=r"a \w+ of more than .* GiB cannot be stored in a checkpoint"):
         run_with_cuts("line", tmp_path, 0.1, kind="plain")
 
@@ -266,6 +266,6 @@ def test_so_is_one_array_of_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     def pack(value: Any) -> bytes:
         raise ValueError(f"{kind} is too large")  # as msgpack does from 4 GiB on
 
-    monkeypatch.setattr(stored, "Encoder", lambda beside: SimpleNamespace(pack=pack, carried=lambda *value: None))
+    monkeypatch.setattr(codec, "Encoder", lambda beside: SimpleNamespace(pack=pack))
     with pytest.raises(WireError, match="a Thing of more than 4 GiB cannot be stored in a checkpoint"):
-        stored.dump(Thing(1))
+        codec.dump_value(Thing(1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.messages import Prompt
 from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.activity.lease import Lease

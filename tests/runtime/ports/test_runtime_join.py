@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
+from flowrl.channel.encoding.schema import Envelope
 from flowrl.channel.lanes.dispatch import EndOfStream
 from flowrl.errors import FlowrlError
 from flowrl.graph.dispatch_rules import SHARE

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.channel.control import Control
-from flowrl.channel.encoding.wire import Frame
+from flowrl.channel.encoding.multiparts import Frame
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.runtime.activity.lease import Lease

@@ -21,9 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.chunks import chunked, values_in
-from flowrl.channel.encoding.cost import MOST_VALUES, weigh
-from flowrl.channel.encoding.wire import NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.channel.encoding.cost import MOST_VALUES, chunked, values_in, weigh
+from flowrl.channel.encoding.multiparts import NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.runtime.ledger.ledger_client import EvaluationRow, LedgerClient, Use
 from flowrl.runtime.process.context import Meters, NodeContext
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes

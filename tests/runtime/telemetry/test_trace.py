@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
+from flowrl.channel.encoding.schema import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt
 from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, TraceWriter, depth_of
 from tests.rigs.ticks import ticks
