@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from flowrl.machine.cache import Progress, cache_dir
 from flowrl.models.chosen_tokenizer import (
     check_template,
     embedding_rows,
-    end_token_ids,
     model_with_tokenizer,
     with_special_tokens,
     with_template,
@@ -26,6 +24,7 @@ from flowrl.models.model_files import (
     found_tokenizer,
     known_directory,
     known_tokenizer_directory,
+    read_json_if_valid,
 )
 from flowrl.models.policy import (
     CHARACTER_CONTEXT,
@@ -158,7 +157,11 @@ def known_tokenizer(policy: Policy) -> Any | None:
             return None
         tokenizer = load_tokenizer(directory, trust_remote_code=policy.trust_remote_code)
     if policy.tokenizer.chosen:
-        rows = _known_rows(policy)
+        rows: int | None = None
+        if (own := _character_tokenizer(policy.model)) is not None:
+            rows = len(own)
+        elif (of_model := known_directory(policy)) is not None:
+            rows = embedding_rows(of_model)
         tokenizer = with_special_tokens(tokenizer, policy.tokenizer, rows=rows, model=policy.model)
     return with_template(tokenizer, policy)
 
@@ -170,15 +173,6 @@ def _character_tokenizer(model: str) -> Any | None:
     from flowrl.models.tokens.characters import character_tokenizer, tool_tokenizer
 
     return tool_tokenizer() if model == TOOL_MODEL else character_tokenizer()
-
-
-def _known_rows(policy: Policy) -> int | None:
-    """How many tokens the model has embeddings for; None if that is not known yet."""
-    own = _character_tokenizer(policy.model)
-    if own is not None:
-        return len(own)
-    directory = known_directory(policy)
-    return None if directory is None else embedding_rows(directory)
 
 
 def check_prompts(policy: Policy, rows: Sequence[Row], system_prompt: str) -> None:
@@ -245,22 +239,14 @@ def stop_ids(policy: Policy, tokenizer: Any) -> list[int]:
     """The ids at which generation with the policy stops, the tokenizer's end token first, as vLLM and transformers read
     them from the policy's files."""
     if policy.tokenizer.eos:
-        return end_token_ids(tokenizer, policy.tokenizer)
+        return [int(tokenizer.convert_tokens_to_ids(token)) for token in policy.tokenizer.eos]
     named = policy.tokenizer.name
     directory = known_tokenizer_directory(policy) if named else known_directory(policy)
     ids: Any = None
     if directory is not None:
-        ids = read_json(directory / "generation_config.json").get("eos_token_id")
+        ids = read_json_if_valid(directory / "generation_config.json").get("eos_token_id")
         if ids is None and not named and not (directory / "generation_config.json").is_file():
-            ids = read_json(directory / "config.json").get("eos_token_id")
+            ids = read_json_if_valid(directory / "config.json").get("eos_token_id")
     found = ids if isinstance(ids, list) else [ids]
     own = tokenizer.eos_token_id
     return list({int(one): None for one in (own, *found) if one is not None})
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -32,7 +32,7 @@ from flowrl.messages import Bool
 from flowrl.models.policy import CHARACTER_CONTEXT
 from flowrl.models.tokens.characters import character_tokenizer, tool_tokenizer
 from flowrl.models.tokens.chat import Chat
-from flowrl.tasks import Demonstrator, Row, Rows, demonstrator, load_rows, right_answer
+from flowrl.tasks import Demonstrator, Row, demonstrator, load_rows, right_answer
 from flowrl.tasks.task import Task
 from flowrl.tasks.toy_tasks import careless_answer
 
@@ -73,13 +73,13 @@ class Answers:
 
     def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
         """Prompts, each with an answer and the end token."""
-        return [[self._make_lesson(row, rng) for row in rows]]
-
-    def _make_lesson(self, row: Row, rng: random.Random) -> Lesson:
-        prompt = self._prompt_ids(row)
-        text = self._demonstrate(row, rng)
-        answer = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]
-        return [*prompt, *answer], [*([IGNORED] * len(prompt)), *answer]
+        lessons: list[Lesson] = []
+        for row in rows:
+            prompt = self._prompt_ids(row)
+            text = self._demonstrate(row, rng)
+            answer = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id]
+            lessons.append(([*prompt, *answer], [*([IGNORED] * len(prompt)), *answer]))
+        return [lessons]
 
     def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
         """The share of rows whose answer is exactly right."""
@@ -126,10 +126,6 @@ class Recipe:
     """Greedy answers are generated only once this share of sampled ones matches."""
     seed: int = 0
 
-    def demonstrator(self, task: Task) -> Demonstrator:
-        """The function that writes the answers to imitate."""
-        return demonstrator(task)
-
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step; the first step is 1."""
         return self.lr * min(1.0, step / self.warmup_steps)
@@ -144,7 +140,7 @@ class Recipe:
 
     def lessons(self, tokenizer: Any, task: Task) -> Lessons:
         """What the model imitates. Raises ConfigError if there are no lessons for `task`."""
-        return Answers(tokenizer, task, self.demonstrator(task))
+        return Answers(tokenizer, task, demonstrator(task))
 
 
 @dataclass(frozen=True)
@@ -156,90 +152,65 @@ class Thorough(Recipe):
     greedy_target: float = 0.97
     greedy_from: float = 0.9
 
-    def demonstrator(self, task: Task) -> Demonstrator:
-        return right_answer
+    def lessons(self, tokenizer: Any, task: Task) -> Lessons:
+        """Right answers."""
+        return Answers(tokenizer, task, right_answer)
 
 
 def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress: Progress) -> None:
-    """Train `model` in place, in one thread. Reports every check to `progress`."""
+    """Train `model` in place, in one thread, until a target is reached or the maximum number of steps is done. Reports
+    every check to `progress`."""
     import torch
 
     lessons, rows = recipe.lessons(tokenizer, task), load_rows(task)
     if any(row.answer is None for row in rows.train):
         raise ConfigError(f"tiny cannot be warm-started on {task.name!r}: its rows have no answers; use another model")
-    num_threads = torch.get_num_threads()
+    checked = sorted(rows.held_out or rows.train, key=lambda row: row.prompt_id)[: recipe.num_checked]
+    rng, start_s, num_threads = random.Random(recipe.seed), time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            _Run(model, lessons, tokenizer.pad_token_id, rows, recipe, progress).train_model()
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-class _Run:
-    """One warm start."""
-
-    def __init__(self, model: Any, lessons: Lessons, pad: int, rows: Rows, recipe: Recipe, progress: Progress) -> None:
-        self._model = model
-        self._lessons = lessons
-        self._pad = pad
-        self._rows = rows.train
-        self._recipe = recipe
-        self._progress = progress
-        self._random = random.Random(recipe.seed)
-        self._checked = sorted(rows.held_out or rows.train, key=lambda row: row.prompt_id)[: recipe.num_checked]
-
-    def train_model(self) -> None:
-        """Train until a target is reached or the maximum number of steps is done."""
-        import torch
-
-        recipe, start_s = self._recipe, time.monotonic()
-        optimizer = torch.optim.AdamW(self._model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
-        for step in range(1, recipe.max_steps + 1):
-            optimizer.param_groups[0]["lr"] = recipe.learning_rate(step)
-            loss = self._loss(self._random.choices(self._rows, k=recipe.batch))
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-            optimizer.step()
-            if step % recipe.check_every == 0:
-                sampled = self._score_model(greedy=False)
-                greedy = self._score_model(greedy=True) if sampled >= recipe.greedy_from else 0.0
-                self._progress(
-                    f"SFT step {step}, loss {loss.item():.2f}, {self._lessons.measure} {sampled:.2f} sampled"
+            optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
+            for step in range(1, recipe.max_steps + 1):
+                optimizer.param_groups[0]["lr"] = recipe.learning_rate(step)
+                groups = lessons.draw(rng.choices(rows.train, k=recipe.batch), rng)
+                loss = lesson_loss(model, groups, tokenizer.pad_token_id)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if step % recipe.check_every:
+                    continue
+                sampled = lessons.score(model, checked, greedy=False)
+                greedy = lessons.score(model, checked, greedy=True) if sampled >= recipe.greedy_from else 0.0
+                progress(
+                    f"SFT step {step}, loss {loss.item():.2f}, {lessons.measure} {sampled:.2f} sampled"
                     + (f", {greedy:.2f} greedy" if greedy else "")
                     + f", {time.monotonic() - start_s:.0f} s"
                 )
                 if recipe.reached(step, sampled, greedy):
                     return
-        self._progress(f"SFT stopped after {recipe.max_steps} steps short of its target")
+            progress(f"SFT stopped after {recipe.max_steps} steps short of its target")
+    finally:
+        torch.set_num_threads(num_threads)
 
-    def _loss(self, rows: Sequence[Row]) -> Tensor:
-        """The mean loss over all labels of the batch."""
-        groups = self._lessons.draw(rows, self._random)
-        numbers = [sum(label != IGNORED for _, labels in group for label in labels) for group in groups]
-        losses = [number / sum(numbers) * self._loss_of(group) for number, group in zip(numbers, groups, strict=True)]
-        return sum(losses[1:], start=losses[0])
 
-    def _loss_of(self, lessons: Sequence[Lesson]) -> Tensor:
-        from torch.nn.functional import cross_entropy
+def lesson_loss(model: Any, groups: Sequence[Sequence[Lesson]], pad: int) -> Tensor:
+    """The mean loss over all labels of all groups. Each group is a pass, right-padded; padding has no label."""
+    import torch
+    from torch.nn.functional import cross_entropy
 
-        input_ids_BT, labels_BT = self._draw_batch(lessons)
-        logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False).logits
-        return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
-
-    def _draw_batch(self, lessons: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
-        """(ids, labels), right-padded; prompts and padding have no label."""
-        import torch
-
-        width = max(len(ids) for ids, _ in lessons)
-        ids_BT = [[*ids, *([self._pad] * (width - len(ids)))] for ids, _ in lessons]
-        labels_BT = [[*labels, *([IGNORED] * (width - len(labels)))] for _, labels in lessons]
-        return torch.tensor(ids_BT), torch.tensor(labels_BT)
-
-    def _score_model(self, *, greedy: bool) -> float:
-        return self._lessons.score(self._model, self._checked, greedy=greedy)
+    numbers = [sum(label != IGNORED for _, labels in group for label in labels) for group in groups]
+    losses: list[Tensor] = []
+    for number, group in zip(numbers, groups, strict=True):
+        width = max(len(ids) for ids, _ in group)
+        ids_BT = torch.tensor([[*ids, *([pad] * (width - len(ids)))] for ids, _ in group])
+        labels_BT = torch.tensor([[*labels, *([IGNORED] * (width - len(labels)))] for _, labels in group])
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+        loss = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
+        losses.append(number / sum(numbers) * loss)
+    return sum(losses[1:], start=losses[0])
 
 
 CALCULATOR: Mapping[str, Any] = {
@@ -293,12 +264,6 @@ def check_tool_task(task: Task) -> None:
         )
 
 
-def call_message(row: Row) -> dict[str, Any]:
-    """The reply that asks the calculator for the row's sum."""
-    function = {"name": "calculator", "arguments": {"expression": row.prompt.rstrip("=")}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-
-
 class ToolTraces:
     """Traces with and without a call; only those that begin with a call are scored."""
 
@@ -339,7 +304,8 @@ class ToolTraces:
         reply."""
         contexts, rests = [], []
         for ids, labels in traces:
-            start, end = sample_replies(labels)[reply]
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(labels) != IGNORED, [0]])))
+            start, end = edges.reshape(-1, 2)[reply].tolist()
             contexts.append(ids[: start + given])
             rests.append(ids[start + given : end])
         found = continue_prompt(model, contexts, max(map(len, rests)), pad=self._pad, greedy=greedy).tolist()
@@ -351,13 +317,9 @@ def play_episode(row: Row, calls: bool) -> tuple[list[Mapping[str, Any]], str]:
     if not calls:
         return list(row.turns), careless_answer(row.prompt)
     answer = str(row.answer)
-    return [*row.turns, call_message(row), {"role": "tool", "name": "calculator", "content": answer}], answer
-
-
-def sample_replies(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, end) of every stretch of labels."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(labels) != IGNORED, [0]])))
-    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+    function = {"name": "calculator", "arguments": {"expression": row.prompt.rstrip("=")}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return [*row.turns, call, {"role": "tool", "name": "calculator", "content": answer}], answer
 
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -378,7 +340,7 @@ def tiny_model(name: str, task: Task | None, progress: Progress) -> Path:
 
     def make(target: Path) -> None:
         tokenizer = sft.tokenizer()
-        model = _random_model(tokenizer)
+        model = make_random_model(tokenizer)
         if task is not None:
             warm_start(model, tokenizer, task, sft, lambda text: progress(f"{name}: {text}"))
         model.save_pretrained(target)
@@ -387,7 +349,8 @@ def tiny_model(name: str, task: Task | None, progress: Progress) -> Path:
     return cached_model(name, recipe, make, progress)
 
 
-def _random_model(tokenizer: Any) -> Any:
+def make_random_model(tokenizer: Any) -> Any:
+    """A character model with random weights, always the same ones."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -426,28 +389,24 @@ def smollm2_model(progress: Progress) -> Path:
 
     def make(target: Path) -> None:
         progress(f"smollm2: converting {source.name}, once")
-        convert_weights(source, target)
+        try:
+            import gguf  # noqa: F401
+        except ImportError:
+            raise ConfigError("policy smollm2 needs the package gguf to read its weights; pip install gguf") from None
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+        place, file = str(source.parent), source.name
+        packed = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
+        config = packed.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(packed.state_dict())
+        model.tie_weights()
+        model.to(torch.bfloat16).save_pretrained(target)
+        AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(target)
         progress("smollm2: converted")
 
     recipe = {"file": source.name, "bytes": source.stat().st_size, "dtype": "bfloat16", "recipe": 1}
     return cached_model("smollm2", recipe, make, progress)
-
-
-def convert_weights(source: Path, target: Path) -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise ConfigError("policy smollm2 needs the package gguf to read its weights; pip install gguf") from None
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    place, file = str(source.parent), source.name
-    packed = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
-    config = packed.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(packed.state_dict())
-    model.tie_weights()
-    model.to(torch.bfloat16).save_pretrained(target)
-    AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(target)

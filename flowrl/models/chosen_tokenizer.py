@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.machine.cache import RECIPE, Progress, cached_directory
 from flowrl.machine.disk import user_path
-from flowrl.models.model_files import TOKENIZER_FILE
+from flowrl.models.model_files import TOKENIZER_FILE, read_json_if_valid
 from flowrl.models.policy import NONE, Policy, TokenizerOptions
 from flowrl.models.tokens.chat import load_tokenizer, template_end
 from flowrl.tasks.task_syntax import parse_options
@@ -36,51 +35,34 @@ def with_special_tokens(tokenizer: Any, options: TokenizerOptions, *, rows: int 
 
     `rows` is how many tokens the embeddings of `model` have room for; None if that is not known.
     """
-    more = [*options.special, *(token for token in options.eos[1:] if token not in options.special)]
-    _require_tokens(tokenizer, options, options.name or model)
-    if more:
-        tokenizer.add_special_tokens({"extra_special_tokens": more}, replace_extra_special_tokens=False)
-    if roles := special_roles(options):
-        tokenizer.add_special_tokens(roles)
-    if options.bos:
-        _begin_with(tokenizer, None if options.bos == NONE else options.bos, options.name or model)
-    _require_room(tokenizer, options, rows, model)
-    return tokenizer
-
-
-def end_token_ids(tokenizer: Any, options: TokenizerOptions) -> list[int]:
-    """The ids of the tokens that `options` name as ends of a response, in their order."""
-    return [int(tokenizer.convert_tokens_to_ids(token)) for token in options.eos]
-
-
-def special_roles(options: TokenizerOptions) -> dict[str, str]:
-    roles = {"eos_token": options.eos[0] if options.eos else "", "pad_token": options.pad}
-    return {role: token for role, token in roles.items() if token}
-
-
-def _require_tokens(tokenizer: Any, options: TokenizerOptions, of: str) -> None:
-    known = tokenizer.get_vocab()
-    for option, token in options.named:
-        if token in known or token in options.special:
+    known, of = tokenizer.get_vocab(), options.name or model
+    for option, named in options.named:
+        if named in known or named in options.special:
             continue
-        pieces = tokenizer.convert_ids_to_tokens(tokenizer(token, add_special_tokens=False)["input_ids"])
+        pieces = tokenizer.convert_ids_to_tokens(tokenizer(named, add_special_tokens=False)["input_ids"])
         shown = " ".join(map(repr, pieces[:FEW_PIECES])) + (" ..." if len(pieces) > FEW_PIECES else "")
         raise ConfigError(
-            f"--tokenizer.{option} is {token!r}, which is no token of the tokenizer of {of}: it "
+            f"--tokenizer.{option} is {named!r}, which is no token of the tokenizer of {of}: it "
             f"is read as {len(pieces)} ({shown}); name a token as tokenizer.json has it, or make it one with "
             "--tokenizer.special"
         )
 
+    if more := [*options.special, *(token for token in options.eos[1:] if token not in options.special)]:
+        tokenizer.add_special_tokens({"extra_special_tokens": more}, replace_extra_special_tokens=False)
+    roles = {"eos_token": options.eos[0] if options.eos else "", "pad_token": options.pad}
+    if chosen := {role: token for role, token in roles.items() if token}:
+        tokenizer.add_special_tokens(chosen)
+    if options.bos:
+        _begin_with(tokenizer, None if options.bos == NONE else options.bos, of)
 
-def _require_room(tokenizer: Any, options: TokenizerOptions, rows: int | None, model: str) -> None:
     token, last = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    if rows is None or last < rows:
-        return
-    remedy = "leave out --tokenizer.special" if options.special else "name the tokenizer that belongs to the model"
-    raise ConfigError(
-        f"the tokenizer has ids up to {last} ({token!r}), but the embeddings of {model} have room for {rows} tokens, "
-        f"ids 0 to {rows - 1}; {remedy}, or enlarge the model's embeddings first"
-    )
+    if rows is not None and last >= rows:
+        remedy = "leave out --tokenizer.special" if options.special else "name the tokenizer that belongs to the model"
+        raise ConfigError(
+            f"the tokenizer has ids up to {last} ({token!r}), but the embeddings of {model} have room for {rows} "
+            f"tokens, ids 0 to {rows - 1}; {remedy}, or enlarge the model's embeddings first"
+        )
+    return tokenizer
 
 
 def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
@@ -93,7 +75,10 @@ def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
             f"--tokenizer.bos needs a tokenizer with a tokenizer.json, and {of} has none; leave it "
             "out, or save the tokenizer as a fast one"
         )
-    ending = ids_behind(tokenizer)
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    begins = (n for n in range(len(whole) - len(plain), -1, -1) if whole[n : n + len(plain)] == plain)
+    behind = next(begins, None)
+    ending = [] if behind is None else list(whole[behind + len(plain) :])
     if token is None:
         tokenizer.bos_token = None
     else:
@@ -110,15 +95,6 @@ def _begin_with(tokenizer: Any, token: str | None, of: str) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=marks)
 
 
-def ids_behind(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer adds after a text."""
-    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    for start in range(len(whole) - len(plain), -1, -1):
-        if whole[start : start + len(plain)] == plain:
-            return list(whole[start + len(plain) :])
-    return []
-
-
 ANSWERED = "messages and messages[-1]['role'] == 'assistant' and not add_generation_prompt"
 """The condition, in Jinja, that an answer is the last of what is rendered."""
 WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -129,7 +105,25 @@ def with_template(tokenizer: Any, policy: Policy) -> Any:
     if policy.chat_template:
         tokenizer.chat_template = chosen_template(policy.chat_template)
     if policy.chat_template_kwargs:
-        tokenizer.chat_template = _with_values(tokenizer.chat_template, policy)
+        own = tokenizer.chat_template
+        text = str((own.get("default") if isinstance(own, dict) else own) or "")
+        if not text:
+            raise ConfigError(
+                f"chat_template_kwargs={policy.chat_template_kwargs} sets values of a chat template, and "
+                f"{policy.model} has none; leave them out, or name a template"
+            )
+        statements = ""
+        for name, value in read_values(policy).items():
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                raise ConfigError(
+                    f"the chat template of {policy.model} does not read {name}; leave it out of chat_template_kwargs, "
+                    "or spell it as the template does"
+                )
+            if not isinstance(value, bool | int | float | str | None):
+                raise ConfigError(f"chat_template_kwargs holds {value!r}; it needs text, a number, true, false or none")
+            literal = "none" if value is None else json.dumps(value, ensure_ascii=False)
+            statements += f"{{%- set {name} = {literal} -%}}"
+        tokenizer.chat_template = statements + text
     if policy.tokenizer.eos and isinstance(tokenizer.chat_template, str) and template_end(tokenizer) == "":
         end = json.dumps(policy.tokenizer.eos[0], ensure_ascii=False)
         tokenizer.chat_template += f"{{% if {ANSWERED} %}}{{{{ {end} }}}}{{% endif %}}"
@@ -154,33 +148,9 @@ def chosen_template(name: str) -> str | None:
         ) from None
 
 
-def _with_values(template: Any, policy: Policy) -> str:
-    text = template.get("default") if isinstance(template, dict) else template
-    if not text:
-        raise ConfigError(
-            f"chat_template_kwargs={policy.chat_template_kwargs} sets values of a chat template, and {policy.model} "
-            "has none; leave them out, or name a template"
-        )
-    values = read_values(policy)
-    if unread := [name for name in values if not re.search(rf"\b{re.escape(name)}\b", text)]:
-        raise ConfigError(
-            f"the chat template of {policy.model} does not read {unread[0]}; leave it out of chat_template_kwargs, or "
-            "spell it as the template does"
-        )
-    return "".join(f"{{%- set {name} = {jinja_literal(value)} -%}}" for name, value in values.items()) + str(text)
-
-
 def read_values(policy: Policy) -> dict[str, Any]:
     found = parse_options("chat_template_kwargs", policy.chat_template_kwargs)
     return {name: WORDS.get(value, value) if isinstance(value, str) else value for name, value in found.items()}
-
-
-def jinja_literal(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool | int | float | str):
-        return json.dumps(value, ensure_ascii=False)
-    raise ConfigError(f"chat_template_kwargs holds {value!r}; it needs text, a number, true, false or none")
 
 
 CONFIGS = ("config.json", "generation_config.json")
@@ -205,50 +175,48 @@ def model_with_tokenizer(directory: Path, policy: Policy, source: Path | None, p
 
     def make(target: Path) -> None:
         progress(f"writing {policy.model} with the tokenizer that --tokenizer chooses")
-        write_directory(directory, policy, source, target)
+        for path in directory.iterdir():
+            if not TOKENIZER_FILE.fullmatch(path.name) and path.name not in (*CONFIGS, RECIPE):
+                (target / path.name).symlink_to(path.absolute())
+        for path in () if source is None else source.glob("*.py"):
+            if not (target / path.name).exists():
+                (target / path.name).symlink_to(path.absolute())
+
+        options, trusted = policy.tokenizer, policy.trust_remote_code
+        tokenizer = load_tokenizer(source or directory, trust_remote_code=trusted)
+        with_special_tokens(tokenizer, options, rows=embedding_rows(directory), model=policy.model)
+        ids = special_ids(tokenizer, options, source)
+        for config in CONFIGS:
+            if (directory / config).is_file() or "eos_token_id" in ids:
+                described = read_json_if_valid(directory / config)
+                if isinstance(inner := described.get("text_config"), dict):
+                    inner.update({key: value for key, value in ids.items() if key in inner})
+                text = json.dumps({**described, **ids}, indent=2, ensure_ascii=False)
+                (target / config).write_text(text + "\n", encoding="utf-8")
+        save_tokenizer(tokenizer, target, trusted=trusted, of=options.name or policy.model)
 
     return cached_directory("tokenizers", name, recipe, make, progress, unused_days=UNUSED_DAYS)
 
 
 def embedding_rows(directory: Path) -> int | None:
     """How many tokens the model has embeddings for, by its config; None if the config does not say."""
-    config = read_json(directory / "config.json")
+    config = read_json_if_valid(directory / "config.json")
     found = config.get("vocab_size", dict(config.get("text_config") or {}).get("vocab_size"))
     return found if isinstance(found, int) else None
-
-
-def write_directory(directory: Path, policy: Policy, source: Path | None, target: Path) -> None:
-    for path in directory.iterdir():
-        if not TOKENIZER_FILE.fullmatch(path.name) and path.name not in (*CONFIGS, RECIPE):
-            (target / path.name).symlink_to(path.absolute())
-    for path in () if source is None else source.glob("*.py"):
-        if not (target / path.name).exists():
-            (target / path.name).symlink_to(path.absolute())
-    options, trusted = policy.tokenizer, policy.trust_remote_code
-    tokenizer = with_special_tokens(
-        load_tokenizer(source or directory, trust_remote_code=trusted),
-        options,
-        rows=embedding_rows(directory),
-        model=policy.model,
-    )
-    ids = special_ids(tokenizer, options, source)
-    for name in CONFIGS:
-        if (directory / name).is_file() or "eos_token_id" in ids:
-            described = _with_ids(dict(read_json(directory / name)), ids)
-            (target / name).write_text(json.dumps(described, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    save_tokenizer(tokenizer, target, trusted=trusted, of=options.name or policy.model)
 
 
 def save_tokenizer(tokenizer: Any, target: Path, *, trusted: bool, of: str) -> None:
     """Write the tokenizer so that it is the same when it is loaded from `target`. Raises ConfigError if that fails."""
     tokenizer.save_pretrained(target)
     loaded = load_tokenizer(target, trust_remote_code=trusted)
-    if tokenizer.is_fast and not are_alike(tokenizer, loaded):
+    if tokenizer.is_fast and tokenizer_traits(tokenizer) != tokenizer_traits(loaded):
         file = target / "tokenizer_config.json"
-        file.write_text(json.dumps({**read_json(file), "tokenizer_class": GENERIC_CLASS}, indent=2) + "\n", "utf-8")
+        file.write_text(
+            json.dumps({**read_json_if_valid(file), "tokenizer_class": GENERIC_CLASS}, indent=2) + "\n", "utf-8"
+        )
         loaded = load_tokenizer(target, trust_remote_code=trusted)
-    if not are_alike(tokenizer, loaded):
-        kind = read_json(target / "config.json").get("model_type")
+    if tokenizer_traits(tokenizer) != tokenizer_traits(loaded):
+        kind = read_json_if_valid(target / "config.json").get("model_type")
         raise ConfigError(
             f"transformers loads a {type(loaded).__name__} for {kind} models, and that does not read texts as the "
             f"tokenizer of {of} ({type(tokenizer).__name__}) does with these options; leave them out, or name a "
@@ -256,11 +224,8 @@ def save_tokenizer(tokenizer: Any, target: Path, *, trusted: bool, of: str) -> N
         )
 
 
-def are_alike(one: Any, other: Any) -> bool:
-    return special_marks(one) == special_marks(other)
-
-
-def special_marks(tokenizer: Any) -> tuple[object, ...]:
+def tokenizer_traits(tokenizer: Any) -> tuple[object, ...]:
+    """What has to be the same in two tokenizers that read texts in the same way."""
     return (
         tokenizer.get_vocab(),
         tokenizer.eos_token_id,
@@ -276,25 +241,17 @@ def special_ids(tokenizer: Any, options: TokenizerOptions, source: Path | None) 
     """The ids of the special tokens that differ from the model's, by their keys in the two configurations."""
     found: dict[str, int | list[int] | None] = {}
     if source is not None:
-        ends = read_json(source / "generation_config.json").get("eos_token_id")
+        ends = read_json_if_valid(source / "generation_config.json").get("eos_token_id")
         found = {"eos_token_id": tokenizer.eos_token_id if ends is None else ends}
         found |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     if options.eos:
-        ids = end_token_ids(tokenizer, options)
+        ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in options.eos]
         found["eos_token_id"] = ids[0] if len(ids) == 1 else ids
     if options.pad:
         found["pad_token_id"] = tokenizer.pad_token_id
     if options.bos:
         found["bos_token_id"] = tokenizer.bos_token_id
     return found
-
-
-def _with_ids(config: dict[str, Any], ids: Mapping[str, int | list[int] | None]) -> dict[str, Any]:
-    """A configuration with these ids, also in its part about text if that part names them itself."""
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        config["text_config"] = {**inner, **{key: value for key, value in ids.items() if key in inner}}
-    return {**config, **ids}
 
 
 def files_to_link(directory: Path) -> dict[str, Any]:
@@ -305,11 +262,3 @@ def files_to_link(directory: Path) -> dict[str, Any]:
         "directory": str(directory.absolute()),
         "files": {name: [there.st_size, there.st_mtime_ns] for name, there in found.items()},
     }
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -25,24 +25,29 @@ LENGTH = struct.Struct("<Q")
 def check_directory(path: Path) -> None:
     """Raise ConfigError unless `path` holds the config of a causal language model and all its weights."""
     if not (path / "config.json").is_file():
-        require_no_adapter(path)
+        if (path / "adapter_config.json").is_file():
+            named = name_of_snapshot(path) or path
+            raise ConfigError(
+                f"{named} is a PEFT adapter without its base model; put it into the base's weights with "
+                f"`flowrl merge {named} --out DIRECTORY`, and name that directory"
+            )
         raise ConfigError(f"{path} is no model directory: config.json is missing; name one that transformers can load")
     config = read_json(path / "config.json")
     for file in weight_files(path):
-        if file.suffix == ".bin":
-            _check_pickle(file)
-        else:
+        if file.suffix != ".bin":
             _check_weights(file)
-    _check_kind(path, config)
-
-
-def require_no_adapter(path: Path) -> None:
-    """Raise ConfigError if `path` holds an adapter instead of a model."""
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        named = name_of_snapshot(path) or path
+        elif not zipfile.is_zipfile(file):  # the format before torch 1.6 cannot be read safely
+            raise ConfigError(
+                f"{file} is cut off, or was written before torch 1.6 ({file.stat().st_size} bytes); download it again, "
+                "or load it with a torch that reads it and write safetensors with save_pretrained"
+            )
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{path}/config.json names no model_type; save the model there with save_pretrained")
+    if kind not in _known_types() and "auto_map" not in config:
         raise ConfigError(
-            f"{named} is a PEFT adapter without its base model; put it into the base's weights with "
-            f"`flowrl merge {named} --out DIRECTORY`, and name that directory"
+            f"{path}/config.json says model_type {kind!r}, which is no causal language model that the installed "
+            "transformers knows; name another model, or install a transformers that has it"
         )
 
 
@@ -63,17 +68,6 @@ def _known_types() -> Collection[str]:
     return known
 
 
-def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
-    kind = config.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigError(f"{path}/config.json names no model_type; save the model there with save_pretrained")
-    if kind not in _known_types() and "auto_map" not in config:
-        raise ConfigError(
-            f"{path}/config.json says model_type {kind!r}, which is no causal language model that the installed "
-            "transformers knows; name another model, or install a transformers that has it"
-        )
-
-
 def stored_dtype(path: str | Path) -> str:
     """The dtype that the model's config.json names, such as bfloat16; "auto" if it names none."""
     config = read_json(Path(path) / "config.json")
@@ -83,11 +77,13 @@ def stored_dtype(path: str | Path) -> str:
 def weight_files(path: Path) -> list[Path]:
     """The files with the weights: safetensors if there are any, and those that the index names if there is one. Raises
     ConfigError if files are missing."""
-    index = path / INDEX
-    files = listed_files(index) or sorted(path.glob("*.safetensors"))
-    if not files:
-        index = path / PICKLED_INDEX
-        files = listed_files(index) or sorted(path.glob(PICKLED))
+    files: list[Path] = []
+    for name, pattern in ((INDEX, "*.safetensors"), (PICKLED_INDEX, PICKLED)):
+        index = path / name
+        if index.is_file():
+            files = [path / file for file in dict.fromkeys(read_json(index).get("weight_map", {}).values())]
+        if files := files or sorted(path.glob(pattern)):
+            break
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which its {index.name} names; download the model again")
@@ -96,22 +92,6 @@ def weight_files(path: Path) -> list[Path]:
             f"{path} holds no weights (*.safetensors, or else {PICKLED}); save the model there with save_pretrained"
         )
     return files
-
-
-def listed_files(index: Path) -> list[Path]:
-    """The files that an index names; [] if the index does not exist."""
-    if not index.is_file():
-        return []
-    return [index.parent / name for name in dict.fromkeys(read_json(index).get("weight_map", {}).values())]
-
-
-def _check_pickle(file: Path) -> None:
-    """Refuse a file of torch.save that is cut off, or in the format before torch 1.6, which cannot be read safely."""
-    if not zipfile.is_zipfile(file):
-        raise ConfigError(
-            f"{file} is cut off, or was written before torch 1.6 ({file.stat().st_size} bytes); download it again, or "
-            "load it with a torch that reads it and write safetensors with save_pretrained"
-        )
 
 
 def _check_weights(file: Path) -> None:
@@ -142,6 +122,7 @@ def context_length(path: str | Path) -> int:
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
+    """The JSON object in a model's file. Raises ConfigError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as problem:
@@ -149,6 +130,22 @@ def read_json(file: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds a {type(content).__name__}, but an object was needed; save the model again")
     return content
+
+
+def examine_json(file: Path) -> tuple[dict[str, Any], str]:
+    """(the JSON object in a file, ""), or ({}, why there is none)."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as problem:
+        return {}, str(problem)
+    if not isinstance(content, dict):
+        return {}, f"a {type(content).__name__} where an object was needed"
+    return content, ""
+
+
+def read_json_if_valid(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none, where whatever loads the file gives a better error."""
+    return examine_json(file)[0]
 
 
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -177,8 +174,21 @@ def found_directory(policy: Policy, progress: Progress) -> Path:
     if policy.path.is_dir():
         return policy.path.resolve()
     if policy.hub_name is None:
-        raise ConfigError(refuse_missing(policy))
-    return fetch_snapshot(policy.hub_name, model_files, complete_files, progress)
+        near = difflib.get_close_matches(policy.model, BUILT_IN, 1, 0.7)
+        hint = f"did you mean {near[0]}?" if near else "correct the path, or write OWNER/NAME for a model of the Hub"
+        raise ConfigError(
+            f"there is no model {policy.model!r}: it is neither {', '.join(BUILT_IN[:-1])} nor {BUILT_IN[-1]} nor a "
+            f"directory on this machine, and names on the Hub are OWNER/NAME or OWNER/NAME@REVISION; {hint}"
+        )
+
+    def is_complete(directory: Path) -> bool:
+        try:
+            check_directory(directory)
+        except ConfigError:
+            return False
+        return True
+
+    return fetch_snapshot(policy.hub_name, model_files, is_complete, progress)
 
 
 def known_tokenizer_directory(policy: Policy) -> Path | None:
@@ -205,17 +215,16 @@ def found_tokenizer(policy: Policy, progress: Progress) -> Path:
             f"--tokenizer names {named.model!r}, which is no directory on this machine, and names on the Hub are "
             "OWNER/NAME or OWNER/NAME@REVISION; correct the path"
         )
+
+    def tokenizer_files(names: Iterable[str]) -> list[str]:
+        return [name for name in model_files(names) if name.endswith(BESIDE)]
+
     return fetch_snapshot(named.hub_name, tokenizer_files, has_tokenizer, progress)
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether the directory has files of a tokenizer."""
     return any(TOKENIZER_FILE.fullmatch(path.name) and "chat_template" not in path.name for path in directory.iterdir())
-
-
-def tokenizer_files(names: Iterable[str]) -> list[str]:
-    """Those of a repository's files that a tokenizer needs."""
-    return [name for name in model_files(names) if name.endswith(BESIDE)]
 
 
 def model_files(names: Iterable[str]) -> list[str]:
@@ -226,20 +235,3 @@ def model_files(names: Iterable[str]) -> list[str]:
     if not weights:
         weights = [name for name in top if PICKLED_NAME.fullmatch(name)]
     return sorted({*weights, *(name for name in top if name.endswith(BESIDE))})
-
-
-def complete_files(directory: Path) -> bool:
-    try:
-        check_directory(directory)
-    except ConfigError:
-        return False
-    return True
-
-
-def refuse_missing(policy: Policy) -> str:
-    near = difflib.get_close_matches(policy.model, BUILT_IN, 1, 0.7)
-    hint = f"; did you mean {near[0]}?" if near else "; correct the path, or write OWNER/NAME for a model of the Hub"
-    return (
-        f"there is no model {policy.model!r}: it is neither {', '.join(BUILT_IN[:-1])} nor {BUILT_IN[-1]} nor a "
-        f"directory on this machine, and names on the Hub are OWNER/NAME or OWNER/NAME@REVISION{hint}"
-    )

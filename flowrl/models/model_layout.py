@@ -3,13 +3,12 @@ model, from the model's shape as far as it is known without loading anything."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flowrl.machine.disk import user_path
-from flowrl.models.model_files import known_directory
+from flowrl.models.model_files import examine_json, known_directory
 from flowrl.models.policy import CHARACTER_MODELS, Policy
 from flowrl.training.layouts import RULE, Decision, decide_layout, decide_trainer, sequence_problems, tensor_problems
 from flowrl.training.memory import ModelShape, read_shape
@@ -101,11 +100,8 @@ def known_config(policy: Policy) -> Mapping[str, Any] | None:
     directory = known_directory(policy)
     if directory is None:
         return None
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return config if isinstance(config, dict) else None
+    config, defect = examine_json(directory / "config.json")
+    return None if defect else config
 
 
 def layout_note(decision: Decision) -> str:

@@ -60,7 +60,11 @@ def model_size(policy: Policy) -> ModelSize:
                 return ModelSize(found)
         except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             pass  # the check of the model reports what is wrong with it
-    return _by_name(policy.model)
+    named = NAMED.findall(policy.model.rpartition("/")[2])
+    if not named:
+        return ModelSize(None)
+    number, unit = named[0]
+    return ModelSize(int(float(number) * (1e9 if unit in "Bb" else 1e6)), "by its name")
 
 
 def model_context(policy: Policy) -> int | None:
@@ -81,14 +85,6 @@ def count_parameters(file: Path) -> int:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(min(length, file.stat().st_size)))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-
-
-def _by_name(name: str) -> ModelSize:
-    found = NAMED.findall(name.rpartition("/")[2])
-    if not found:
-        return ModelSize(None)
-    number, unit = found[0]
-    return ModelSize(int(float(number) * (1e9 if unit in "Bb" else 1e6)), "by its name")
 
 
 Learning = Literal["samples", "rows", "preferences", "rewards"]

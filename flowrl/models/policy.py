@@ -3,7 +3,6 @@ its directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,16 +33,12 @@ class TokenizerOptions:
     """Further tokens that are never split and not shown. New ones need embedding rows that no token uses."""
 
     def __post_init__(self) -> None:
-        for problem in self._problems():
-            raise ConfigError(problem)
-
-    def _problems(self) -> Iterator[str]:
         for option in ("eos", "special"):
             tokens: tuple[str, ...] = getattr(self, option)
             if "" in tokens:
-                yield f"--tokenizer.{option} has an empty token; leave it out"
+                raise ConfigError(f"--tokenizer.{option} has an empty token; leave it out")
             if twice := [token for index, token in enumerate(tokens) if token in tokens[:index]]:
-                yield f"--tokenizer.{option} has {twice[0]!r} twice; leave one out"
+                raise ConfigError(f"--tokenizer.{option} has {twice[0]!r} twice; leave one out")
 
     @property
     def chosen(self) -> bool:

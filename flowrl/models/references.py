@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +86,11 @@ def reference_cache(
 
     def make(target: Path) -> None:
         progress(f"reference logprobs of {len(known)} sequences: computing them, kept for later runs")
-        _Pass(open_model, token_budget, progress).write_logprobs(known, target)
+        model = open_model()
+        try:
+            write_logprobs(known, target, model, token_budget, progress)
+        finally:
+            model.close()
 
     return ReferenceCache(cached_directory("references", "reference", recipe, make, progress))
 
@@ -144,54 +148,29 @@ class SpooledSequences:
         return [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
 
 
-class _Pass:
-    """One pass of the reference over all sequences."""
-
-    def __init__(self, open_model: Callable[[], ScoringModel], token_budget: int, progress: Progress) -> None:
-        self._open = open_model
-        self._token_budget = token_budget
-        self._progress = progress
-        self._done = self._reported = 0
-
-    def write_logprobs(self, known: SpooledSequences, target: Path) -> None:
-        """Fill `target` with the logprobs of all `known` sequences; the model is freed at the end."""
-        blocks = known.iter_blocks()
-        order = np.concatenate(blocks)
-        offsets = np.concatenate(([0], np.cumsum(known.counted[order])))
-        np.save(target / OFFSETS, offsets.astype(np.int64))
-        np.save(target / KEYS, known.keys[order].view(np.uint8).reshape(-1, KEY_BYTES))
-        logprobs: Float32 = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
-            target / LOGPROBS, mode="w+", dtype=np.float32, shape=(int(offsets[-1]),)
-        )
-        model = self._open()
-        try:
-            first = 0
-            for block in blocks:
-                places = offsets[first : (first := first + len(block)) + 1]
-                for done in self._fill_block(model, logprobs, [known[int(index)] for index in block], places):
-                    self._report_progress(done, len(known))
-        finally:
-            model.close()
-        del logprobs  # flushes the memory map
-
-    def _fill_block(
-        self,
-        model: ScoringModel,
-        logprobs: Float32,
-        found: Sequence[tuple[Int32, Bool]],
-        offsets: npt.NDArray[np.int64],
-    ) -> Iterator[int]:
-        """Compute the logprobs of one block; yields the number of sequences of each pass when it is done."""
-        passes, trees = passes_over([tokens for tokens, _ in found], self._token_budget, model.layout)
+def write_logprobs(
+    known: SpooledSequences, target: Path, model: ScoringModel, token_budget: int, progress: Progress
+) -> None:
+    """Fill `target` with the logprobs of all `known` sequences."""
+    blocks = known.iter_blocks()
+    order = np.concatenate(blocks)
+    offsets = np.concatenate(([0], np.cumsum(known.counted[order])))
+    np.save(target / OFFSETS, offsets.astype(np.int64))
+    np.save(target / KEYS, known.keys[order].view(np.uint8).reshape(-1, KEY_BYTES))
+    logprobs: Float32 = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+        target / LOGPROBS, mode="w+", dtype=np.float32, shape=(int(offsets[-1]),)
+    )
+    first = num_done = reported_tenths = 0
+    for block in blocks:
+        places = offsets[first : (first := first + len(block)) + 1]
+        found = [known[int(index)] for index in block]
+        passes, trees = passes_over([tokens for tokens, _ in found], token_budget, model.layout)
         items = [[found[number] for number in part] for part in passes]
         for part, results in zip(passes, model.run(logprobs_of, items, trees, 1.0), strict=True):
             for number, logprobs_T in zip(part, results, strict=True):
-                places = policy_places(found[number][1])
-                logprobs[offsets[number] : offsets[number + 1]] = logprobs_T[places]
-            yield len(part)
-
-    def _report_progress(self, number: int, of: int) -> None:
-        self._done += number
-        if (tenth := 10 * self._done // of) > self._reported:
-            self._reported = tenth
-            self._progress(f"reference logprobs: {10 * tenth} %")
+                logprobs[places[number] : places[number + 1]] = logprobs_T[policy_places(found[number][1])]
+            num_done += len(part)
+            if (tenths := 10 * num_done // len(known)) > reported_tenths:
+                reported_tenths = tenths
+                progress(f"reference logprobs: {10 * tenths} %")
+    del logprobs  # flushes the memory map

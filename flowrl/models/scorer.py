@@ -43,7 +43,10 @@ def label_weights(text: str, labels: Sequence[str], *, model: str, option: str =
     chosen = {text or labels[0]: 1.0} if "=" not in text or text in labels else parse_weights(option, text)
     weights = dict.fromkeys(range(len(labels)), 0.0)
     for name, weight in chosen.items():
-        weights[label_index(name, labels, model, option)] += weight
+        if name not in labels and not (name.isdecimal() and int(name) < len(labels)):
+            raise ConfigError(f"{option} names {name!r}, but {model} has the labels {list_labels(labels)}")
+        index = labels.index(name) if name in labels else int(name)
+        weights[index] += weight
     if not any(weights.values()):
         raise ConfigError(f"{option} {text!r} weighs every label 0; give one of {list_labels(labels)} another weight")
     return tuple(weights.values())
@@ -57,14 +60,6 @@ def weighted_sum(scores: Sequence[float], weights: Sequence[float]) -> float:
 def list_labels(labels: Sequence[str]) -> str:
     """`labels` in one line, each with its number."""
     return ", ".join(f"{number} {name}" for number, name in enumerate(labels))
-
-
-def label_index(name: str, labels: Sequence[str], model: str, option: str) -> int:
-    if name in labels:
-        return labels.index(name)
-    if name.isdecimal() and int(name) < len(labels):
-        return int(name)
-    raise ConfigError(f"{option} names {name!r}, but {model} has the labels {list_labels(labels)}")
 
 
 ScoredMessages = Messages | tuple[Messages, str]
@@ -91,7 +86,11 @@ class Scorer:
         self.token_budget = token_budget
         """The most tokens of one pass, padding included; a longer sequence gets a pass of its own."""
         self.chat = Chat(tokenizer, system_prompt)
-        self.mean, self.std = stored_statistics(model.facts)
+        self.mean, self.std = 0.0, 1.0
+        # As flowrl and OpenRLHF write them into a model's config.
+        for mean, std in (("mean", "std"), ("reward_mean", "reward_std")):
+            if mean in model.facts and std in model.facts:
+                self.mean, self.std = float(model.facts[mean]), float(model.facts[std])
         """Mean of the model's scores in its training; with `std` it makes the scores of several models comparable."""
 
     def score(self, conversations: Sequence[ScoredMessages]) -> list[float]:
@@ -199,15 +198,6 @@ def labels_of(path: str | Path, label: str, *, option: str = OPTION) -> Mapping[
 
     labels = head_labels(path)
     return dict(zip(labels, label_weights(label, labels, model=str(path), option=option), strict=True))
-
-
-def stored_statistics(config: Mapping[str, Any]) -> tuple[float, float]:
-    """(mean, std) of a reward model's scores, as flowrl or OpenRLHF writes them into its config; (0, 1) if it has
-    none."""
-    for mean, std in (("reward_mean", "reward_std"), ("mean", "std")):
-        if mean in config and std in config:
-            return float(config[mean]), float(config[std])
-    return 0.0, 1.0
 
 
 def split_parts(conversation: ScoredMessages) -> tuple[Messages, str]:

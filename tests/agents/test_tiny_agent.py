@@ -18,7 +18,7 @@ from flowrl.agents import ChatTemplate, Conversation, examine
 from flowrl.errors import ConfigError
 from flowrl.machine.cache import RECIPE
 from flowrl.models import Policy, check_model, load_tokenizer, resolve
-from flowrl.models.built_in_models import CALCULATOR, IGNORED, ToolTraces, call_message
+from flowrl.models.built_in_models import CALCULATOR, IGNORED, ToolTraces, play_episode
 from flowrl.models.tokens.characters import TOOL_TOKENS, character_tokenizer, character_vocabulary, tool_tokenizer
 from flowrl.models.tokens.vocabulary import read_vocabulary, vocabulary_problem
 from flowrl.tasks import Row, Task, load_rows
@@ -90,7 +90,7 @@ def test_tool_tokens_come_after_all_others(tokenizer: Any) -> None:
 def test_an_episode_takes_few_characters(tokenizer: Any) -> None:
     row = Row.ask("12+34=", answer="46")
     answer = {"role": "tool", "name": "calculator", "content": "46"}
-    assert replies(tokenizer, [*row.turns, call_message(row), answer, {"role": "assistant", "content": "46"}]) == (
+    assert replies(tokenizer, [*play_episode(row, True)[0][:-1], answer, {"role": "assistant", "content": "46"}]) == (
         "<|tools|>calculator<|end|><|user|>12+34=<|end|>"
         '<|assistant|><|call|>calculator{"expression":"12+34"}<|end|><|tool|>46<|end|><|assistant|>46<|end|>'
     )

@@ -14,7 +14,7 @@ from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
 from flowrl.models import Chat, Policy
 from flowrl.models.tokens.characters import character_tokenizer, tool_tokenizer
-from flowrl.models.tokens.tool_form import plain_tools, tool_form
+from flowrl.models.tokens.tool_form import plain_value, tool_form
 from flowrl.nodes import (
     Demonstrations,
     DemonstrationSource,
@@ -201,7 +201,7 @@ def test_masks_are_those_of_templates_that_mark_them_themselves(name: str) -> No
     if name in ("idefics3_training", "smolvlm_training", "llava_next_training"):  # they show lists of parts alone
         told = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in told]
     theirs = tokenizer.apply_chat_template(
-        told, tools=plain_tools(tools) or None, return_dict=True, return_assistant_tokens_mask=True
+        told, tools=[plain_value(tool) for tool in tools] or None, return_dict=True, return_assistant_tokens_mask=True
     )
     np.testing.assert_array_equal(np.asarray(theirs["input_ids"])[: ids.size], ids)
     marks = np.asarray(theirs["assistant_masks"], np.bool_)[: ids.size]

@@ -89,10 +89,10 @@ def test_published_models_have_their_published_sizes(name: str, parameters: int)
 
 
 def test_the_built_in_models_have_the_shapes_that_are_predicted_from() -> None:
-    from flowrl.models.built_in_models import _random_model
+    from flowrl.models.built_in_models import make_random_model
     from flowrl.models.tokens.characters import character_tokenizer
 
-    tiny = _random_model(character_tokenizer())
+    tiny = make_random_model(character_tokenizer())
     assert CHARACTER_SHAPE.parameters == sum(p.numel() for p in tiny.parameters())
     assert SMOLLM2_SHAPE.parameters == 134_515_008
     assert known_shape(Policy("/no/such/model")) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
-from flowrl.models.tokens.tool_form import plain_tools, reasoned, tool_form, uses_tools
+from flowrl.models.model_files import examine_json, read_json_if_valid
+from flowrl.models.tokens.tool_form import cached_by_template, plain_value, reasoned, tool_form, uses_tools
 from flowrl.tasks.rows import WEIGHT, without_weight
 
 Messages = Sequence[Mapping[str, Any]]
@@ -37,75 +38,58 @@ class Unrendered(ConfigError):
 
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The Hugging Face tokenizer of a model directory."""
-    try:
-        return _tokenizer_class(Path(model_dir)).from_pretrained(
-            str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except ImportError:
-        raise  # a package is missing, and the files are fine
-    except Exception as problem:  # the boundary to tokenizers, which raises Exception itself, and to transformers
-        raise ConfigError(_not_loaded(Path(model_dir), problem)) from problem
-
-
-def _not_loaded(model_dir: Path, problem: Exception) -> str:
-    """Why a tokenizer cannot be loaded; names the file that is damaged, if one is."""
-    why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-    of_tokenizer = model_dir / TOKENIZER
-    for path in (of_tokenizer, model_dir / "tokenizer_config.json", model_dir / "config.json"):
-        if path.is_file() and (defect := find_defect(path)):
-            return f"{path} is damaged ({defect}); put the file of the model there"
-    if of_tokenizer.is_file() and type(problem) is Exception:  # what the package tokenizers raises
-        return f"{of_tokenizer} is no tokenizer that can be loaded ({why}); put the file of the model there"
-    return f"{model_dir} holds no tokenizer that can be loaded ({why}); put its tokenizer files there"
-
-
-def find_defect(path: Path) -> str:
-    """Why the file is not one JSON object, "" if it is."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        return str(problem)
-    return "" if isinstance(content, dict) else f"a {type(content).__name__} where an object was needed"
-
-
-def _tokenizer_class(model_dir: Path) -> Any:
-    """The tokenizer class of the model's own type if its files name it; else AutoTokenizer, which determines the class.
-
-    To do so, AutoTokenizer imports torch and all of transformers' model code, which takes more than half of the four
-    seconds that a process without a model needs to start.
-    """
+    """The Hugging Face tokenizer of a model directory. Raises ConfigError, which names the file that is damaged, if one
+    is."""
     import transformers
 
-    saved, config = (read_json(model_dir / name) for name in ("tokenizer_config.json", "config.json"))
+    directory = Path(model_dir)
+    saved, config = (read_json_if_valid(directory / name) for name in ("tokenizer_config.json", "config.json"))
+    # AutoTokenizer finds out the class, for which it imports torch and all of transformers' model code: more than half
+    # of the four seconds that a process without a model needs to start. The class of the model's own type is enough.
+    own_class: Any = None
     if saved.get("backend") == "tokenizers" and "auto_map" not in saved:
         named = getattr(transformers, str(saved.get("tokenizer_class")), None)
         if getattr(named, "__module__", "").startswith(f"transformers.models.{config.get('model_type')}."):
-            return named
-    return transformers.AutoTokenizer
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The file's content; {} if the file is invalid, because loading the tokenizer gives a better error."""
+            own_class = named
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        chosen = own_class or transformers.AutoTokenizer
+        return chosen.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trust_remote_code)
+    except ImportError:
+        raise  # a package is missing, and the files are fine
+    except Exception as problem:  # the boundary to tokenizers, which raises Exception itself, and to transformers
+        why = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        text = f"{directory} holds no tokenizer that can be loaded ({why}); put its tokenizer files there"
+        if (directory / TOKENIZER).is_file() and type(problem) is Exception:  # what the package tokenizers raises
+            text = (
+                f"{directory / TOKENIZER} is no tokenizer that can be loaded ({why}); put the file of the model there"
+            )
+        for name in (TOKENIZER, "tokenizer_config.json", "config.json"):
+            if (directory / name).is_file() and (defect := examine_json(directory / name)[1]):
+                text = f"{directory / name} is damaged ({defect}); put the file of the model there"
+                break
+        raise ConfigError(text) from problem
 
 
-def render(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool = False, tools: Messages = ()) -> str:
-    """`messages` rendered as text by the tokenizer's chat template. Raises what the template raises."""
-    form = text_form(tokenizer) or _as_text
-    return render_messages(tokenizer, map(form, messages), add_generation_prompt=add_generation_prompt, tools=tools)
-
-
-def render_messages(
-    tokenizer: Any, messages: Iterable[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Messages = ()
+def render(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    add_generation_prompt: bool = False,
+    tools: Messages = (),
+    in_parts: bool | None = None,
 ) -> str:
+    """`messages` rendered as text by the tokenizer's chat template. Raises what the template raises.
+
+    `in_parts`: texts are given as lists of parts; by default if the template takes no others.
+    """
+    told = [dict(message) for message in messages]
+    if takes_parts(tokenizer) if in_parts is None else in_parts:
+        for message in told:
+            if isinstance(text := message.get("content"), str):
+                message["content"] = [{"type": "text", "text": text}]
     return str(
         tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            told,
             tools=[dict(tool) for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -113,32 +97,18 @@ def render_messages(
     )
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return message
-
-
-def _as_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = message.get("content")
-    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
-
-
-def text_form(tokenizer: Any) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
-    """How a message has to be given so that the tokenizer's chat template shows its text: as it is, or as a list of
-    parts, which is all that templates of some vision models show. None if neither is shown."""
-    return _text_form(tokenizer, str(tokenizer.chat_template))
-
-
-@functools.lru_cache(maxsize=8)
-def _text_form(tokenizer: Any, template: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
-    """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
-    asked, refused = {"role": "user", "content": ANSWER}, 0
-    for form in (_as_text, _as_parts):
+@cached_by_template
+def takes_parts(tokenizer: Any) -> bool | None:
+    """Whether the tokenizer's chat template shows the text of a message only if it is a list of parts, as templates of
+    some vision models do. None if it shows no text at all."""
+    asked, refused = [{"role": "user", "content": ANSWER}], 0
+    for in_parts in (False, True):
         try:
-            if ANSWER in render_messages(tokenizer, [form(asked)], add_generation_prompt=True):
-                return form
+            if ANSWER in render(tokenizer, asked, add_generation_prompt=True, in_parts=in_parts):
+                return in_parts
         except Exception:  # the boundary to the template, which is the model author's program
             refused += 1
-    return _as_text if refused == 2 else None
+    return False if refused == 2 else None
 
 
 def token_ids(tokenizer: Any, text: str) -> Int32:
@@ -233,7 +203,10 @@ class Chat:
         """
         replied = ({"role": "assistant", "content": reply},) if isinstance(reply, str) else tuple(reply)
         ends = end_texts(self.tokenizer)
-        told = [*turns[:first], *(_without_ends(turn, ends) for turn in (*turns, *replied)[first:])]
+        told = [*turns, *replied]
+        for n, turn in enumerate(told[first:], first):
+            if turn["role"] == "assistant" and isinstance(turn.get("content"), str):
+                told[n] = {**turn, "content": without_ends(turn["content"], ends)}
         marked = [n for n in range(first, len(told)) if told[n]["role"] == "assistant" and told[n].get(WEIGHT) != 0]
         if not marked:
             raise Unrendered(f"every turn that would be trained has {WEIGHT} 0, so there is nothing to train")
@@ -246,14 +219,10 @@ class Chat:
             return asked + answer, [(len(asked), len(asked) + len(answer))]
         text = self._apply_template(told)
         found = [(start := self._find_start(told, n, text), self._find_end(told, n, text, start)) for n in marked]
-        if self._is_lost(told[marked[-1]], text[slice(*found[-1])]):
+        shown, given = text[slice(*found[-1])], str(told[marked[-1]].get("content") or "")
+        if not shown or (given.strip() and not without_ends(shown, ends).strip()):
             raise Unrendered("the chat template shows nothing of the answer, so there is nothing to train")
         return text, found
-
-    def _is_lost(self, turn: Mapping[str, Any], shown: str) -> bool:
-        """Whether the template shows nothing of the assistant's turn, or its end token alone."""
-        rest = without_ends(shown, end_texts(self.tokenizer))
-        return not shown or (not rest.strip() and bool(str(turn.get("content") or "").strip()))
 
     def _tokens_of(self, text: str, spans: list[TurnSpan]) -> tuple[Int32, Bool]:
         """(ids, mask) of a rendered text up to its last span; the mask marks the spans."""
@@ -261,9 +230,13 @@ class Chat:
         marks: list[Bool] = []
         at = 0
         for start, end in spans:
-            before = text[at:start]
+            before, answer, eos = text[at:start], text[start:end], self.tokenizer.eos_token
             parts += [continued_ids(self.tokenizer, before) if at else self._prompt_ids(before)]
-            parts += [self._answer_ids(text[start:end])]
+            if self.tokenizer.chat_template:
+                parts += [continued_ids(self.tokenizer, answer)]
+            else:
+                ids = continued_ids(self.tokenizer, answer.removesuffix(str(eos)))
+                parts += [np.append(ids, np.int32(self.tokenizer.eos_token_id))]
             marks += [np.full(part.size, n == 1, np.bool_) for n, part in enumerate(parts[-2:])]
             at = end
         return np.concatenate(parts).astype(np.int32), np.concatenate(marks)
@@ -274,38 +247,26 @@ class Chat:
             return token_ids(self.tokenizer, text)
         return np.asarray(self.tokenizer(text)["input_ids"], np.int32)
 
-    def _answer_ids(self, text: str) -> Int32:
-        """The ids of an assistant's turn with its end, as it goes on from the generation prompt."""
-        if self.tokenizer.chat_template:
-            return continued_ids(self.tokenizer, text)
-        answer = continued_ids(self.tokenizer, text.removesuffix(str(self.tokenizer.eos_token)))
-        return np.append(answer, np.int32(self.tokenizer.eos_token_id))
-
     def _find_start(self, turns: Messages, n: int, text: str) -> int:
         """Where the assistant's turn `n` begins in `text`, the whole conversation: after its generation prompt."""
         before = self._apply_template(turns[:n], add_generation_prompt=True)
         if text.startswith(before):
             return len(before)
         if n == len(turns) - 1:
-            raise Unrendered(unanswered_turns(before, text))
-        return self._start_by_mark(turns, n, text)
-
-    def _start_by_mark(self, turns: Messages, n: int, text: str) -> int:
-        """For templates that show earlier turns differently: a turn begins after the last generation prompt before its
-        mark.
-
-        If the generation prompt opens a thought, a template may leave the thought out of earlier turns. Such a turn
-        begins where the thought would begin.
-        """
+            raise Unrendered(
+                f"the chat template rewrites earlier turns when the answer follows: {show_difference(before, text)}, "
+                "which a policy that answers never sees; write the answer as the template does (with a thought, if the "
+                "prompt begins one), set the template's values (--chat-template-kwargs), or use another template"
+            )
+        # The template shows earlier turns differently. The turn begins after the last generation prompt before its
+        # mark. If the prompt opens a thought, which a template may leave out of earlier turns, it begins in its place.
         place, _ = self._seen_turn(turns, n, text)
-        asked = self._apply_template(turns[:n])
-        with_prompt = self._apply_template(turns[:n], add_generation_prompt=True)
-        prompt = with_prompt.removeprefix(asked)
+        prompt = before.removeprefix(self._apply_template(turns[:n]))
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         head = prompt[: min((at for token in added if (at := prompt.find(token, 1)) > 0), default=len(prompt))]
         at = text.rfind(head, self._seen_turn(turns, n - 1, text)[0] if n else 0, place)
         if at < 0 or not head:
-            raise Unrendered(rewritten_turn(with_prompt, text))
+            raise Unrendered(rewritten_turn(before, text))
         return at + len(prompt if text.startswith(prompt, at) else head)
 
     def _find_end(self, turns: Messages, n: int, text: str, start: int) -> int:
@@ -314,23 +275,23 @@ class Chat:
         eos = str(self.tokenizer.eos_token)
         if not text.startswith(until):
             until = until.removesuffix(eos)  # which some templates write behind the last turn alone
-        end = _end_alone(until, start, self.tokenizer) if text.startswith(until) else self._end_by_mark(turns, n, text)
-        if n < len(turns) - 1 and not _ends_with_end(text[:end], self.tokenizer) and text.startswith(eos, end):
+        special = special_texts(self.tokenizer)
+        if text.startswith(until):
+            stripped = until.rstrip()
+            end = len(stripped) if len(stripped) > start and stripped.endswith(special) else len(until)
+        else:
+            # The template writes the last turn differently. The turn ends with an end token that both forms have,
+            # whatever blanks they leave before it.
+            place, alone = self._seen_turn(turns, n, text)
+            rest = text[place:].lstrip()
+            alike = common_prefix(alone.lstrip(), rest)
+            length = max((at + len(token) for token in special if (at := alike.rfind(token)) >= 0), default=0)
+            if not length:
+                raise Unrendered(rewritten_turn(self._apply_template(turns[: n + 1]), text))
+            end = len(text) - len(rest) + length
+        if n < len(turns) - 1 and not text[:end].endswith(special) and text.startswith(eos, end):
             return end + len(eos)  # a template that writes no end: the end token begins the next turn (GLM's <|user|>)
         return end
-
-    def _end_by_mark(self, turns: Messages, n: int, text: str) -> int:
-        """For templates that write the last turn differently: the turn ends with an end token that both forms have,
-        whatever blanks they leave before it."""
-        place, alone = self._seen_turn(turns, n, text)
-        rest = text[place:].lstrip()
-        alike = common_length(alone.lstrip(), rest)
-        length = max(
-            (at + len(token) for token in special_texts(self.tokenizer) if (at := alike.rfind(token)) >= 0), default=0
-        )
-        if not length:
-            raise Unrendered(rewritten_turn(self._apply_template(turns[: n + 1]), text))
-        return len(text) - len(rest) + length
 
     def _seen_turn(self, turns: Messages, n: int, text: str) -> tuple[int, str]:
         """(position in `text` of a mark in turn `n`, what follows the mark if the turn is the last one).
@@ -338,8 +299,18 @@ class Chat:
         The mark follows the turn's text, with or without the blanks at its end, which some templates strip; or it
         follows the name of its last call.
         """
-        mark = _unused_mark(turns)
-        for marked_turn in with_mark(turns[n], mark):
+        known, mark = json.dumps([dict(turn) for turn in turns], ensure_ascii=False, default=str), "mark7q"
+        while mark in known:
+            mark += "q"
+        if calls := turns[n].get("tool_calls"):
+            function = {**calls[-1]["function"], "name": calls[-1]["function"]["name"] + mark}
+            tried = [{**turns[n], "tool_calls": (*calls[:-1], {**calls[-1], "function": function})}]
+        else:
+            said = str(turns[n]["content"])
+            kept = said.rstrip()
+            contents = dict.fromkeys((said + mark, kept + mark + said.removeprefix(kept)))
+            tried = [{**turns[n], "content": content} for content in contents]
+        for marked_turn in tried:
             marked = [*turns[:n], marked_turn, *turns[n + 1 :]]
             shown, alone = self._apply_template(marked), self._apply_template(marked[: n + 1])
             if alone.count(mark) == 1 and shown.replace(mark, "", 1) == text:
@@ -372,8 +343,8 @@ class Chat:
             form = tool_form(self.tokenizer)
             form.require_shown(told, self.tools)
             told = form.form_messages(told)
-        tools = plain_tools(self.tools)
-        if text_form(self.tokenizer) is None:
+        tools = [plain_value(tool) for tool in self.tools]
+        if takes_parts(self.tokenizer) is None:
             raise Unrendered(
                 "the chat template shows nothing of what a message says; name a template that does with --chat-template"
             )
@@ -392,26 +363,9 @@ def rewritten_turn(before: str, text: str) -> str:
     )
 
 
-def unanswered_turns(before: str, text: str) -> str:
-    """What a template does that shows a prompt as `before`, and differently in `text`, where the answer follows."""
-    return (
-        f"the chat template rewrites earlier turns when the answer follows: {show_difference(before, text)}, which a "
-        "policy that answers never sees; write the answer as the template does (with a thought, if the prompt begins "
-        "one), set the template's values (--chat-template-kwargs), or use another template"
-    )
-
-
 def show_difference(before: str, text: str) -> str:
-    same = len(common_length(before, text))
+    same = len(common_prefix(before, text))
     return f"it shows {before[same : same + SHOWN]!r}, and then {text[same : same + SHOWN]!r}"
-
-
-def _without_ends(turn: Mapping[str, Any], ends: tuple[str, ...]) -> Mapping[str, Any]:
-    """The assistant's turn without end tokens at the end of its text."""
-    text = turn.get("content")
-    if turn["role"] != "assistant" or not isinstance(text, str):
-        return turn
-    return {**turn, "content": without_ends(text, ends)}
 
 
 def without_ends(text: str, ends: tuple[str, ...]) -> str:
@@ -430,42 +384,10 @@ def require_no_end(texts: Iterable[str], ends: tuple[str, ...]) -> None:
         )
 
 
-def _end_alone(until: str, start: int, tokenizer: Any) -> int:
-    """Where the last turn of `until` ends: after its last end token, or at the end of `until` if more than blanks
-    follow."""
-    stripped = until.rstrip()
-    return len(stripped) if len(stripped) > start and _ends_with_end(stripped, tokenizer) else len(until)
-
-
-def _ends_with_end(text: str, tokenizer: Any) -> bool:
-    return text.endswith(special_texts(tokenizer))
-
-
-def common_length(one: str, other: str) -> str:
+def common_prefix(one: str, other: str) -> str:
     """The longest common prefix of both texts."""
     length = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     return one[: min(len(one), len(other)) if length is None else length]
-
-
-def _unused_mark(turns: Messages) -> str:
-    text, mark = json.dumps([dict(turn) for turn in turns], ensure_ascii=False, default=str), "mark7q"
-    while mark in text:
-        mark += "q"
-    return mark
-
-
-def with_mark(turn: Mapping[str, Any], mark: str) -> Iterator[Mapping[str, Any]]:
-    """The turn with a mark after its text, or before the blanks at its end; or after the name of its last call."""
-    if not turn.get("tool_calls"):
-        text = str(turn["content"])
-        kept = len(text.rstrip())
-        yield {**turn, "content": text + mark}
-        if kept < len(text):
-            yield {**turn, "content": text[:kept] + mark + text[kept:]}
-        return
-    *others, last = turn["tool_calls"]
-    function = {**last["function"], "name": last["function"]["name"] + mark}
-    yield {**turn, "tool_calls": (*others, {**last, "function": function})}
 
 
 @functools.lru_cache(maxsize=8)
@@ -481,15 +403,10 @@ def special_texts(tokenizer: Any) -> tuple[str, ...]:
     return tuple(map(str, tokenizer.convert_ids_to_tokens(end_ids(tokenizer).tolist())))
 
 
+@cached_by_template
 def template_end(tokenizer: Any) -> str | None:
     """What the tokenizer's chat template writes after an answer, up to the token that ends the turn; "" if it writes no
     such token, None if it cannot be tried."""
-    return _template_end(tokenizer, str(tokenizer.chat_template))
-
-
-@functools.lru_cache(maxsize=8)
-def _template_end(tokenizer: Any, template: str) -> str | None:
-    """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
     turns = [{"role": "user", "content": "probe7q"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = render(tokenizer, turns).rstrip()
@@ -497,7 +414,7 @@ def _template_end(tokenizer: Any, template: str) -> str | None:
         return None
     if ANSWER not in text:
         return None
-    return text.rpartition(ANSWER)[2] if _ends_with_end(text, tokenizer) else ""
+    return text.rpartition(ANSWER)[2] if text.endswith(special_texts(tokenizer)) else ""
 
 
 def template_next(tokenizer: Any) -> str:
@@ -538,10 +455,10 @@ def find_anchor(tokenizer: Any) -> str:
     anchors = ("", str(tokenizer.eos_token or ""), "\n", ".")
     for anchor in anchors:
         before, ids = (token_ids(tokenizer, text).tolist() for text in (anchor, anchor + "word"))
-        if ids[: len(before)] == before and decode_ids(tokenizer, word + ids[len(before) :]) == "wordword":
+        if ids[: len(before)] != before:
+            continue
+        alone = word + ids[len(before) :]
+        text = str(tokenizer.decode(alone, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if text.strip() == "wordword":
             return anchor
     return ""
-
-
-def decode_ids(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()

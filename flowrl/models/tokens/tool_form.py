@@ -9,10 +9,11 @@ knows at most some.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from flowrl.errors import ConfigError
 from flowrl.tasks.rows import REASONING
@@ -44,28 +45,27 @@ class ToolForm:
     def form_messages(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages in the form that this template takes."""
         ids: dict[str, str] = {}
+        """A call's own id -> the id that it is given."""
         waiting: list[str] = []
-        return [self._form_message(dict(message), ids, waiting) for message in messages]
-
-    def _form_message(self, message: dict[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
-        """`ids` has the ids of the calls so far, `waiting` the ids of those that have no answer yet."""
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [self._form_call(call, ids, waiting) for call in calls]
-        elif message["role"] == "tool" and self.needs_ids and waiting:
-            own = ids.get(message.get("tool_call_id", ""), waiting[0])
-            message["tool_call_id"] = waiting.pop(waiting.index(own) if own in waiting else 0)
-        return message
-
-    def _form_call(self, call: Mapping[str, Any], ids: dict[str, str], waiting: list[str]) -> dict[str, Any]:
-        function = {**call["function"], "arguments": plain_value(call["function"]["arguments"])}
-        if self.json_arguments:
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        if not self.needs_ids:
-            return {**call, "function": function}
-        number = CALL_ID.format(len(ids))
-        ids[call.get("id", number)] = number
-        waiting.append(number)
-        return {**call, "id": number, "function": function}
+        """Ids of the calls that have no answer yet."""
+        formed = [dict(message) for message in messages]
+        for message in formed:
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = []
+                for call in calls:
+                    function = {**call["function"], "arguments": plain_value(call["function"]["arguments"])}
+                    if self.json_arguments:
+                        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+                    told = {**call, "function": function}
+                    if self.needs_ids:
+                        told["id"] = CALL_ID.format(len(ids))
+                        ids[call.get("id", told["id"])] = told["id"]
+                        waiting.append(told["id"])
+                    message["tool_calls"].append(told)
+            elif message["role"] == "tool" and self.needs_ids and waiting:
+                own = ids.get(message.get("tool_call_id", ""), waiting[0])
+                message["tool_call_id"] = waiting.pop(waiting.index(own) if own in waiting else 0)
+        return formed
 
     def require_shown(self, messages: Messages, tools: Messages) -> None:
         """Raise ConfigError if the template would leave out definitions, calls or answers of tools that these have."""
@@ -89,22 +89,32 @@ def reasoned(tokenizer: Any, messages: Messages) -> Messages | None:
     """The messages with their reasoning in a field that the chat template shows; None if it shows none."""
     if not any(name in message for message in messages for name in REASONING):
         return messages
-    shown = _shown_reasoning(tokenizer, str(tokenizer.chat_template)) if tokenizer.chat_template else ()
-    return [_with_reasoning(message, shown) for message in messages] if shown else None
+    shown = shown_reasoning(tokenizer) if tokenizer.chat_template else ()
+    if not shown:
+        return None
+    told: list[Mapping[str, Any]] = []
+    for message in messages:
+        given = [name for name in REASONING if name in message]
+        if given and not any(name in shown for name in given):
+            others = {name: value for name, value in message.items() if name not in REASONING}
+            message = {**others, shown[0]: message[given[0]]}
+        told.append(message)
+    return told
 
 
-def _with_reasoning(message: Mapping[str, Any], shown: tuple[str, ...]) -> Mapping[str, Any]:
-    """The message with the reasoning that it has in a field that is `shown`."""
-    given = [name for name in REASONING if name in message]
-    if not given or any(name in shown for name in given):
-        return message
-    others = {name: value for name, value in message.items() if name not in REASONING}
-    return {**others, shown[0]: message[given[0]]}
+Found = TypeVar("Found")
 
 
-@functools.lru_cache(maxsize=8)
-def _shown_reasoning(tokenizer: Any, template: str) -> tuple[str, ...]:
-    """The fields in which `template`, the tokenizer's, shows the reasoning of a last message."""
+def cached_by_template(examine: Callable[[Any], Found]) -> Callable[[Any], Found]:
+    """What `examine` finds out about a tokenizer's chat template, which a caller may change: kept for each of the last
+    templates."""
+    known = functools.lru_cache(maxsize=8)(lambda tokenizer, template: examine(tokenizer))
+    return functools.wraps(examine)(lambda tokenizer: known(tokenizer, str(tokenizer.chat_template)))
+
+
+@cached_by_template
+def shown_reasoning(tokenizer: Any) -> tuple[str, ...]:
+    """The fields in which the tokenizer's chat template shows the reasoning of a last message."""
     asked = {"role": "user", "content": "probe"}
     replied = {"role": "assistant", "content": "probe"}
     return tuple(name for name in REASONING if VALUE in render_text(tokenizer, [asked, {**replied, name: VALUE}], []))
@@ -115,38 +125,18 @@ def uses_tools(messages: Messages, tools: Messages) -> bool:
     return bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
+@cached_by_template
 def tool_form(tokenizer: Any) -> ToolForm:
     """The form of the tokenizer's chat template."""
-    return try_forms(tokenizer, str(tokenizer.chat_template))
-
-
-@functools.lru_cache(maxsize=8)
-def try_forms(tokenizer: Any, template: str) -> ToolForm:
-    """`template` is the tokenizer's: an argument, because a caller may change it and the result is cached."""
-    forms = [
-        ToolForm(True, True, True, json_arguments, needs_ids)
-        for json_arguments in (False, True)
-        for needs_ids in (False, True)
-    ]
-    rendered = [(form, render_probe(tokenizer, form)) for form in forms]
-    best = next((form for form, text in rendered if _shows_call(text)), None)
-    text = next((text for form, text in rendered if form == best), "")
-    definitions = NAME in _rendered_asked(tokenizer)
-    if best is None:
-        text = render_text(tokenizer, [*probe_conversation(ToolForm(definitions, False, False))], [])
-        return ToolForm(definitions, calls=False, answers=ANSWER in text)
-    return ToolForm(definitions, True, ANSWER in text, best.json_arguments, best.needs_ids)
-
-
-def _shows_call(text: str) -> bool:
-    """Whether the text has name and argument, and the argument not as Python or as JSON within JSON would write it."""
-    return NAME in text and VALUE in text and f"'{ARGUMENT}':" not in text and f'\\"{ARGUMENT}' not in text
-
-
-def render_probe(tokenizer: Any, form: ToolForm) -> str:
-    """A rendered conversation with a call and its answer, without definitions of tools; "" if the template refuses
-    it."""
-    return render_text(tokenizer, form.form_messages(probe_conversation(form)), [])
+    definitions = NAME in render_text(tokenizer, [{"role": "user", "content": "probe"}], [TOOL])
+    for json_arguments, needs_ids in itertools.product((False, True), repeat=2):
+        form = ToolForm(definitions, True, True, json_arguments, needs_ids)
+        text = render_text(tokenizer, form.form_messages(probe_conversation(form)), [])
+        # A template that takes the other form writes the arguments as Python does, or as JSON within JSON.
+        if NAME in text and VALUE in text and f"'{ARGUMENT}':" not in text and f'\\"{ARGUMENT}' not in text:
+            return replace(form, answers=ANSWER in text)
+    without = ToolForm(definitions, calls=False, answers=False)
+    return replace(without, answers=ANSWER in render_text(tokenizer, probe_conversation(without), []))
 
 
 def probe_conversation(form: ToolForm) -> list[dict[str, Any]]:
@@ -158,10 +148,6 @@ def probe_conversation(form: ToolForm) -> list[dict[str, Any]]:
         {"role": "tool", "content": ANSWER, "name": "probe"},
         {"role": "assistant", "content": "probe"},
     ]
-
-
-def _rendered_asked(tokenizer: Any) -> str:
-    return render_text(tokenizer, [{"role": "user", "content": "probe"}], [TOOL])
 
 
 def render_text(tokenizer: Any, messages: Messages, tools: Messages) -> str:
@@ -176,8 +162,3 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain_value(inner) for key, inner in value.items()}
     return [plain_value(inner) for inner in value] if isinstance(value, tuple | list) else value
-
-
-def plain_tools(tools: Messages) -> list[Any]:
-    """Tool definitions in the form that templates take."""
-    return [plain_value(tool) for tool in tools]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from flowrl.models.model_files import known_directory
@@ -56,15 +55,10 @@ def read_vocabulary(policy: Policy) -> Vocabulary | None:
 
         return character_vocabulary(TOOL_TOKENS if named == TOOL_MODEL else ())
     directory = known_directory(Policy(named))
-    return None if directory is None else _of_directory(directory)
-
-
-def _of_directory(path: Path) -> Vocabulary | None:
-    file = path / "tokenizer.json"
-    if not file.is_file():
+    if directory is None or not (directory / "tokenizer.json").is_file():
         return None
     try:
-        described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        described: dict[str, Any] = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
         pieces = described["model"]["vocab"]
         added = {token["content"]: int(token["id"]) for token in described.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -90,50 +84,43 @@ def most_characters_per_token(tokenizer: Any) -> int | None:
     if core is None:
         return None
     vocabulary = core.get_vocab(with_added_tokens=True)
-    composed = [composed_length(part) for part in tokenizer_parts(core.normalizer, "normalizers")]
     splits = list(tokenizer_parts(core.pre_tokenizer, "pretokenizers"))
-    strips = any(token.lstrip or token.rstrip for token in core.get_added_tokens_decoder().values())
-    if strips or None in composed or not all(map(_keeps_all, splits)):
+    if any(token.lstrip or token.rstrip for token in core.get_added_tokens_decoder().values()):
         return None
-    if not _knows_all(core.model, splits, vocabulary):
+    if not knows_all_characters(core.model, splits, vocabulary):
         return None
+    for split in splits:
+        if split["type"] in ("Split", "Punctuation"):
+            if str(split["behavior"]).lower() == "removed":
+                return None
+        elif split["type"] not in ("ByteLevel", "Digits", "Metaspace"):
+            return None
     factor = 1
-    for one in composed:
-        factor *= one or 1
+    for normalizer in tokenizer_parts(core.normalizer, "normalizers"):
+        if normalizer["type"] == "NFC":
+            factor *= COMPOSED
+        elif normalizer["type"] == "Replace":
+            pattern = normalizer["pattern"].get("String")
+            if not pattern or len(normalizer["content"]) < len(pattern):
+                return None
+        elif normalizer["type"] != "Prepend":
+            return None
     return factor * max(map(len, vocabulary))
 
 
 def tokenizer_parts(component: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """What a component of the package tokenizers consists of, as its file has it."""
-    if component is not None:
-        yield from flatten_parts(json.loads(component.__getstate__()), inner)
+    """What a component of the package tokenizers consists of, as its file has it; `inner` has the parts of a
+    sequence."""
+    remaining = [] if component is None else [json.loads(component.__getstate__())]
+    while remaining:
+        part = remaining.pop(0)
+        if part["type"] == "Sequence":
+            remaining[:0] = part[inner]
+        else:
+            yield part
 
 
-def flatten_parts(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
-    if part["type"] != "Sequence":
-        yield part
-        return
-    for one in part[inner]:
-        yield from flatten_parts(one, inner)
-
-
-def composed_length(normalizer: Mapping[str, Any]) -> int | None:
-    """The characters of which a normalizer makes one; None if they may be any number."""
-    kind = normalizer["type"]
-    if kind == "Replace":
-        pattern = normalizer["pattern"].get("String")
-        return 1 if pattern and len(normalizer["content"]) >= len(pattern) else None
-    return {"NFC": COMPOSED, "Prepend": 1}.get(kind)
-
-
-def _keeps_all(split: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer drops nothing."""
-    if split["type"] in ("Split", "Punctuation"):
-        return str(split["behavior"]).lower() != "removed"
-    return split["type"] in ("ByteLevel", "Digits", "Metaspace")
-
-
-def _knows_all(model: Any, splits: list[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
+def knows_all_characters(model: Any, splits: list[Mapping[str, Any]], vocabulary: Mapping[str, int]) -> bool:
     """Whether every character has tokens of its own: byte for byte, where it is in no other."""
     from tokenizers.models import BPE, Unigram
     from tokenizers.pre_tokenizers import ByteLevel
@@ -169,7 +156,11 @@ class TokenPieces:
         run: list[int] = []
         for token_id in token_ids:
             run.append(token_id)
-            text = self._text_of_token(token_id) if len(run) == 1 else self._text_after(run)
+            text = self._known.get(token_id) if len(run) == 1 else None
+            if text is None:
+                text = self._text_after(run)
+                if len(run) == 1:
+                    self._known[token_id] = text
             unfinished = text.endswith(UNFINISHED) and len(run) < LONGEST_RUN
             pieces.append("" if unfinished else text)
             if not unfinished:
@@ -177,11 +168,6 @@ class TokenPieces:
         if run:
             pieces[-1] = self._text_after(run)
         return pieces
-
-    def _text_of_token(self, token_id: int) -> str:
-        if token_id not in self._known:
-            self._known[token_id] = self._text_after([token_id])
-        return self._known[token_id]
 
     def _text_after(self, ids: list[int]) -> str:
         text = self._decode_ids([*self._before, *ids])

@@ -8,9 +8,9 @@ MUTANTS = (
     Mutant(
         name="assistant_end_untrained",
         fault="the end of an assistant turn is not trained",
-        function="_end_alone",
-        before="return len(stripped) if len(stripped) > start and _ends_with_end(stripped, tokenizer) else len(until)",
-        after="return len(stripped) - 1 if len(stripped) > start and _ends_with_end(stripped, tokenizer) else len(until)",
+        function="Chat._find_end",
+        before="end = len(stripped) if len(stripped) > start and stripped.endswith(special) else len(until)",
+        after="end = len(stripped) - 1 if len(stripped) > start and stripped.endswith(special) else len(until)",
         test="tests/models/test_models.py::test_every_assistant_turn_and_its_end_are_trained",
     ),
     Mutant(
@@ -25,8 +25,8 @@ MUTANTS = (
         name="label_not_chosen",
         fault="the score is always the first label",
         function="label_weights",
-        before="weights[label_index(name, labels, model, option)] += weight",
-        after="weights[0 * label_index(name, labels, model, option)] += weight",
+        before="weights[index] += weight",
+        after="weights[0 * index] += weight",
         test="tests/models/test_reward_labels.py::test_the_score_is_what_the_option_makes_of_the_labels",
     ),
     Mutant(
