@@ -81,7 +81,7 @@ class Distill(OnlineConfig):
 
     def judge(self, student: Policy, *, exact: bool) -> Teacher:
         """The node that scores the student's tokens; `exact`: for whole distributions, which the trainer computes."""
-        teacher, scoring = self.model.like(self.teacher.model), self.trainer.scoring(self.teacher)
+        teacher, scoring = self.model.with_model(self.teacher.model), self.trainer.scoring(self.teacher)
         return Teacher(teacher, student=student, temperature=self.sampling.temperature, exact=exact, **scoring)
 
     def problems(self) -> Iterator[str]:
@@ -115,7 +115,7 @@ class Distill(OnlineConfig):
 
 
 def graph(cfg: Distill) -> Graph:
-    student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
+    student, teacher = cfg.model, cfg.model.with_model(cfg.teacher.model)
     whole, negate = cfg.compares_whole, cfg.negate_rewards
     exact = ReverseKL(negate=negate) if cfg.beta is None else GeneralizedJSD(negate=negate, beta=cfg.beta)
 
@@ -150,7 +150,7 @@ def graph(cfg: Distill) -> Graph:
 
 def offline_graph(cfg: Distill, objective: ReverseKL) -> Graph:
     """The graph that samples nothing: every prompt has the data's answer."""
-    student, teacher = cfg.model, cfg.model.like(cfg.teacher.model)
+    student, teacher = cfg.model, cfg.model.with_model(cfg.teacher.model)
 
     g = Graph("distill")
     prompts = g.add("prompts", make_prompts(cfg, student))

@@ -89,7 +89,7 @@ def graph(cfg: DPO) -> Graph:
 
 def preference_graph(name: str, cfg: ReferencedPreferences, data: Preferences, objective: Objective) -> Graph:
     """The graph of objectives that compare the policy with a reference on `data`."""
-    compared = cfg.model.like(cfg.reference.model) if cfg.reference.model else None
+    compared = cfg.model.with_model(cfg.reference.model) if cfg.reference.model else None
     held_out, scoring = cfg.data.held_out, cfg.trainer.scoring(cfg.reference)
 
     g = Graph(name)

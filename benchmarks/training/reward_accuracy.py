@@ -88,7 +88,7 @@ class PolicyLogprobs:
 
         found: list[tuple[float, int]] = []
         for start in range(0, len(asked), SEQUENCES_A_PASS):
-            rendered = [self._chat.completion(*one) for one in asked[start : start + SEQUENCES_A_PASS]]
+            rendered = [self._chat.encode_completion(*one) for one in asked[start : start + SEQUENCES_A_PASS]]
             rows = lay_out([ids for ids, _ in rendered], [mask for _, mask in rendered], layout="padded")
             with torch.no_grad():
                 totals = rows.spread_values(self._model(rows)[0]).sum(dim=1).tolist()

@@ -20,7 +20,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.messages import Int32
-from flowrl.models.tokens.chat import Messages, render, token_ids
+from flowrl.models.tokens.chat import Messages, render_chat, token_ids
 
 MARK = "mark7q"
 """Takes the place of a reply; letters and a digit, which no template escapes or trims."""
@@ -85,7 +85,7 @@ class ChatTemplate:
         """The rendering of `messages` up to where the policy continues."""
         try:
             given = [self._form_messages(message) for message in messages]
-            return render(self.tokenizer, given, add_generation_prompt=True, tools=self.tools)
+            return render_chat(self.tokenizer, given, add_generation_prompt=True, tools=self.tools)
         except Exception as problem:  # the boundary to the template, which is the model author's program
             roles = ", ".join(str(message.get("role")) for message in messages[-4:])
             raise ConfigError(

@@ -162,7 +162,7 @@ class Talk:
         from transformers import TextIteratorStreamer
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        ids = torch.from_numpy(self._chat.prompt(messages)[1].astype("int64"))[None].to(self._model.device)
+        ids = torch.from_numpy(self._chat.encode_prompt(messages)[1].astype("int64"))[None].to(self._model.device)
         room = self._max_tokens - ids.shape[1]
         if room < 1:
             raise _NoRoom(f"the conversation fills the model's {self._max_tokens} tokens; {HELP}")

@@ -61,18 +61,18 @@ __all__ = [
 ]
 
 
-def silent(text: str) -> None:
+def ignore_progress(text: str) -> None:
     """A progress callback that does nothing."""
 
 
-def resolve(policy: Policy, *, progress: Progress = silent) -> str:
+def resolve(policy: Policy, *, progress: Progress = ignore_progress) -> str:
     """The local model directory of `policy`. A model that is not on this machine is made or downloaded first.
 
     Safe to call from several processes: one creates the model, the others wait. `progress` is called with one line per
     stage. Raises ConfigError if the model, or the tokenizer that the policy's options name, does not exist.
     """
     directory = find_directory(policy, progress)
-    if not policy.tokenizer.chosen:
+    if not policy.tokenizer.is_chosen:
         return str(directory)
     return str(model_with_tokenizer(directory, policy, _tokenizer_directory(policy, progress), progress))
 
@@ -116,15 +116,15 @@ def check_model(policy: Policy, *, progress: Progress = to_stderr) -> None:
         check_tool_task(policy.task)
     elif not policy.built_in:
         check_code(find_directory(policy, progress), trusted=policy.trust_remote_code)
-    if policy.tokenizer.chosen and policy.model not in CHARACTER_MODELS:
+    if policy.tokenizer.is_chosen and policy.model not in CHARACTER_MODELS:
         resolve(policy, progress=progress)
     elif policy.tokenizer.name and policy.tokenizer.name not in CHARACTER_MODELS:
         _tokenizer_directory(policy, progress)
-    if policy.chat_template or policy.chat_template_kwargs or policy.tokenizer.chosen:
+    if policy.chat_template or policy.chat_template_kwargs or policy.tokenizer.is_chosen:
         known_tokenizer(policy)
 
 
-def tokenizer_of(policy: Policy, *, progress: Progress = silent) -> Any:
+def tokenizer_of(policy: Policy, *, progress: Progress = ignore_progress) -> Any:
     """The tokenizer of `policy`, whose model is made or downloaded first if it is not on this machine."""
     found = load_tokenizer(resolve(policy, progress=progress), trust_remote_code=policy.trust_remote_code)
     return with_template(found, policy)
@@ -156,7 +156,7 @@ def known_tokenizer(policy: Policy) -> Any | None:
         if directory is None:
             return None
         tokenizer = load_tokenizer(directory, trust_remote_code=policy.trust_remote_code)
-    if policy.tokenizer.chosen:
+    if policy.tokenizer.is_chosen:
         rows: int | None = None
         if (own := _character_tokenizer(policy.model)) is not None:
             rows = len(own)
@@ -198,7 +198,7 @@ def check_tools(policy: Policy, rows: Iterable[Row]) -> None:
         if tokenizer is None and (tokenizer := known_tokenizer(policy)) is None:
             return
         if not tokenizer.chat_template:
-            Chat(tokenizer).prompt(row.turns)
+            Chat(tokenizer).encode_prompt(row.turns)
         tool_form(tokenizer).require_shown(row.all_turns, row.tools)
 
 

@@ -51,11 +51,11 @@ class Lessons(Protocol):
     measure: str
     """What `score` measures, for the progress report."""
 
-    def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
+    def draw_lessons(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
         """A lesson for each row, in groups; the lessons of a group are padded to the same length."""
         ...
 
-    def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
+    def score_rows(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
         """The share of `rows` that the model gets right."""
         ...
 
@@ -71,7 +71,7 @@ class Answers:
         self._demonstrate = demonstrate
         self._prompts: dict[str, list[int]] = {}
 
-    def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
+    def draw_lessons(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
         """Prompts, each with an answer and the end token."""
         lessons: list[Lesson] = []
         for row in rows:
@@ -81,7 +81,7 @@ class Answers:
             lessons.append(([*prompt, *answer], [*([IGNORED] * len(prompt)), *answer]))
         return [lessons]
 
-    def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
+    def score_rows(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
         """The share of rows whose answer is exactly right."""
         most = max(len(row.answer or "") for row in rows) + 1
         pad = self._tokenizer.pad_token_id
@@ -91,7 +91,7 @@ class Answers:
 
     def _prompt_ids(self, row: Row) -> list[int]:
         if row.prompt_id not in self._prompts:
-            self._prompts[row.prompt_id] = self._chat.with_tools(row.tools).prompt(row.turns)[1].tolist()
+            self._prompts[row.prompt_id] = self._chat.with_tools(row.tools).encode_prompt(row.turns)[1].tolist()
         return self._prompts[row.prompt_id]
 
 
@@ -130,15 +130,15 @@ class Recipe:
         """The learning rate of a step; the first step is 1."""
         return self.lr * min(1.0, step / self.warmup_steps)
 
-    def reached(self, step: int, sampled: float, greedy: float) -> bool:
+    def is_reached(self, step: int, sampled: float, greedy: float) -> bool:
         """Whether the model is good enough, so that training stops."""
         return sampled >= self.sampled_target or greedy >= self.greedy_target
 
-    def tokenizer(self) -> Any:
+    def make_tokenizer(self) -> Any:
         """A new tokenizer of the model."""
         return character_tokenizer()
 
-    def lessons(self, tokenizer: Any, task: Task) -> Lessons:
+    def make_lessons(self, tokenizer: Any, task: Task) -> Lessons:
         """What the model imitates. Raises ConfigError if there are no lessons for `task`."""
         return Answers(tokenizer, task, demonstrator(task))
 
@@ -152,7 +152,7 @@ class Thorough(Recipe):
     greedy_target: float = 0.97
     greedy_from: float = 0.9
 
-    def lessons(self, tokenizer: Any, task: Task) -> Lessons:
+    def make_lessons(self, tokenizer: Any, task: Task) -> Lessons:
         """Right answers."""
         return Answers(tokenizer, task, right_answer)
 
@@ -162,7 +162,7 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
     every check to `progress`."""
     import torch
 
-    lessons, rows = recipe.lessons(tokenizer, task), load_rows(task)
+    lessons, rows = recipe.make_lessons(tokenizer, task), load_rows(task)
     if any(row.answer is None for row in rows.train):
         raise ConfigError(f"tiny cannot be warm-started on {task.name!r}: its rows have no answers; use another model")
     checked = sorted(rows.held_out or rows.train, key=lambda row: row.prompt_id)[: recipe.num_checked]
@@ -174,7 +174,7 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
             optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
             for step in range(1, recipe.max_steps + 1):
                 optimizer.param_groups[0]["lr"] = recipe.learning_rate(step)
-                groups = lessons.draw(rng.choices(rows.train, k=recipe.batch), rng)
+                groups = lessons.draw_lessons(rng.choices(rows.train, k=recipe.batch), rng)
                 loss = lesson_loss(model, groups, tokenizer.pad_token_id)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -182,14 +182,14 @@ def warm_start(model: Any, tokenizer: Any, task: Task, recipe: Recipe, progress:
                 optimizer.step()
                 if step % recipe.check_every:
                     continue
-                sampled = lessons.score(model, checked, greedy=False)
-                greedy = lessons.score(model, checked, greedy=True) if sampled >= recipe.greedy_from else 0.0
+                sampled = lessons.score_rows(model, checked, greedy=False)
+                greedy = lessons.score_rows(model, checked, greedy=True) if sampled >= recipe.greedy_from else 0.0
                 progress(
                     f"SFT step {step}, loss {loss.item():.2f}, {lessons.measure} {sampled:.2f} sampled"
                     + (f", {greedy:.2f} greedy" if greedy else "")
                     + f", {time.monotonic() - start_s:.0f} s"
                 )
-                if recipe.reached(step, sampled, greedy):
+                if recipe.is_reached(step, sampled, greedy):
                     return
             progress(f"SFT stopped after {recipe.max_steps} steps short of its target")
     finally:
@@ -241,15 +241,15 @@ class ToolUse(Recipe):
         """Falls to 0, because calls have to be right character by character."""
         return super().learning_rate(step) * (1 - step / (self.max_steps + 1))
 
-    def reached(self, step: int, sampled: float, greedy: float) -> bool:
+    def is_reached(self, step: int, sampled: float, greedy: float) -> bool:
         """True only after `max_steps`, if a target is reached."""
-        return step == self.max_steps and super().reached(step, sampled, greedy)
+        return step == self.max_steps and super().is_reached(step, sampled, greedy)
 
-    def tokenizer(self) -> Any:
+    def make_tokenizer(self) -> Any:
         """A new tokenizer with tool tokens."""
         return tool_tokenizer()
 
-    def lessons(self, tokenizer: Any, task: Task) -> Lessons:
+    def make_lessons(self, tokenizer: Any, task: Task) -> Lessons:
         """The traces of `task`. Raises ConfigError unless it is arithmetic."""
         check_tool_task(task)
         return ToolTraces(tokenizer, task, self.called)
@@ -275,7 +275,7 @@ class ToolTraces:
         self._called = called
         self._known: dict[tuple[str, bool], Lesson] = {}
 
-    def draw(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
+    def draw_lessons(self, rows: Sequence[Row], rng: random.Random) -> Sequence[Sequence[Lesson]]:
         """A trace for each row, in two groups: the direct ones, and those with a call, which are three times as
         long."""
         calls = [rng.random() < self._called for _ in rows]
@@ -289,11 +289,11 @@ class ToolTraces:
         """A whole episode: its replies and their end tokens have labels; the calculator's answers have none."""
         key = (row.prompt_id, calls)
         if key not in self._known:
-            ids, mask = self._chat.demonstration(*play_episode(row, calls))
+            ids, mask = self._chat.encode_demonstration(*play_episode(row, calls))
             self._known[key] = ids.tolist(), np.where(mask, ids, IGNORED).tolist()
         return self._known[key]
 
-    def score(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
+    def score_rows(self, model: Any, rows: Sequence[Row], *, greedy: bool) -> float:
         """The share of rows whose call and answer are right after a first token that begins a call."""
         traces = [self.make_trace(row, calls=True) for row in rows]
         calls = self._imitated_mask(model, traces, 0, given=1, greedy=greedy)
@@ -339,7 +339,7 @@ def tiny_model(name: str, task: Task | None, progress: Progress) -> Path:
         recipe |= {"task": task.name, "system_prompt": task.system_prompt, "sft": dataclasses.asdict(sft)}
 
     def make(target: Path) -> None:
-        tokenizer = sft.tokenizer()
+        tokenizer = sft.make_tokenizer()
         model = make_random_model(tokenizer)
         if task is not None:
             warm_start(model, tokenizer, task, sft, lambda text: progress(f"{name}: {text}"))

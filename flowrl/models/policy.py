@@ -41,12 +41,12 @@ class TokenizerOptions:
                 raise ConfigError(f"--tokenizer.{option} has {twice[0]!r} twice; leave one out")
 
     @property
-    def chosen(self) -> bool:
+    def is_chosen(self) -> bool:
         """Whether anything differs from the model's own tokenizer."""
         return self != TokenizerOptions()
 
     @property
-    def named(self) -> tuple[tuple[str, str], ...]:
+    def named_tokens(self) -> tuple[tuple[str, str], ...]:
         """(option, token) of every token that must exist in the tokenizer."""
         one = (("pad", self.pad), ("bos", "" if self.bos == NONE else self.bos))
         return (*(("eos", token) for token in self.eos), *((option, token) for option, token in one if token))
@@ -107,6 +107,6 @@ class Policy:
         the Hub."""
         return None if self.built_in or self.path.is_dir() else HubName.parse(self.model)
 
-    def like(self, model: str) -> Policy:
+    def with_model(self, model: str) -> Policy:
         """Another model with the same trust in its code, and with its own tokenizer and chat template."""
         return replace(self, model=model, chat_template="", chat_template_kwargs="", tokenizer=TokenizerOptions())

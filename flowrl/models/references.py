@@ -50,7 +50,7 @@ class ReferenceCache:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def logprobs(self, token_ids: Int32, mask: Bool) -> Float32:
+    def read_logprobs(self, token_ids: Int32, mask: Bool) -> Float32:
         """log p of the tokens in `mask` at their positions, 0 elsewhere. Raises KeyError for an unknown sequence."""
         wanted = np.array(key_of(token_ids, mask), KEY)
         place = int(np.searchsorted(self._keys, wanted, sorter=self._order))
@@ -123,7 +123,7 @@ class SpooledSequences:
             keys += key_of(token_ids, mask)
             counted.append(policy_places(mask).size)
             bounds.append(bounds[-1] + len(token_ids))
-            self._tokens.add(np.where(mask, token_ids, ~token_ids))
+            self._tokens.add_tokens(np.where(mask, token_ids, ~token_ids))
         _, firsts = np.unique(np.frombuffer(keys, KEY), return_index=True)
         firsts.sort()
         self.keys: RowKeys = np.frombuffer(keys, KEY)[firsts]
@@ -135,7 +135,7 @@ class SpooledSequences:
         return len(self.keys)
 
     def __getitem__(self, index: int) -> tuple[Int32, Bool]:
-        stored = self._tokens.read(int(self._starts[index]), int(self._stops[index]))
+        stored = self._tokens.read_tokens(int(self._starts[index]), int(self._stops[index]))
         mask = stored >= 0
         return np.where(mask, stored, ~stored), mask
 

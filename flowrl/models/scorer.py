@@ -1,7 +1,8 @@
 """Scores conversations with a trained reward model, outside of training.
 
 The score is read at the last real token, the tokenizer's end token, which follows the template's own end if that is
-another one. Training renders with the same function (`Chat.scored`), so that a model is scored where it was trained.
+another one. Training renders with the same function (`Chat.encode_scored`), so that a model is scored where it was
+trained.
 
 If the model has several labels, the score is that of one label, or a weighted sum: one by name or number, or several by
 their weights.
@@ -95,19 +96,19 @@ class Scorer:
 
     def score(self, conversations: Sequence[ScoredMessages]) -> list[float]:
         """The score of each conversation, not normalised."""
-        return [self.summed(scores) for scores in self.score_labels(conversations)]
+        return [self.sum_labels(scores) for scores in self.score_labels(conversations)]
 
     def score_labels(self, conversations: Sequence[ScoredMessages]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each conversation."""
-        return self.label_scores([self.ids(*split_parts(conversation)) for conversation in conversations])
+        return self.label_scores([self.render_ids(*split_parts(conversation)) for conversation in conversations])
 
-    def ids(self, turns: Messages, response: str, *, tools: Messages = ()) -> Int32:
+    def render_ids(self, turns: Messages, response: str, *, tools: Messages = ()) -> Int32:
         """The token ids to score, rendered with this model's own template up to the end token. Raises Unrendered."""
-        return self.chat.with_tools(tools).scored(turns, response, sampled=True)[0]
+        return self.chat.with_tools(tools).encode_scored(turns, response, sampled=True)[0]
 
     def score_ids(self, token_ids: Sequence[Int32]) -> list[float]:
         """The score of each sequence, at its last token."""
-        return [self.summed(scores) for scores in self.label_scores(token_ids)]
+        return [self.sum_labels(scores) for scores in self.label_scores(token_ids)]
 
     def label_scores(self, token_ids: Sequence[Int32]) -> list[tuple[float, ...]]:
         """The score of each label, in the order of `labels`, for each sequence."""
@@ -123,7 +124,7 @@ class Scorer:
         values = score_items(self.model, values_of_pass, asked, weights, token_budget=self.token_budget)
         return [(1 / (1 + np.exp(-found[mask]))).tolist() for found, (_, mask) in zip(values, asked, strict=True)]
 
-    def summed(self, scores: Sequence[float]) -> float:
+    def sum_labels(self, scores: Sequence[float]) -> float:
         """The score of a sequence whose labels have these scores."""
         return weighted_sum(scores, tuple(self.labels.values()))
 
@@ -131,7 +132,7 @@ class Scorer:
         """Label -> score, for a sequence whose labels have these scores; {} if the model has one label."""
         return dict(zip(self.labels, scores, strict=True)) if len(self.labels) > 1 else {}
 
-    def normalised(self, scores: Sequence[float]) -> list[float]:
+    def normalise_scores(self, scores: Sequence[float]) -> list[float]:
         """`scores` minus the model's mean, divided by its standard deviation."""
         return [(score - self.mean) / max(self.std, 1e-8) for score in scores]
 

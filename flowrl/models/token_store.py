@@ -25,9 +25,9 @@ BYTES = 4
 class TokenStore(Protocol):
     """Tokens that are all added first, and then read."""
 
-    def add(self, token_ids: Int32) -> None: ...
+    def add_tokens(self, token_ids: Int32) -> None: ...
 
-    def read(self, start: int, stop: int) -> Int32:
+    def read_tokens(self, start: int, stop: int) -> Int32:
         """The tokens at positions `start` to `stop`, counted as in a slice."""
         ...
 
@@ -38,10 +38,10 @@ class HeldTokens:
     def __init__(self) -> None:
         self._parts: list[Int32] = []
 
-    def add(self, token_ids: Int32) -> None:
+    def add_tokens(self, token_ids: Int32) -> None:
         self._parts.append(token_ids)
 
-    def read(self, start: int, stop: int) -> Int32:
+    def read_tokens(self, start: int, stop: int) -> Int32:
         if len(self._parts) != 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0][start:stop]
@@ -64,13 +64,13 @@ class TokenFile:
         if hasattr(self, "_file"):
             self._file.close()
 
-    def add(self, token_ids: Int32) -> None:
+    def add_tokens(self, token_ids: Int32) -> None:
         self._parts.append(token_ids)
         self._gathered += len(token_ids)
         if self._gathered >= PART_TOKENS:
             self._write()
 
-    def read(self, start: int, stop: int) -> Int32:
+    def read_tokens(self, start: int, stop: int) -> Int32:
         if self._parts:
             self._write()
         return np.frombuffer(os.pread(self._file.fileno(), (stop - start) * BYTES, start * BYTES), np.int32)

@@ -70,7 +70,7 @@ class HeldOutTask:
         self._generate, self._scores, self._count = generate, scores, count
 
     def prompt_fields(self, row: Row) -> Mapping[str, Any]:
-        text, token_ids = self._chat.with_tools(row.tools).prompt(row.turns)
+        text, token_ids = self._chat.with_tools(row.tools).encode_prompt(row.turns)
         asked = token_ids if self._most is None else token_ids[-self._most :]
         return {"text": text, "token_ids": asked, "columns": row.columns, **self._asked_as}
 

@@ -158,14 +158,14 @@ class BatchRecord:
         if too_few:
             part = replace(part, samples=tuple(map(_keep_out, part.samples, masks)))
             masks = [np.zeros_like(mask) for mask in masks]
-        self.stats.append(BatchStats.collect(part.samples, masks, version))
+        self.stats.append(BatchStats.collect_stats(part.samples, masks, version))
         self.uses += [Use.of(sample, mask) for sample, mask in zip(part.samples, masks, strict=True)]
         self.num_groups += part.num_groups
 
     def gather_over_ranks(self, gang: Gang) -> tuple[BatchStats, list[Use]]:
         """The statistics and uses of all parts; collective."""
-        stats, uses = zip(*gang.gather_parts((BatchStats.total(self.stats), self.uses)), strict=True)
-        return BatchStats.total(stats), [use for part_uses in uses for use in part_uses]
+        stats, uses = zip(*gang.gather_parts((BatchStats.add_up(self.stats), self.uses)), strict=True)
+        return BatchStats.add_up(stats), [use for part_uses in uses for use in part_uses]
 
 
 def _keep_out(sample: Trainable, mask: Bool) -> Trainable:
@@ -528,7 +528,7 @@ class Trainer(ResidentNode):
         record = {"step": step, "lr": lr, "num_groups": num_groups}
         if not self.objective.offline:  # offline data have no rewards that a batcher could report
             record |= piece.metrics
-        record |= stats.metrics(offline=self.objective.offline) | update.metrics
+        record |= stats.make_metrics(offline=self.objective.offline) | update.metrics
         is_judged = step == self.context.steps or bool(self.judge_every and step % self.judge_every == 0)
         record |= self._before | (self._held_out.report_figures(step, self._judge_batch) if is_judged else {})
         self._before = {}

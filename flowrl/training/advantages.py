@@ -337,7 +337,7 @@ class Estimate:
     credit: Credit = "episode"
     """Only for episodes: whether a token gets the advantage of its episode or of its turn; see `turn_credit`."""
 
-    def problems(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Problems of these settings, as complete sentences."""
         found = []
         if self.estimator not in ESTIMATORS:

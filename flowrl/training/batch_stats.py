@@ -43,7 +43,7 @@ def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) 
 
 @dataclass
 class BatchStats:
-    """Sums and maxima; `metrics` turns them into the names of a metrics line."""
+    """Sums and maxima; `make_metrics` turns them into the names of a metrics line."""
 
     num_samples: int = 0
     raw_reward: float = 0.0
@@ -66,7 +66,7 @@ class BatchStats:
     """Name of a range of lengths -> number of samples with a trained token whose number of policy tokens is in it."""
 
     @classmethod
-    def collect(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
+    def collect_stats(cls, samples: Sequence[Trainable], masks: Sequence[Bool], version: int) -> BatchStats:
         """The statistics of `samples`; `masks` mark each sample's tokens that enter the loss in `version`'s update."""
         stats = cls(num_samples=len(samples))
         for sample, mask in zip(samples, masks, strict=True):
@@ -88,7 +88,7 @@ class BatchStats:
         return stats
 
     @classmethod
-    def total(cls, stats: Iterable[BatchStats]) -> BatchStats:
+    def add_up(cls, stats: Iterable[BatchStats]) -> BatchStats:
         """The statistics of all parts together."""
         whole = cls()
         for part in stats:
@@ -108,7 +108,7 @@ class BatchStats:
             whole.lengths += part.lengths
         return whole
 
-    def metrics(self, *, offline: bool = False) -> dict[str, float | None]:
+    def make_metrics(self, *, offline: bool = False) -> dict[str, float | None]:
         """Means over samples or trained tokens; of a part of the reward, over the samples that have it. Staleness is
         None if nothing was trained.
 

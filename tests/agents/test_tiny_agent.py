@@ -164,10 +164,10 @@ def conversation_of(tokenizer: Any, row: Row, system_prompt: str, calls: bool) -
 
 def test_one_trace_in_three_has_a_call(tokenizer: Any) -> None:
     rows = load_rows(TASK).train[:3000]
-    direct, with_call = ToolTraces(tokenizer, TASK, 1 / 3).draw(rows, random.Random(0))
+    direct, with_call = ToolTraces(tokenizer, TASK, 1 / 3).draw_lessons(rows, random.Random(0))
     assert len(with_call) == pytest.approx(1000, abs=80) and len(direct) + len(with_call) == 3000
     assert not any(262 in ids for ids, _ in direct) and all(262 in ids for ids, _ in with_call)
-    only = ToolTraces(tokenizer, TASK, 1.0).draw(rows[:2], random.Random(0))
+    only = ToolTraces(tokenizer, TASK, 1.0).draw_lessons(rows[:2], random.Random(0))
     assert [len(group) for group in only] == [2]
 
 

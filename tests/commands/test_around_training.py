@@ -535,13 +535,13 @@ def test_a_chat_has_the_tokenizer_and_template_of_its_options(
     template = tmp_path / "own.jinja"
     template.write_text("{{ word }} {{ messages[-1].content }} w6")
     prompts: list[str] = []
-    render = Chat.prompt
+    render = Chat.encode_prompt
 
     def seen(chat: Chat, turns: Any) -> Any:
         prompts.append(render(chat, turns)[0])
         return render(chat, turns)
 
-    monkeypatch.setattr(Chat, "prompt", seen)
+    monkeypatch.setattr(Chat, "encode_prompt", seen)
     monkeypatch.setattr("sys.stdin", io.StringIO("w1\n"))
     own = ("--chat-template", str(template), "--chat-template-kwargs", "word=w7")
     assert main(["chat", str(talker), "--max-tokens", "4", *own]) == 0

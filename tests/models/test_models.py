@@ -118,7 +118,7 @@ def test_the_special_tokens_differ_and_no_character_is_unknown(tokenizer: Any) -
 
 
 def test_a_prompt_ends_where_the_assistant_begins(tokenizer: Any) -> None:
-    text, ids = Chat(tokenizer, "be brief").prompt([{"role": "user", "content": "1+1="}])
+    text, ids = Chat(tokenizer, "be brief").encode_prompt([{"role": "user", "content": "1+1="}])
     assert text == "<|system|>be brief<|end|><|user|>1+1=<|end|><|assistant|>"
     assert tokenizer.decode(ids) == text
     assert ids.dtype == np.int32
@@ -126,7 +126,7 @@ def test_a_prompt_ends_where_the_assistant_begins(tokenizer: Any) -> None:
 
 def test_every_assistant_turn_and_its_end_are_trained(tokenizer: Any) -> None:
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d")]
-    ids, mask = Chat(tokenizer).demonstration([{"role": r, "content": c} for r, c in turns], "ef")
+    ids, mask = Chat(tokenizer).encode_demonstration([{"role": r, "content": c} for r, c in turns], "ef")
     assert tokenizer.decode(ids) == "<|user|>a<|end|><|assistant|>bc<|end|><|user|>d<|end|><|assistant|>ef<|end|>"
     assert tokenizer.decode(ids[mask]) == "bc<|end|>ef<|end|>"
 
@@ -134,7 +134,7 @@ def test_every_assistant_turn_and_its_end_are_trained(tokenizer: Any) -> None:
 def test_a_template_that_ends_turns_with_a_newline_trains_up_to_the_end_token(tokenizer: Any) -> None:
     newline = character_tokenizer()
     newline.chat_template = tokenizer.chat_template.replace("<|end|>", "<|end|>\n")
-    ids, mask = Chat(newline).demonstration([{"role": "user", "content": "a"}], "b")
+    ids, mask = Chat(newline).encode_demonstration([{"role": "user", "content": "a"}], "b")
     assert newline.decode(ids) == "<|user|>a<|end|>\n<|assistant|>b<|end|>"
     assert newline.decode(ids[mask]) == "b<|end|>"
 
@@ -143,14 +143,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     strange = character_tokenizer()
     strange.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        Chat(strange).demonstration([{"role": "user", "content": "a"}], "b")
+        Chat(strange).encode_demonstration([{"role": "user", "content": "a"}], "b")
 
 
 def test_without_a_template_the_last_turn_is_the_prompt() -> None:
     bare = character_tokenizer()
     bare.chat_template = None
-    assert Chat(bare).prompt([{"role": "user", "content": "ab"}])[0] == "ab"
-    ids, mask = Chat(bare).demonstration([{"role": "user", "content": "ab"}], "c")
+    assert Chat(bare).encode_prompt([{"role": "user", "content": "ab"}])[0] == "ab"
+    ids, mask = Chat(bare).encode_demonstration([{"role": "user", "content": "ab"}], "c")
     assert bare.decode(ids) == "abc<|end|>"
     assert mask.tolist() == [False, False, True, True]
 
@@ -162,9 +162,9 @@ def test_without_a_template_what_is_trained_begins_as_a_rollout_does() -> None:
     begins.chat_template = None
     begins.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 3)])
     turns = [{"role": "user", "content": "ab"}]
-    ids, mask = Chat(begins).completion(turns, "c")
+    ids, mask = Chat(begins).encode_completion(turns, "c")
     assert begins.decode(ids) == "<|user|>abc<|end|>" and mask.tolist() == [False, False, False, True, True]
-    assert ids[:3].tolist() == Chat(begins).prompt(turns)[1].tolist()
+    assert ids[:3].tolist() == Chat(begins).encode_prompt(turns)[1].tolist()
 
 
 def test_a_model_is_made_once_and_the_others_wait_for_it(cache: Path) -> None:
@@ -254,6 +254,6 @@ def test_smollm2_converts_and_answers(of_everyone: None) -> None:
     path = resolve(Policy("smollm2"))
     assert context_length(path) == known_context(Policy("smollm2"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    _, ids = Chat(tokenizer).prompt([{"role": "user", "content": "What is the capital of France?"}])
+    _, ids = Chat(tokenizer).encode_prompt([{"role": "user", "content": "What is the capital of France?"}])
     out = model.generate(torch.tensor(ids[None].astype(np.int64)), max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, len(ids) :])

@@ -101,22 +101,22 @@ def prefixing(scheme: str) -> Any:
 def test_an_answer_is_its_own_tokens_behind_the_prompt_that_a_rollout_has(template: str | None, behind: str) -> None:
     tokenizer = merging(template)
     chat = Chat(tokenizer)
-    prompt = chat.prompt(ASKED)[1]
+    prompt = chat.encode_prompt(ASKED)[1]
     for before in BLANKS:
         answer = f"{before}Hello{behind}"
-        ids, mask = chat.completion(ASKED, answer)
+        ids, mask = chat.encode_completion(ASKED, answer)
         shown = answer.strip() if template == TRIMMING else answer
         expected = [*token_ids(tokenizer, shown), tokenizer.eos_token_id]
         assert ids[~mask].tolist() == prompt.tolist()
         assert ids[mask].tolist() == expected, answer
         assert np.flatnonzero(mask).tolist() == [*range(prompt.size, ids.size)]
-        assert np.array_equal(chat.demonstration(ASKED, answer)[0], ids)
+        assert np.array_equal(chat.encode_demonstration(ASKED, answer)[0], ids)
 
 
 @pytest.mark.parametrize("blank", BLANKS)
 def test_an_answer_of_blanks_alone_is_trained_with_its_end(blank: str) -> None:
     tokenizer = merging()
-    ids, mask = Chat(tokenizer).completion(ASKED, blank)
+    ids, mask = Chat(tokenizer).encode_completion(ASKED, blank)
     assert ids[mask].tolist() == [*token_ids(tokenizer, blank), tokenizer.eos_token_id]
 
 
@@ -125,7 +125,7 @@ def test_an_answer_of_blanks_alone_is_trained_with_its_end(blank: str) -> None:
 def test_earlier_answers_are_their_own_tokens_too(template: str, blank: str) -> None:
     tokenizer = merging(template)
     turns = [*ASKED, {"role": "assistant", "content": f"{blank}one{blank}"}, {"role": "user", "content": "r"}]
-    ids, mask = Chat(tokenizer).demonstration(turns, f"{blank}two")
+    ids, mask = Chat(tokenizer).encode_demonstration(turns, f"{blank}two")
     first = "one" if template != CHATML else f"{blank}one{blank}"
     last = "two" if template == TRIMMING else f"{blank}two"
     end = [tokenizer.eos_token_id]
@@ -140,7 +140,7 @@ def test_a_tokenizer_that_puts_a_blank_before_a_text_puts_none_before_an_answer(
     tokenizer = prefixing(scheme)
     assert tokenizer.convert_ids_to_tokens(token_ids(tokenizer, "Hello")) == ["\u2581Hello"]
     assert tokenizer.convert_ids_to_tokens(continued_ids(tokenizer, "Hello")) == ["Hello"]
-    ids, mask = Chat(tokenizer).completion(ASKED, "Hello")
+    ids, mask = Chat(tokenizer).encode_completion(ASKED, "Hello")
     assert tokenizer.convert_ids_to_tokens(ids[mask]) == ["Hello", "</s>"]
 
 
@@ -148,13 +148,16 @@ def test_what_a_template_does_is_told_by_what_it_shows() -> None:
     with pytest.raises(
         Unrendered, match=r"it shows '<think>\\n', and then 'Hello<\|im_end\|>\\n', which a policy that"
     ):
-        Chat(merging(THINKING)).completion(ASKED, "Hello")
-    assert Chat(merging(THINKING)).completion(ASKED, "<think>\n\n</think>\n\nHello")[1].any()
+        Chat(merging(THINKING)).encode_completion(ASKED, "Hello")
+    assert Chat(merging(THINKING)).encode_completion(ASKED, "<think>\n\n</think>\n\nHello")[1].any()
 
 
 def test_a_template_that_refuses_a_row_says_so() -> None:
     raising = "{{ raise_exception('roles must alternate') }}"
-    for render in (Chat(merging(raising)).prompt, lambda turns: Chat(merging(raising)).completion(turns, "a")):
+    for render in (
+        Chat(merging(raising)).encode_prompt,
+        lambda turns: Chat(merging(raising)).encode_completion(turns, "a"),
+    ):
         with pytest.raises(Unrendered, match=r"the chat template refuses it \(roles must alternate\)"):
             render(ASKED)
 
@@ -163,16 +166,16 @@ def test_a_template_that_refuses_a_row_says_so() -> None:
 def test_an_answer_is_trained_with_one_end_whatever_the_row_writes(answer: str) -> None:
     tokenizer = merging(eos="<|endoftext|>")
     assert end_texts(tokenizer) == ("<|endoftext|>", "<|im_end|>")
-    ids, mask = Chat(tokenizer).completion(ASKED, answer)
+    ids, mask = Chat(tokenizer).encode_completion(ASKED, answer)
     assert tokenizer.decode(ids[mask]) == "Hello<|im_end|>"
 
 
 def test_an_end_token_in_the_middle_of_an_answer_is_refused_unless_a_policy_has_sampled_it() -> None:
     chat = Chat(merging())
     with pytest.raises(Unrendered, match=r"holds the end token '<\|im_end\|>' in its middle"):
-        chat.completion(ASKED, "a <|im_end|> b")
-    assert chat.scored(ASKED, "a <|im_end|> b", sampled=True)[0].size
-    chat.completion(ASKED, "a <|im_start|> b")  # which a policy can sample
+        chat.encode_completion(ASKED, "a <|im_end|> b")
+    assert chat.encode_scored(ASKED, "a <|im_end|> b", sampled=True)[0].size
+    chat.encode_completion(ASKED, "a <|im_start|> b")  # which a policy can sample
 
 
 @pytest.mark.parametrize(
@@ -191,23 +194,23 @@ def test_a_reward_model_reads_one_end_token_behind_the_templates_end(
     """In training, in scoring a text, and in scoring a sample's own tokens, whatever the policy stopped at."""
     tokenizer = merging(template, eos=eos)
     chat = Chat(tokenizer)
-    ids, mask = chat.scored(ASKED, "Hello")
+    ids, mask = chat.encode_scored(ASKED, "Hello")
     read = tokenizer.convert_ids_to_tokens(ids)
-    prompt, hello = chat.prompt(ASKED)[1].tolist(), token_ids(tokenizer, "Hello").tolist()
+    prompt, hello = chat.encode_prompt(ASKED)[1].tolist(), token_ids(tokenizer, "Hello").tolist()
     assert read[-len(end) :] == end and read[len(prompt) :].count(eos) == 1
     assert mask.size == ids.size and mask[len(prompt) :].all() and not mask[: len(prompt)].any()
     if template != ENDLESS:  # its newline is no end that a policy would stop at
         for stopped in ([], [tokenizer.eos_token_id], tokenizer.convert_tokens_to_ids(end)):
-            assert chat.ended(np.array([*prompt, *hello, *stopped], np.int32)).tolist() == ids.tolist()
+            assert chat.close_response(np.array([*prompt, *hello, *stopped], np.int32)).tolist() == ids.tolist()
     for text in ("Hello", f"Hello{eos}", "Hello" + "".join(end)):
-        assert chat.scored(ASKED, text, sampled=True)[0].tolist() == ids.tolist()
+        assert chat.encode_scored(ASKED, text, sampled=True)[0].tolist() == ids.tolist()
 
 
 def test_a_template_without_an_end_is_known() -> None:
     assert template_end(merging(ENDLESS)) == ""
     assert template_end(merging()) == "<|im_end|>"
     with pytest.raises(ConfigError, match="nothing to train"):
-        Chat(merging("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")).completion(
+        Chat(merging("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")).encode_completion(
             ASKED, "a"
         )
 
@@ -217,16 +220,16 @@ def test_a_template_that_shows_lists_of_parts_alone_gets_texts_as_such() -> None
         "m['content']", "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
     )
     for template in (parts, parts.replace(" | selectattr('type', 'equalto', 'text')", "")):
-        ids, mask = Chat(merging(template)).demonstration(ASKED, "Hello")
-        assert ids.tolist() == Chat(merging()).demonstration(ASKED, "Hello")[0].tolist() and mask.any()
+        ids, mask = Chat(merging(template)).encode_demonstration(ASKED, "Hello")
+        assert ids.tolist() == Chat(merging()).encode_demonstration(ASKED, "Hello")[0].tolist() and mask.any()
 
 
 def test_a_template_that_shows_nothing_of_messages_is_refused() -> None:
     chat = Chat(merging("{% for m in messages %}{{ m['role'] }}<|im_end|>{% endfor %}"))
     for render in (
-        chat.prompt,
-        lambda turns: chat.completion(turns, "a"),
-        lambda turns: chat.demonstration(turns, "a"),
+        chat.encode_prompt,
+        lambda turns: chat.encode_completion(turns, "a"),
+        lambda turns: chat.encode_demonstration(turns, "a"),
     ):
         with pytest.raises(Unrendered, match="shows nothing of what a message says"):
             render(ASKED)
@@ -235,5 +238,5 @@ def test_a_template_that_shows_nothing_of_messages_is_refused() -> None:
 def test_a_template_that_drops_an_answer_is_refused() -> None:
     dropping = CHATML.replace("m['content']", "(m['content'] if m['role'] == 'user' else '')")
     with pytest.raises(Unrendered, match="shows nothing of the answer"):
-        Chat(merging(dropping)).completion(ASKED, "a")
-    assert Chat(merging(dropping)).completion(ASKED, " ")[1].any(), "which says nothing"
+        Chat(merging(dropping)).encode_completion(ASKED, "a")
+    assert Chat(merging(dropping)).encode_completion(ASKED, " ")[1].any(), "which says nothing"

@@ -71,7 +71,7 @@ def test_a_reward_model_scores_as_where_it_was_trained(
     (score,) = scorer.score([(TURNS, "2")])
     assert score == pytest.approx(own_score(model, scorer), abs=1e-6) and score != 0.0
     mean, std = config.get("mean", 0.0), config.get("std", 1.0)
-    assert scorer.normalised([score]) == [pytest.approx((score - mean) / std)]
+    assert scorer.normalise_scores([score]) == [pytest.approx((score - mean) / std)]
     assert scalar_head(tmp_path) == prefix
     assert renamed_head(tmp_path) == (None if prefix == "score" else {f"^{prefix}\\.": "score."})
 

@@ -49,7 +49,7 @@ def test_pairs_and_generated_tasks_have_the_template_too(tmp_path: Path) -> None
 
 def rendered(**options: str) -> str:
     policy = Policy("tiny", **options)  # type: ignore[arg-type]
-    return Chat(known_tokenizer(policy)).prompt(ASK)[0]
+    return Chat(known_tokenizer(policy)).encode_prompt(ASK)[0]
 
 
 def test_the_chat_template_is_a_file_or_none(tmp_path: Path) -> None:
@@ -89,4 +89,4 @@ def test_prompts_are_rendered_by_the_chosen_template_and_other_models_have_their
     task = Task("arithmetic:max_value=3", template="Add {prompt}")
     asked = run_node(PromptSource(task, policy), name="prompts").sent("prompts")
     assert all(prompt.text.startswith("Add ") and "<|" not in prompt.text for prompt in asked)
-    assert policy.like("tiny_teacher") == Policy("tiny_teacher")
+    assert policy.with_model("tiny_teacher") == Policy("tiny_teacher")

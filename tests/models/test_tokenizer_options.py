@@ -161,14 +161,14 @@ def test_lists_of_tokens_have_each_once(options: dict[str, Any], said: str) -> N
 def test_other_models_keep_their_tokenizer_and_have_to_have_the_policys(tmp_path: Path) -> None:
     source, teacher = model(tmp_path / "model"), model(tmp_path / "teacher")
     ended = Policy(str(source), tokenizer=chosen(eos=("<|user|>",)))
-    assert not ended.like(str(teacher)).tokenizer.chosen
-    assert vocabulary_problem(ended, ended.like(str(teacher))) is None
+    assert not ended.with_model(str(teacher)).tokenizer.is_chosen
+    assert vocabulary_problem(ended, ended.with_model(str(teacher))) is None
     wider = model(tmp_path / "wider", rows=400)
     policy = Policy(str(wider), tokenizer=chosen(special=("<think>",)))
     with pytest.raises(ConfigError, match="differ, first in '<think>'"):
-        require_same_vocabulary(policy, policy.like(str(teacher)))
+        require_same_vocabulary(policy, policy.with_model(str(teacher)))
     agent = Policy(str(wider), tokenizer=chosen(name="tiny_agent"))
-    assert "differ" in str(vocabulary_problem(agent, agent.like(str(teacher))))
+    assert "differ" in str(vocabulary_problem(agent, agent.with_model(str(teacher))))
 
 
 def test_the_process_that_tries_parsers_has_the_tokenizer() -> None:

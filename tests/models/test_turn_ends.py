@@ -41,7 +41,7 @@ def policy(home: Path, template: str | None, stops: Any, *eos: str) -> Policy:
 
 def trained(chosen: Policy) -> str:
     tokenizer = tokenizer_of(chosen)
-    ids, mask = Chat(tokenizer).demonstration(ASKED, "two")
+    ids, mask = Chat(tokenizer).encode_demonstration(ASKED, "two")
     return str(tokenizer.decode(ids[mask]))
 
 
@@ -133,7 +133,7 @@ def test_with_the_option_every_template_trains_an_end_once(name: str) -> None:
     tokenizer = with_options(tokenizer, chosen)
     assert template_end(tokenizer) == ("</s>" if own == "" else own)
     try:
-        ids, mask = Chat(tokenizer).completion(ASKED, "two")
+        ids, mask = Chat(tokenizer).encode_completion(ASKED, "two")
     except Unrendered as problem:
         assert own is None or "rewrites" in str(problem) or "refuses" in str(problem)
         return

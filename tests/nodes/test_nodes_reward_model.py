@@ -64,10 +64,10 @@ def ask(text: str) -> list[dict[str, str]]:
 
 
 def test_the_end_token_is_appended_exactly_once_and_by_id(scorer: Scorer) -> None:
-    assert scorer.ids(ask("w1 w2"), "w3").tolist() == [1, 2, 3, EOS]
-    assert scorer.ids(ask("w1 w2"), "w3<eos>").tolist() == [1, 2, 3, EOS]
-    assert scorer.chat.ended(np.array([1, 2], np.int32)).tolist() == [1, 2, EOS]
-    assert scorer.chat.ended(np.array([1, EOS, EOS], np.int32)).tolist() == [1, EOS]
+    assert scorer.render_ids(ask("w1 w2"), "w3").tolist() == [1, 2, 3, EOS]
+    assert scorer.render_ids(ask("w1 w2"), "w3<eos>").tolist() == [1, 2, 3, EOS]
+    assert scorer.chat.close_response(np.array([1, 2], np.int32)).tolist() == [1, 2, EOS]
+    assert scorer.chat.close_response(np.array([1, EOS, EOS], np.int32)).tolist() == [1, EOS]
 
 
 def test_conversations_and_pairs_of_prompt_and_response_are_the_same(scorer: Scorer) -> None:
@@ -89,7 +89,7 @@ def test_scores_keep_their_order_and_do_not_depend_on_neighbours(
 
 def test_mean_and_deviation_come_from_the_config(scorer: Scorer, policy: Path) -> None:
     assert (scorer.mean, scorer.std) == (0.5, 2.0)
-    assert scorer.normalised([0.5, 4.5]) == [0.0, 2.0]
+    assert scorer.normalise_scores([0.5, 4.5]) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize("turns", [[], ask("w1")])
@@ -374,10 +374,10 @@ def test_a_model_is_scored_at_the_token_at_which_it_was_trained(eos: str, tmp_pa
     row = [*rows.train, *rows.held_out][0]
     (chosen, _) = Renderer(data, Chat(tokenizer), [row]).render_row(row.prompt_id)
     assert tokenizer.decode(chosen.token_ids[-2:]) == ("Hello<|im_end|>" if eos == "<|im_end|>" else f"<|im_end|>{eos}")
-    assert scorer.ids(row.turns, "\n\nHello").tolist() == chosen.token_ids.tolist()
+    assert scorer.render_ids(row.turns, "\n\nHello").tolist() == chosen.token_ids.tolist()
     node = RewardModel("anywhere", Policy(), data.task)
     node._scorer = scorer
-    sampled = Chat(tokenizer).completion(row.turns, "\n\nHello")[0]
+    sampled = Chat(tokenizer).encode_completion(row.turns, "\n\nHello")[0]
     for ids, node._same_tokens in ((sampled, True), (sampled[:-1], True), (sampled[:1], False)):
         asked = ScoreQuestion("\n\nHello", ids, row.turns)
         assert node.scored_ids(asked).tolist() == chosen.token_ids.tolist()

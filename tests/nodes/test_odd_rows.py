@@ -86,7 +86,7 @@ def seen(kind: str, task: Task, rows: Rows, chat: Chat) -> Iterator[tuple[Row, S
         if kind == "sft":
             return [demonstrations.render_conversation(chat, row)]
         if kind == "grpo":
-            return [_whole(chat.prompt(row.turns)[1])]
+            return [_whole(chat.encode_prompt(row.turns)[1])]
         if kind == "process_reward_model":
             return [_prompt_of(steps.make_sample(chat, row, sample_id="", group_id="").token_ids, chat, row)]
         return [(one.token_ids, one.policy_mask) for one in renderer.render_row(row.prompt_id)]

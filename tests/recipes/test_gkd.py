@@ -236,9 +236,9 @@ def test_answers_of_the_data_have_no_age() -> None:
     masks = loss_masks(both, 1, 7)
     assert [int(mask.sum()) for mask in masks] == [4, 0], "by age only what a policy has sampled is masked"
     masks = loss_masks(both, 2, 7)
-    metrics = BatchStats.collect(both, masks, 7).metrics()
+    metrics = BatchStats.collect_stats(both, masks, 7).make_metrics()
     assert (metrics["staleness_max"], metrics["staleness_mean"], metrics["tokens_trained"]) == (2, 2.0, 8)
-    assert BatchStats.collect(both[:1], masks[:1], 7).metrics()["staleness_max"] is None
+    assert BatchStats.collect_stats(both[:1], masks[:1], 7).make_metrics()["staleness_max"] is None
     cpu = torch.device("cpu")
     piece = make_micro_batch(both, masks, PolicyObjective(), version=7, layout="padded", device=cpu)
     sums = BatchSums()

@@ -153,7 +153,7 @@ def test_each_cell_of_the_table_is_what_happens(tmp_path: Path, column: str, use
         from flowrl.models import tokenizer_of
 
         tokenizer = tokenizer_of(TINY)
-        ids, mask = Chat(tokenizer).demonstration(row.turns, row.response)
+        ids, mask = Chat(tokenizer).encode_demonstration(row.turns, row.response)
         assert "so" not in tokenizer.decode(ids[mask]) and "so" in tokenizer.decode(ids)
 
 

@@ -294,10 +294,10 @@ def test_text_files_stay_on_disk_each_as_one_text(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_disk_without_room_for_tokens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = token_store.TokenFile()
-    tokens.add(np.arange(5, dtype=np.int32))
+    tokens.add_tokens(np.arange(5, dtype=np.int32))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     with pytest.raises(ConfigError, match=r"tokens cannot be kept in .*tokens after 0.0 MB .1.1 GB are free, of which"):
-        tokens.read(0, 5)
+        tokens.read_tokens(0, 5)
 
 
 @pytest.mark.usefixtures("cache")

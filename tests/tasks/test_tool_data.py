@@ -163,12 +163,12 @@ def test_calls_and_answers_of_the_assistant_are_trained_and_nothing_else(name: s
     form = tool_form(tokenizer)
     if not form.calls:
         with pytest.raises(ConfigError, match="tool calls"):
-            Chat(tokenizer).demonstration([*replied(1), *asked(5)], "It is 5.")
+            Chat(tokenizer).encode_demonstration([*replied(1), *asked(5)], "It is 5.")
         return
     chat = Chat(tokenizer).with_tools((ADD,) if form.definitions else ())
     turns = [*replied(1), *asked(5)]
     try:
-        ids, mask = chat.demonstration(turns, "It is 5.")
+        ids, mask = chat.encode_demonstration(turns, "It is 5.")
     except ConfigError as problem:
         assert name.removesuffix("_training") in REWRITING and "rewrites" in str(problem)
         return
@@ -176,7 +176,7 @@ def test_calls_and_answers_of_the_assistant_are_trained_and_nothing_else(name: s
     assert all(shown in text for shown in ("q1", "1 2", "sum3", "It is 1.", "q5", "5 2", "It is 5."))
     assert all(said in trained for said in ("1 2", "It is 1.", "5 2", "It is 5."))
     assert not any(other in trained for other in ("q1", "q5", "sum3", "Adds two numbers"))
-    last_ids, last = chat.completion(turns, "It is 5.")
+    last_ids, last = chat.encode_completion(turns, "It is 5.")
     np.testing.assert_array_equal(last_ids, ids)
     assert "It is 5." in tokenizer.decode(ids[last].tolist())
     assert not any(earlier in tokenizer.decode(ids[last].tolist()) for earlier in ("5 2", "It is 1."))
@@ -193,7 +193,7 @@ def test_masks_are_those_of_templates_that_mark_them_themselves(name: str) -> No
     chat = Chat(tokenizer).with_tools(tools)
     reply = {"role": "assistant", "content": "It is 3."}
     try:
-        ids, mask = chat.demonstration(turns, "It is 3.")
+        ids, mask = chat.encode_demonstration(turns, "It is 3.")
     except ConfigError as problem:
         assert "rewrites" in str(problem)
         return
@@ -207,14 +207,14 @@ def test_masks_are_those_of_templates_that_mark_them_themselves(name: str) -> No
     marks = np.asarray(theirs["assistant_masks"], np.bool_)[: ids.size]
     if name != "diffusion_gemma_training":  # it writes no prompt after a tool's answer, so the model has to
         assert not (mask & ~marks).any()
-    prompt = f"{chat.prompt(turns[:1])[0]} {'<｜tool▁outputs▁end｜>' if name.startswith('deepseek') else ''}"
+    prompt = f"{chat.encode_prompt(turns[:1])[0]} {'<｜tool▁outputs▁end｜>' if name.startswith('deepseek') else ''}"
     assert all(not piece.strip() or piece.strip() in prompt for piece in marked(tokenizer, ids, marks & ~mask))
 
 
 def test_a_template_that_takes_arguments_as_text_gets_text() -> None:
     tokenizer = with_template(characters(), templates()["deepseekv3"])
     assert tool_form(tokenizer).json_arguments
-    assert '{"a": "1 2"}' in Chat(tokenizer).prompt(asked())[0]
+    assert '{"a": "1 2"}' in Chat(tokenizer).encode_prompt(asked())[0]
 
 
 STRICT = (
@@ -235,7 +235,7 @@ def test_a_template_that_needs_ids_gets_them() -> None:
         {"role": "tool", "content": "second", "tool_call_id": "b"},
         {"role": "tool", "content": "first", "tool_call_id": "of_another_length"},
     ]
-    text = Chat(tokenizer).prompt(turns)[0]
+    text = Chat(tokenizer).encode_prompt(turns)[0]
     assert "[call00000 add" in text and "[call00001 add" in text
     assert "call00001=second" in text and "call00000=first" in text
 
@@ -244,10 +244,10 @@ def test_a_template_that_needs_ids_gets_them() -> None:
 def test_a_template_without_tools_is_refused(turns: list[MESSAGE]) -> None:
     tokenizer = character_tokenizer()
     with pytest.raises(ConfigError, match="chat template does not show; name a model or a --chat-template"):
-        Chat(tokenizer).with_tools((ADD,)).prompt(turns)
+        Chat(tokenizer).with_tools((ADD,)).encode_prompt(turns)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template that could show them"):
-        Chat(tokenizer).with_tools((ADD,)).prompt(turns)
+        Chat(tokenizer).with_tools((ADD,)).encode_prompt(turns)
 
 
 # Nodes

@@ -90,7 +90,7 @@ def test_a_turn_of_weight_0_is_read_and_not_trained(tmp_path: Path, record: dict
     with rows_in(where):
         weighted, usual = of_file(load_demonstrations(Task(written(tmp_path, record, plain)), whole=True))
     assert trained(weighted) == "right<|im_end|>" and trained(usual) == "wrong<|im_end|>right<|im_end|>"
-    both = [Chat(merging()).demonstration(row.turns, row.response)[0].tolist() for row in (weighted, usual)]
+    both = [Chat(merging()).encode_demonstration(row.turns, row.response)[0].tolist() for row in (weighted, usual)]
     assert both[0] == both[1]
 
 
@@ -110,10 +110,10 @@ def test_completions_of_preferences_have_weights_and_reward_models_refuse_them(t
         load_preferences.cache_clear()
         (row,) = of_file(load_preferences(task, "pairs"))
     tokenizer = merging()
-    ids, mask = Chat(tokenizer).completion(row.turns, row.columns["chosen"])
+    ids, mask = Chat(tokenizer).encode_completion(row.turns, row.columns["chosen"])
     assert tokenizer.decode(ids[mask]) == "yes<|im_end|>"
     with pytest.raises(Unrendered, match="a turn of the response has weight 0, but a reward model scores the whole"):
-        Chat(tokenizer).scored(row.turns, row.columns["chosen"])
+        Chat(tokenizer).encode_scored(row.turns, row.columns["chosen"])
 
 
 @pytest.mark.parametrize("weight", [0.5, 2, -1, "0", [0], {"x": 1}])
@@ -140,8 +140,8 @@ def test_weights_are_no_part_of_what_is_asked(tmp_path: Path) -> None:
     )
     assert weighted.asked_id == usual.asked_id and weighted.held_out == usual.held_out
     assert conversation(Task(), weighted) == conversation(Task(), usual)
-    told = Chat(merging()).prompt(weighted.turns)[0]
-    assert told == Chat(merging()).prompt(usual.turns)[0]
+    told = Chat(merging()).encode_prompt(weighted.turns)[0]
+    assert told == Chat(merging()).encode_prompt(usual.turns)[0]
 
 
 # reasoning
@@ -178,7 +178,7 @@ def test_prompts_and_preferences_are_refused_too(tmp_path: Path) -> None:
     assert [turn["content"] for turn in found] == ["<think>\nhm\n</think>\n\na"]
     no_template = merging(None)
     with pytest.raises(Unrendered, match="a message has reasoning"):
-        Chat(no_template).completion((user(),), (thinking(),))
+        Chat(no_template).encode_completion((user(),), (thinking(),))
 
 
 @pytest.mark.parametrize("name", REASONING)

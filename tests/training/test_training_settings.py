@@ -110,15 +110,15 @@ def test_the_trainer_names_its_wrong_settings() -> None:
 def test_tallies_of_parts_add_up_to_the_whole() -> None:
     samples = make_batch(3, CASES[0]).samples
     masks = [s.policy_mask & (np.arange(len(s.policy_mask)) % 2 == 0) for s in samples]
-    whole = BatchStats.collect(samples, masks, 3)
-    parts = [BatchStats.collect(samples[i::2], masks[i::2], 3) for i in range(2)]
-    assert BatchStats.total(parts).metrics() == pytest.approx(whole.metrics())
-    assert BatchStats.total(parts).lengths == whole.lengths and whole.lengths.total() > 1
+    whole = BatchStats.collect_stats(samples, masks, 3)
+    parts = [BatchStats.collect_stats(samples[i::2], masks[i::2], 3) for i in range(2)]
+    assert BatchStats.add_up(parts).make_metrics() == pytest.approx(whole.make_metrics())
+    assert BatchStats.add_up(parts).lengths == whole.lengths and whole.lengths.total() > 1
     trained = np.concatenate([s.versions[m] for s, m in zip(samples, masks, strict=True)])
-    assert whole.metrics()["staleness_mean"] == pytest.approx((3 - trained).mean())
-    assert whole.metrics()["tokens_trained"] == trained.size
-    assert BatchStats().metrics()["staleness_max"] is None
-    assert set(whole.metrics(offline=True)) == {"num_samples", "response_tokens_mean", "tokens_trained"}
+    assert whole.make_metrics()["staleness_mean"] == pytest.approx((3 - trained).mean())
+    assert whole.make_metrics()["tokens_trained"] == trained.size
+    assert BatchStats().make_metrics()["staleness_max"] is None
+    assert set(whole.make_metrics(offline=True)) == {"num_samples", "response_tokens_mean", "tokens_trained"}
 
 
 def test_a_part_of_the_reward_is_a_mean_over_the_samples_that_have_it() -> None:
@@ -127,8 +127,8 @@ def test_a_part_of_the_reward_is_a_mean_over_the_samples_that_have_it() -> None:
         replace(one, reward_parts={"exact": float(n)} | ({"step_1": 0.8} if n == 2 else {}))
         for n, one in enumerate(samples)
     ]
-    parts = [BatchStats.collect([one], [one.policy_mask], 3) for one in with_parts]
-    metrics = BatchStats.total(parts).metrics()
+    parts = [BatchStats.collect_stats([one], [one.policy_mask], 3) for one in with_parts]
+    metrics = BatchStats.add_up(parts).make_metrics()
     assert (metrics["reward/exact"], metrics["reward/step_1"]) == (pytest.approx(1.0), pytest.approx(0.8))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32
 from flowrl.models.model_files import examine_json, read_json_if_valid
-from flowrl.models.tokens.tool_form import cached_by_template, plain_value, reasoned, tool_form, uses_tools
+from flowrl.models.tokens.tool_form import cached_by_template, plain_value, show_reasoning, tool_form, uses_tools
 from flowrl.tasks.rows import WEIGHT, without_weight
 
 Messages = Sequence[Mapping[str, Any]]
@@ -70,7 +70,7 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool = False) ->
         raise ConfigError(text) from problem
 
 
-def render(
+def render_chat(
     tokenizer: Any,
     messages: Messages,
     *,
@@ -104,7 +104,7 @@ def takes_parts(tokenizer: Any) -> bool | None:
     asked, refused = [{"role": "user", "content": ANSWER}], 0
     for in_parts in (False, True):
         try:
-            if ANSWER in render(tokenizer, asked, add_generation_prompt=True, in_parts=in_parts):
+            if ANSWER in render_chat(tokenizer, asked, add_generation_prompt=True, in_parts=in_parts):
                 return in_parts
         except Exception:  # the boundary to the template, which is the model author's program
             refused += 1
@@ -128,7 +128,7 @@ class Chat:
         """This chat with these tools, if the conversation has any of its own."""
         return replace(self, tools=tools) if tools else self
 
-    def prompt(self, turns: Messages) -> tuple[str, Int32]:
+    def encode_prompt(self, turns: Messages) -> tuple[str, Int32]:
         """(text, ids) up to the start of the assistant's turn. Without a chat template: only the last turn's text.
 
         Raises Unrendered.
@@ -137,13 +137,13 @@ class Chat:
         return text, self._prompt_ids(text)
 
     def prompt_text(self, turns: Messages) -> str:
-        """The text of `prompt`."""
+        """The text of `encode_prompt`."""
         if self.tokenizer.chat_template:
             return self._apply_template(turns, add_generation_prompt=True)
         self._require_plain(turns)
         return str(turns[-1]["content"])
 
-    def demonstration(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
+    def encode_demonstration(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation that ends with `reply`; the mask marks every assistant turn and its end.
 
         The tokens are those of rollouts: the text up to an assistant's turn, with its generation prompt, and the turn
@@ -151,13 +151,13 @@ class Chat:
         """
         return self._tokens_of(*self.find_turns(turns, reply, first=0))
 
-    def completion(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
-        """Like `demonstration`, but the mask marks only the assistant's turns of `reply`, not earlier ones."""
+    def encode_completion(self, turns: Messages, reply: ReplyMessage) -> tuple[Int32, Bool]:
+        """Like `encode_demonstration`, but the mask marks only the assistant's turns of `reply`, not earlier ones."""
         return self._tokens_of(*self.find_turns(turns, reply, first=len(turns)))
 
-    def scored(self, turns: Messages, reply: ReplyMessage, *, sampled: bool = False) -> tuple[Int32, Bool]:
-        """`completion` as a reward model reads it, in training and in scoring: with one end token of the tokenizer
-        behind the template's own end, where the score is.
+    def encode_scored(self, turns: Messages, reply: ReplyMessage, *, sampled: bool = False) -> tuple[Int32, Bool]:
+        """`encode_completion` as a reward model reads it, in training and in scoring: with one end token of the
+        tokenizer behind the template's own end, where the score is.
 
         A reply that a policy has `sampled` may hold end tokens in its middle, which a row to be trained may not. Raises
         Unrendered for a turn of the reply with a weight: the score is of the whole reply.
@@ -165,11 +165,11 @@ class Chat:
         if not isinstance(reply, str) and any(turn.get(WEIGHT) == 0 for turn in reply):
             raise Unrendered(f"a turn of the response has {WEIGHT} 0, but a reward model scores the whole response")
         ids, mask = self._tokens_of(*self.find_turns(turns, reply, first=len(turns), sampled=sampled))
-        ended = self.ended(ids)
+        ended = self.close_response(ids)
         return ended, np.append(mask[: ended.size], np.ones(max(0, ended.size - mask.size), np.bool_))
 
-    def ended(self, token_ids: Int32) -> Int32:
-        """The tokens of a prompt and its response, with the end that `scored` gives a response, exactly once."""
+    def close_response(self, token_ids: Int32) -> Int32:
+        """The tokens of a prompt and its response, with the end that `encode_scored` gives a response, exactly once."""
         closing, eos = self._closing_text, self.tokenizer.eos_token_id
         ids = token_ids
         while ids.size and ids[-1] == eos:
@@ -180,7 +180,7 @@ class Chat:
 
     @functools.cached_property
     def _closing_text(self) -> Int32:
-        """What follows a response in `scored`: the template's own end, and the tokenizer's end token."""
+        """What follows a response in `encode_scored`: the template's own end, and the tokenizer's end token."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise ConfigError(
@@ -319,7 +319,7 @@ class Chat:
 
     def _reasoned_turn(self, turns: Messages) -> Messages:
         """The turns with their reasoning where the template shows it. Raises Unrendered if it does not."""
-        if (told := reasoned(self.tokenizer, turns)) is None:
+        if (told := show_reasoning(self.tokenizer, turns)) is None:
             raise Unrendered(
                 "a message has reasoning apart from its text, which the model's chat template does not show; "
                 "--task.reasoning inline writes it before the text as <think>...</think>, --task.reasoning drop leaves "
@@ -349,7 +349,7 @@ class Chat:
                 "the chat template shows nothing of what a message says; name a template that does with --chat-template"
             )
         try:
-            return render(self.tokenizer, told, add_generation_prompt=add_generation_prompt, tools=tools)
+            return render_chat(self.tokenizer, told, add_generation_prompt=add_generation_prompt, tools=tools)
         except Exception as problem:  # the boundary to the template, which is the model author's program
             raise Unrendered(f"the chat template refuses it ({problem})") from problem
 
@@ -409,7 +409,7 @@ def template_end(tokenizer: Any) -> str | None:
     such token, None if it cannot be tried."""
     turns = [{"role": "user", "content": "probe7q"}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = render(tokenizer, turns).rstrip()
+        text = render_chat(tokenizer, turns).rstrip()
     except Exception:  # the boundary to the template, which is the model author's program
         return None
     if ANSWER not in text:
@@ -422,7 +422,7 @@ def template_next(tokenizer: Any) -> str:
     tried."""
     asked = {"role": "user", "content": "probe7q"}
     try:
-        text = render(tokenizer, [asked, {"role": "assistant", "content": ANSWER}, asked])
+        text = render_chat(tokenizer, [asked, {"role": "assistant", "content": ANSWER}, asked])
     except Exception:  # the boundary to the template, which is the model author's program
         return ""
     return text.rpartition(ANSWER)[2].lstrip()

@@ -57,7 +57,7 @@ def step_tokens(chat: Chat, turns: Messages, steps: Sequence[str], separator: st
     End tokens at the end of the last step are left out, because one follows it.
     """
     steps = [*steps[:-1], without_ends(steps[-1], end_texts(chat.tokenizer))]
-    parts = [np.asarray(chat.prompt(turns)[1], np.int32)]
+    parts = [np.asarray(chat.encode_prompt(turns)[1], np.int32)]
     ends = []
     for step in steps:
         parts.append(continued_ids(chat.tokenizer, step + separator))

@@ -85,7 +85,7 @@ class ToolForm:
             )
 
 
-def reasoned(tokenizer: Any, messages: Messages) -> Messages | None:
+def show_reasoning(tokenizer: Any, messages: Messages) -> Messages | None:
     """The messages with their reasoning in a field that the chat template shows; None if it shows none."""
     if not any(name in message for message in messages for name in REASONING):
         return messages

@@ -24,7 +24,7 @@ def vocabulary_problem(student: Policy, teacher: Policy) -> str | None:
     mine, other = read_vocabulary(student), read_vocabulary(teacher)
     if student.model == teacher.model or mine == other:
         return None
-    if student.built_in and teacher.built_in and not student.tokenizer.chosen:
+    if student.built_in and teacher.built_in and not student.tokenizer.is_chosen:
         return f"{student.model} and {teacher.model} have different tokenizers; {ADVICE}"
     if mine is None or other is None:
         return None

@@ -36,7 +36,7 @@ from flowrl.environments import RESUME_CAUSES, EnvironmentFailed, Episodes
 from flowrl.errors import AttemptFailed, ConfigError
 from flowrl.graph.node import Facts
 from flowrl.messages import Prompt, Record
-from flowrl.models import Policy, check_model, resolve, silent
+from flowrl.models import Policy, check_model, ignore_progress, resolve
 from flowrl.nodes.episodes.agent_calls import AgentCalls, AgentCallTable, CallLog, TaskOffers
 from flowrl.nodes.episodes.agent_players import AgentPlayer, AgentPlayers, OutsideAgents, StartedAgents
 from flowrl.nodes.episodes.attempt import Limits, Played, read_action
@@ -208,7 +208,7 @@ class AgentProgram(EpisodeNode):
         async with self._new_pool():
             pass
 
-    def _new_pool(self, progress: Callable[[str], None] = silent) -> Episodes:
+    def _new_pool(self, progress: Callable[[str], None] = ignore_progress) -> Episodes:
         return Episodes(
             self._program.environment,
             processes=self.processes,

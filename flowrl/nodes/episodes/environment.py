@@ -28,7 +28,7 @@ from flowrl.graph.node import Facts
 from flowrl.graph.ports import Call
 from flowrl.messages import Prompt
 from flowrl.messages.episode import Reply, Turn
-from flowrl.models import Policy, check_model, resolve, silent
+from flowrl.models import Policy, check_model, ignore_progress, resolve
 from flowrl.nodes.episodes.attempt import Ask, AskedTurn, Attempt, Limits, Played
 from flowrl.nodes.episodes.episode_log import EpisodeLog, open_episode
 from flowrl.nodes.episodes.episode_node import EpisodeNode, template_findings
@@ -117,7 +117,7 @@ class Environment(EpisodeNode):
 
     async def _try_episode(self) -> str | None:
         """Start one episode; return what is found about the chat template. With a model on disk, also render it."""
-        async with self._new_pool(silent) as pool:
+        async with self._new_pool(ignore_progress) as pool:
             try:
                 episode = await pool.reset(environment_rows(self.environment, number=1).all[0])
             except EnvironmentFailed as failure:

@@ -42,7 +42,7 @@ class GroupAdvantage(Node):
         return Facts(group_size=self.size, drops=True, keeps_lineage=False, optional=("outcomes",))
 
     def check(self, facts: Any) -> list[str]:
-        problems = self.estimate.problems()
+        problems = self.estimate.list_problems()
         if self.size < 1:
             problems.append(f"the group size is {self.size}; it needs at least 1")
         elif self.size < 2 and self.estimate.estimator in GROUP_ESTIMATORS:

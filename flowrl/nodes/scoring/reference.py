@@ -485,8 +485,8 @@ class PreferenceReference(Node):
         """`sample`, and its mismatched completion if it has one, with their reference logprobs."""
         other = sample.mismatched
         if other is not None:
-            other = replace(other, ref_logprobs=self._cache.logprobs(other.token_ids, other.mask))
-        ref_logprobs = self._cache.logprobs(sample.token_ids, sample.policy_mask)
+            other = replace(other, ref_logprobs=self._cache.read_logprobs(other.token_ids, other.mask))
+        ref_logprobs = self._cache.read_logprobs(sample.token_ids, sample.policy_mask)
         return replace(sample, ref_logprobs=ref_logprobs, mismatched=other)
 
 

@@ -138,7 +138,7 @@ class RewardModel(ScoringNode):
     @property
     def reward_policy(self) -> Policy:
         """The reward model as a policy; its remote code is trusted if the policy's is."""
-        return self.policy.like(self.model)
+        return self.policy.with_model(self.model)
 
     async def setup(self) -> None:
         await self.blocking(self._load_model)
@@ -213,7 +213,7 @@ class RewardModel(ScoringNode):
         labels = await self._pass.ask_model(self.render_question(self.scored_ids, asked), later=later)
         require_finite(labels)
         more = {f"{MODEL}/{name}": score for name, score in self._scorer.by_name(labels).items()}
-        return self._scorer.summed(labels), more
+        return self._scorer.sum_labels(labels), more
 
     async def _score_all(self, token_ids: list[Int32]) -> Sequence[tuple[float, ...]]:
         with self.context.busy("score"):
@@ -231,8 +231,8 @@ class RewardModel(ScoringNode):
     def scored_ids(self, asked: ScoreQuestion) -> Int32:
         """The token ids that the reward model reads."""
         if not self.reads_text:
-            return self._scorer.chat.ended(asked.token_ids)
-        return self._scorer.ids(asked.turns, asked.response, tools=asked.tools)
+            return self._scorer.chat.close_response(asked.token_ids)
+        return self._scorer.render_ids(asked.turns, asked.response, tools=asked.tools)
 
     def render_question(self, render: Callable[[ScoreQuestion], T], asked: ScoreQuestion) -> T:
         """What `render` makes of the question. Raises SampleFailed where the model's template renders no such response:
@@ -253,7 +253,7 @@ class RewardModel(ScoringNode):
 
     def reward_of_score(self, score: float) -> float:
         """The model's score as it enters a reward: normalised, or unchanged."""
-        return self._scorer.normalised([score])[0] if self.normalise else score
+        return self._scorer.normalise_scores([score])[0] if self.normalise else score
 
     def scored_sample(
         self, sample: Sample, score: float, beside: Verdicts | None = None, more: Mapping[str, float] | None = None
@@ -288,7 +288,7 @@ def renders_alike(policy: Any, reward_model: Any, conversations: list[list[Any]]
     if (policy.chat_template, policy.eos_token_id) != (reward_model.chat_template, reward_model.eos_token_id):
         return False
     chats = Chat(policy), Chat(reward_model)
-    rendered = ([chat.completion(turns, "12 words")[0].tolist() for chat in chats] for turns in conversations)
+    rendered = ([chat.encode_completion(turns, "12 words")[0].tolist() for chat in chats] for turns in conversations)
     return all(ours == theirs for ours, theirs in rendered)
 
 

@@ -87,7 +87,7 @@ class AskModel:
         asked = asked_conversations(prompts, responses, columns)
         async with self._exclusive:
             found = await asyncio.to_thread(_score_rendered, self._scorer.score_labels, asked)
-        scores = tuple(map(self._scorer.summed, found))
+        scores = tuple(map(self._scorer.sum_labels, found))
         if len(self._scorer.labels) == 1:
             return Verdicts(scores, scores)
         logs = {name: tuple(of[n] for of in found) for n, name in enumerate(self._scorer.labels)}

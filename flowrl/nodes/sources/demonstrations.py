@@ -118,7 +118,8 @@ class Demonstrations(Node):
 
     def _refuse_long(self, chat: Chat) -> None:
         lengths = rendered_alone(
-            self._read_rows(), lambda row: len(chat.with_tools(row.tools).completion(row.turns, row.response)[0])
+            self._read_rows(),
+            lambda row: len(chat.with_tools(row.tools).encode_completion(row.turns, row.response)[0]),
         )
         refuse_long_rows(lengths, self.max_tokens, option="max_tokens", task=self.task.name)
 
@@ -152,7 +153,8 @@ class Demonstrations(Node):
     def render_conversation(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
         """(ids, mask) of a conversation with its answer; the mask marks what is trained."""
         chat = chat.with_tools(row.tools)
-        token_ids, mask = (chat.demonstration if self.trained == "all" else chat.completion)(row.turns, row.response)
+        encode = chat.encode_demonstration if self.trained == "all" else chat.encode_completion
+        token_ids, mask = encode(row.turns, row.response)
         return shorten_prompt(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def make_sample(self, prompt: Prompt) -> Trainable:

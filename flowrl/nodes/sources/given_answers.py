@@ -132,7 +132,7 @@ class GivenAnswers(Node):
 
     def _render_answer(self, chat: Chat, row: Row) -> tuple[Int32, Bool]:
         """(ids, mask) of a prompt with its answer; the mask marks the answer."""
-        token_ids, mask = chat.with_tools(row.tools).completion(row.turns, row.response)
+        token_ids, mask = chat.with_tools(row.tools).encode_completion(row.turns, row.response)
         return shorten_prompt(token_ids, mask, self.max_tokens) if self.too_long == "truncate" else (token_ids, mask)
 
     def make_sample(self, prompt: Prompt) -> Sample:
@@ -221,7 +221,7 @@ class GivenResponses(Node):
         """The prompt with its row's response."""
         response: Any = prompt.columns[self.column]
         row = self._rows[prompt.prompt_id]
-        token_ids, mask = self._chat.with_tools(row.tools).completion(row.turns, response)
+        token_ids, mask = self._chat.with_tools(row.tools).encode_completion(row.turns, response)
         columns = {name: value for name, value in prompt.columns.items() if name != self.column}
         return Sample.of(
             prompt,

@@ -15,7 +15,7 @@ from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Group, Int32, Prompt, Trainable
-from flowrl.models import Policy, check_model, silent, tokenizer_of
+from flowrl.models import Policy, check_model, ignore_progress, tokenizer_of
 from flowrl.models.token_store import HeldTokens, TokenFile, TokenStore
 from flowrl.models.tokens.text_tokens import split_pieces, text_tokens
 from flowrl.nodes.sources.demonstrations import given_sample
@@ -51,7 +51,7 @@ class Texts:
         """All texts; a process reads them only once."""
         return load_texts(self.task, whole=self.part == "all")
 
-    def cut_sequences(self, rows: Sequence[Row], progress: Progress = silent) -> TextPieces:
+    def cut_sequences(self, rows: Sequence[Row], progress: Progress = ignore_progress) -> TextPieces:
         """The sequences of these texts, in their order. If the texts stay on disk, their tokens are on disk as well."""
         tokens = text_tokens(tokenizer_of(self.policy, progress=progress), (row.prompt for row in rows))
         store = TokenFile() if isinstance(rows, IndexedRows) else HeldTokens()
@@ -167,7 +167,7 @@ class TextPieces(Sequence[TextPiece]):
     def __init__(self, texts: Iterable[Int32], tokens: TokenStore, most: int, *, joined: bool) -> None:
         found, length = array("q"), 0
         for text in texts:
-            tokens.add(text)
+            tokens.add_tokens(text)
             for start, stop in () if joined else split_pieces(len(text), most):
                 found.extend((length + start, length + stop))
             length += len(text)
@@ -207,7 +207,7 @@ class TextPieces(Sequence[TextPiece]):
 
     def _token_ids(self, index: int) -> Int32:
         start, stop = map(int, self._bounds[index])
-        return self._tokens.read(start, stop)
+        return self._tokens.read_tokens(start, stop)
 
     def _digests(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """The digest of each sequence: of its tokens, and of the number of earlier sequences with the same tokens."""

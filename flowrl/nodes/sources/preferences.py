@@ -18,7 +18,7 @@ from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import In, Out
 from flowrl.machine.cache import Progress
 from flowrl.messages import Bool, Group, Int32, Mismatched, Prompt, Trainable
-from flowrl.models import Chat, Policy, check_model, check_tools, end_problem, silent, tokenizer_of
+from flowrl.models import Chat, Policy, check_model, check_tools, end_problem, ignore_progress, tokenizer_of
 from flowrl.models.tokens.chat import ReplyMessage, Unrendered
 from flowrl.nodes.sources.demonstrations import HeldOutBatch
 from flowrl.nodes.sources.row_checks import (
@@ -59,7 +59,7 @@ class Preferences:
     too_long: TooLong = "drop"
     """What happens to rows of longer conversations: they are dropped, lose the prompt's beginning, or are an error."""
     scored: bool = False
-    """Whether a reward model is trained: completions then end as those that it scores (`Chat.scored`)."""
+    """Whether a reward model is trained: completions then end as those that it scores (`Chat.encode_scored`)."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("pairs", "labelled"):
@@ -81,7 +81,7 @@ class Preferences:
         names = ("chosen", "rejected") if self.kind == "pairs" else ("completion",)
         return RowTexts(row.turns, tuple(row.columns[name] for name in names), row.tools)
 
-    def open_chat(self, progress: Progress = silent) -> Chat:
+    def open_chat(self, progress: Progress = ignore_progress) -> Chat:
         """The chat that renders the rows."""
         return Chat(tokenizer_of(self.policy, progress=progress), self.task.system_prompt)
 
@@ -231,7 +231,7 @@ class Renderer:
             if other.asked_id == row.asked_id or other.prompt_id in self._unrendered:
                 continue
             try:
-                return self._chat.with_tools(row.tools).completion(row.turns, other.columns["completion"])
+                return self._chat.with_tools(row.tools).encode_completion(row.turns, other.columns["completion"])
             except Unrendered:
                 self._unrendered.add(other.prompt_id)
         raise Unrendered("no other row has a completion that can be put behind its prompt")
@@ -245,7 +245,7 @@ class Renderer:
 
     def _make_sample(self, row: Row, member: int, reply: ReplyMessage, label: int) -> Trainable:
         chat = self._chat.with_tools(row.tools)
-        token_ids, mask = (chat.scored if self._scored else chat.completion)(row.turns, reply)
+        token_ids, mask = (chat.encode_scored if self._scored else chat.encode_completion)(row.turns, reply)
         return Trainable(
             sample_id=f"{row.prompt_id}:{member}",
             group_id=row.prompt_id,

@@ -282,7 +282,7 @@ def rows_within(
 
 def prompt_length(chat: Chat, row: Row) -> int:
     """Number of tokens of a row's prompt."""
-    return len(chat.with_tools(row.tools).prompt(row.turns)[1])
+    return len(chat.with_tools(row.tools).encode_prompt(row.turns)[1])
 
 
 def shorten_prompt(token_ids: Int32, mask: Bool, most: int) -> tuple[Int32, Bool]:

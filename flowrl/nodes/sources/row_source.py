@@ -413,7 +413,7 @@ class PromptSource(RowSource):
     def group(self, row: Row, epoch: int) -> list[Prompt]:
         """Its members; none if the template does not render the prompt."""
         self._seen += 1
-        rendered = self._dropped.render_row(row, lambda: self._chat.with_tools(row.tools).prompt(row.turns))
+        rendered = self._dropped.render_row(row, lambda: self._chat.with_tools(row.tools).encode_prompt(row.turns))
         if rendered is None:
             return []
         text, token_ids = rendered

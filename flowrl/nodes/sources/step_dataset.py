@@ -162,7 +162,7 @@ def step_sample(chat: Chat, row: Row, separator: str, *, most: int | None = None
     require_steps(chat.tokenizer, steps)
     token_ids, mask = step_tokens(chat, row.turns, steps, separator)
     excess = 0 if most is None else len(token_ids) - most
-    if 0 < excess < len(chat.prompt(row.turns)[1]):
+    if 0 < excess < len(chat.encode_prompt(row.turns)[1]):
         token_ids, mask = token_ids[excess:], mask[excess:]
     returns = np.zeros(token_ids.size, np.float32)
     returns[mask] = labels

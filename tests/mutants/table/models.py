@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="eos_counted_twice",
         fault="the end token is appended where it stands already",
-        function="Chat.ended",
+        function="Chat.close_response",
         before="return np.append(ids[: ids.size - there], closing).astype(np.int32)",
         after="return np.append(token_ids, closing).astype(np.int32)",
         test="tests/nodes/test_nodes_reward_model.py::test_the_end_token_is_appended_exactly_once_and_by_id",

@@ -189,7 +189,7 @@ def test_a_use_covers_all_sequences() -> None:
     )
     half = replace(made, loss_mask=made.whole_mask & (np.arange(made.num_tokens) < made.token_ids.size))
     assert (Use.of(half).tokens, Use.of(half).masked_tokens) == (5, 7)
-    stats = BatchStats.collect([made], [mask], 5)
+    stats = BatchStats.collect_stats([made], [mask], 5)
     assert (stats.num_samples, stats.response_tokens, stats.trained_tokens) == (1, 12, use.tokens)
     assert stats.stale_tokens == use.stale_tokens
 
@@ -198,12 +198,12 @@ def test_lengths_of_what_trained_are_counted_once_an_episode() -> None:
     """Policy tokens of all sequences; an episode without a token in the loss has not trained."""
     made = [trainable(0, THREE), trainable(1, [[9, 8]]), trainable(2, [[40]])]
     masks = [made[0].whole_mask, made[1].whole_mask, made[2].whole_mask & False]
-    found = BatchStats.collect(made, masks, 0).metrics()
+    found = BatchStats.collect_stats(made, masks, 0).make_metrics()
     assert {name: found[name] for name in found if name.startswith("lengths")} == {
         "lengths_trained/tokens_1_16": 1,
         "lengths_trained/tokens_17_32": 1,
     }
-    one_turn = BatchStats.collect(made[2:], [made[2].whole_mask], 0).metrics()
+    one_turn = BatchStats.collect_stats(made[2:], [made[2].whole_mask], 0).make_metrics()
     assert not [name for name in one_turn if name.startswith("lengths")]
 
 

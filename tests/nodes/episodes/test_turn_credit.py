@@ -139,4 +139,4 @@ def test_what_does_not_go_together_is_said_by_check(estimate: Estimate, text: st
 def test_normalised_rewards_and_credit_by_turn_exclude_each_other() -> None:
     batcher = TokenBatch(4, estimate=Estimate(credit="turn"), normalise_rewards=True)
     assert "with credit='turn' set it to False" in batcher.check(None)[0]
-    assert not Estimate(credit="turn", gamma=0.9).problems()
+    assert not Estimate(credit="turn", gamma=0.9).list_problems()
