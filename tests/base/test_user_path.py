@@ -10,8 +10,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.machine.disk import user_path
-from flowrl.models import Policy, check_model
-from flowrl.models.chosen_tokenizer import check_template
+from flowrl.models import Policy, check_model, check_template
 from flowrl.models.model_layout import known_shape
 from flowrl.nodes import PairWriter, RemainingPrompts, ResponseWriter
 from flowrl.tasks import Task, load_rows

@@ -74,7 +74,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "model_size": {"model_files", "policy"},
         "tokens": {"model_files", "policy"},
         "built_in_models": {"policy", "tokens"},
-        "chosen_tokenizer": {"model_files", "policy", "tokens"},
         "references": {"token_store"},
         "scorer": {"tokens"},
     },

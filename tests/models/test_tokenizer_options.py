@@ -20,8 +20,8 @@ from flowrl.models import (
     require_same_vocabulary,
     resolve,
     tokenizer_of,
+    with_special_tokens,
 )
-from flowrl.models.chosen_tokenizer import with_special_tokens
 from flowrl.models.tokens.characters import character_tokenizer
 from flowrl.models.tokens.vocabulary import vocabulary_problem
 from flowrl.training.model.policy_model import read_companions

@@ -124,7 +124,7 @@ def test_the_nodes_that_train_or_sample_say_it_before_a_run(tmp_path: Path, monk
 @pytest.mark.parametrize("name", sorted(templates()))
 def test_with_the_option_every_template_trains_an_end_once(name: str) -> None:
     """The templates of TRL's wheel; one that cannot be trained on this conversation is refused as before."""
-    from flowrl.models.chosen_tokenizer import with_template as with_options
+    from flowrl.models import with_template as with_options
     from flowrl.models.tokens.chat import Unrendered
 
     tokenizer = with_template(merging(), templates()[name])
