@@ -36,16 +36,15 @@ import tyro
 import uvloop
 
 from benchmarks.agents import agents_stack
-from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.analysis.plan import CallPlan, make_plan
 from flowrl.graph.graph import Graph
 from flowrl.graph.machine import Cluster, Machine
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Call, Serve
 from flowrl.messages import Message
-from flowrl.runtime.activity.activity import Activity
-from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.ports.requests import LiveCall, LiveServe
+from flowrl.wire.activity import Activity, Lease
+from flowrl.wire.endpoint import Endpoint
+from flowrl.wire.requests import LiveCall, LiveServe
 
 SPAWN = multiprocessing.get_context("spawn")
 NEVER = 1 << 30

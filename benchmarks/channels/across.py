@@ -18,13 +18,13 @@ import torch
 
 from benchmarks.runs.stages import Collect, Numbers, SleepingGenerator, SleepingTrainer
 from flowrl import Graph, In, Node, Out
-from flowrl.channel.links.address import this_machine
 from flowrl.graph.node import Facts
 from flowrl.messages import Message, Weights
 from flowrl.nodes.groups.batch import TokenBatch
 from flowrl.weights.publish import Publisher
 from flowrl.weights.receive import make_receiver
 from flowrl.weights.shm import DATA_OFFSET, Segment, view_tensors
+from flowrl.wire.connection import this_machine
 
 KB, MB = 1 << 10, 1 << 20
 IN_FLIGHT = 64

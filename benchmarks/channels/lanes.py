@@ -36,13 +36,13 @@ from benchmarks.channels.channel_peers import (
     pyzmq_rate,
     pyzmq_round_trip,
 )
-from flowrl.channel.encoding.schema import Envelope, message_id
-from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.lanes.dispatch import Inbox, OutEdge
-from flowrl.channel.lanes.lane import LaneSpec
-from flowrl.channel.links.endpoint_transport import EndpointTransport, IpcTransport, TcpTransport
+from flowrl.channel.encoding.envelope import Envelope, message_id
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Message
+from flowrl.wire.connection import EndpointTransport, IpcTransport, TcpTransport
+from flowrl.wire.edges import Inbox, OutEdge
+from flowrl.wire.endpoint import Endpoint
+from flowrl.wire.lanes import LaneSpec
 
 KB, MB = 1 << 10, 1 << 20
 IPC, TCP = IpcTransport(), TcpTransport(ip="127.0.0.1")

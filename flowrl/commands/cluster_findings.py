@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flowrl.channel.links.address import CurveKeys
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.runtime.driver.ray_cluster import RayCluster, differences, probe, versions_of_nodes
+from flowrl.wire.connection import CurveKeys
 
 WITHIN_S = 60.0
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 
-from flowrl.channel.links.address import CurveKeys, local_ip
 from flowrl.commands.finding import Finding
 from flowrl.errors import ConfigError
 from flowrl.graph.machine import ENOUGH, GB, Cluster, GpuLinks, gpu_names, most_files
@@ -19,6 +18,7 @@ from flowrl.machine.cpu import describe_cpu, is_slow_in_bfloat16
 from flowrl.machine.orphans import run_program
 from flowrl.nodes.generation.vllm_processes import check_vllm_version
 from flowrl.training.engine.requirements import check_nvcc, check_python_headers
+from flowrl.wire.connection import CurveKeys, local_ip
 
 LEAST_DRIVER = 580
 """The packages are built for CUDA 13."""

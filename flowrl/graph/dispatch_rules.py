@@ -1,7 +1,7 @@
 """The five dispatch rules: which replicas of its consumer an edge sends a message to, and what follows from that.
 
 All code that depends on an edge's rule asks the rule's object: the checks, the lanes
-(`flowrl.channel.lanes.dispatch`), tombstones, checkpoints. No other code compares the rules' names.
+(`flowrl.wire.edges`), tombstones, checkpoints. No other code compares the rules' names.
 """
 
 from __future__ import annotations

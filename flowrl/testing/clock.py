@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from flowrl.runtime.activity.hostloop import in_node
-from flowrl.runtime.activity.pending import place_of
+from flowrl.wire.activity import in_node, place_of
 
 R = TypeVar("R")
 

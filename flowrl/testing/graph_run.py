@@ -19,7 +19,6 @@ from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import load_file
 from flowrl.graph.machine import Cluster, Machine
-from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.audit.audit import AuditReport, audit
 from flowrl.runtime.checkpoints import resume as resuming
 from flowrl.runtime.checkpoints.rundir import RunDir
@@ -29,6 +28,7 @@ from flowrl.runtime.driver.launch import Launch, PreparedRun
 from flowrl.runtime.telemetry import metrics
 from flowrl.testing.clock import VirtualClock, run_on
 from flowrl.testing.local_hosts import KeptView, LocalCluster
+from flowrl.wire.activity import HostLoop
 
 EIGHT_CORES = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30),))
 

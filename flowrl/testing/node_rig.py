@@ -28,7 +28,6 @@ from flowrl.graph.graph import carried_type
 from flowrl.graph.node import Node
 from flowrl.graph.ports import In, Out, Port, Serve
 from flowrl.messages import Message, Tombstone
-from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.checkpoint import read_state
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.ledger.accounting import Accounting
@@ -39,6 +38,7 @@ from flowrl.testing.rig_engine import HOST, NoAccounting, RigEngine, RigOrders
 from flowrl.testing.rig_failures import Leaked, RigTimeout, failure_in, left_over, node_failed, situation
 from flowrl.testing.rig_graph import RigGraph, Surroundings
 from flowrl.testing.rig_nodes import Answer
+from flowrl.wire.activity import HostLoop
 
 T = TypeVar("T", bound=Message)
 Req = TypeVar("Req", bound=Message)

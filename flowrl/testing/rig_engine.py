@@ -11,16 +11,16 @@ from typing import Any, cast
 from flowrl.graph.graph import Graph
 from flowrl.graph.node import Node
 from flowrl.messages import Message, Tombstone
-from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.driver.locks import Locks
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.ledger.ledger_client import LedgerClient
 from flowrl.runtime.ledger.long_tables import LongTables
-from flowrl.runtime.ports.items import Item, OpenItems
 from flowrl.runtime.process.context import DRIVER, Meters, ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.runtime.process.replica import Replica
 from flowrl.testing.record import Lost, NodeRecord
+from flowrl.wire.activity import Lease
+from flowrl.wire.items import Item, OpenItems
 
 HOST = DRIVER
 """The one host of a rig is also its driver: requests to the driver come to its own endpoint."""

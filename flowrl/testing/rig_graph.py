@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.errors import GraphError
 from flowrl.graph.analysis.place import HostPlan
 from flowrl.graph.analysis.plan import Plan, make_plan, routes_of
@@ -22,6 +21,7 @@ from flowrl.runtime.process.engine import ProcessSpec
 from flowrl.testing.record import port_key
 from flowrl.testing.rig_engine import HOST
 from flowrl.testing.rig_nodes import Answer, Answerer, Asker, Collector, Feeder, with_port
+from flowrl.wire.connection import IpcTransport
 
 CLUSTER = Cluster((Machine((0,), memory_bytes=64 << 30),))
 ROOM = 1 << 20

@@ -11,9 +11,9 @@ from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Port
 from flowrl.messages import Message
-from flowrl.runtime.ports.inbound import Inbound
-from flowrl.runtime.ports.items import Item
-from flowrl.runtime.ports.outbound import Outbound
+from flowrl.wire.in_ports import Inbound
+from flowrl.wire.items import Item
+from flowrl.wire.out_ports import Outbound
 
 N = TypeVar("N", bound=Node)
 Answer = Callable[[Any], Message | Awaitable[Message]]

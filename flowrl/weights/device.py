@@ -21,11 +21,11 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from flowrl.channel.links.address import local_ip
 from flowrl.graph.routes import WeightRoute, WeightTransport, world_size
 from flowrl.messages import TensorRow, TensorTable, Weights
 from flowrl.weights.receive import PACKED_BYTES
 from flowrl.weights.send import AS_IT_IS, BUCKET_BYTES, Narrowing, Source, copy_tensors
+from flowrl.wire.connection import local_ip
 
 
 class ZeroSource(WeightSource):  # type: ignore[misc]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from flowrl.channel.links.presence import Presence
+    from flowrl.wire.run_files import Presence
 
 
 SHM = Path("/dev/shm")
@@ -121,7 +121,7 @@ class SegmentPool:
     """
 
     def __init__(self, run_id: str, policy: str) -> None:
-        from flowrl.channel.links.address import run_prefix
+        from flowrl.wire.run_files import run_prefix
 
         self._run_id = run_id
         self._presence: Presence | None = None
@@ -140,7 +140,7 @@ class SegmentPool:
                 segment.begin_content()
                 return segment
         if self._presence is None:
-            from flowrl.channel.links.presence import Presence
+            from flowrl.wire.run_files import Presence
 
             self._presence = Presence(self._run_id)
         segment = Segment(f"{self._stem}{next(_serial)}", create=True)

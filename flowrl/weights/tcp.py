@@ -18,9 +18,9 @@ from typing import Self
 import zmq
 from zmq.utils import z85
 
-from flowrl.channel.links.address import local_ip, this_machine
 from flowrl.errors import FlowrlError
 from flowrl.weights.shm import DATA_OFFSET, Segment, SegmentLost, open_version
+from flowrl.wire.connection import local_ip, this_machine
 
 CHUNK_BYTES = 4 << 20
 IN_FLIGHT = 8

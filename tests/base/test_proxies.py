@@ -214,7 +214,7 @@ def test_an_endpoint_at_another_address_is_an_exception(monkeypatch: pytest.Monk
 
 IN_A_HOST = """
 import asyncio, os
-from flowrl.channel.links.endpoint_transport import IpcTransport
+from flowrl.wire.connection import IpcTransport
 from flowrl.runtime.process.actor import ProcessActor
 from flowrl.runtime.process.engine import ProcessSpec
 spec = ProcessSpec("A", "run", os.getpid(), "", {}, (), None, (), IpcTransport(), machines=("10.0.0.2", "node2"))

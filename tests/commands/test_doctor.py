@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from flowrl import Cluster, Machine
-from flowrl.channel.links.address import CurveKeys
 from flowrl.cli import main
 from flowrl.commands import machine_findings
 from flowrl.commands.finding import Finding, as_text
 from flowrl.commands.machine_findings import Echo, measure
 from flowrl.errors import ConfigError
 from flowrl.runtime.driver.ray_cluster import differences, probe
+from flowrl.wire.connection import CurveKeys
 
 MIB = 1 << 20
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from flowrl import Cluster
-from flowrl.channel.links.link import Authenticator
 from flowrl.errors import ConfigError
 from flowrl.graph import machine
 from flowrl.graph.analysis.check import check
 from flowrl.graph.machine import ENOUGH, OF_A_PEER, files_needed, most_files, raise_limit, require_files
 from flowrl.machine.orphans import has_ended
-from tests.channel.channel_rig import opened, via
+from flowrl.wire.connection import Authenticator
 from tests.graph.graph_nodes import MACHINE, grpo
+from tests.wire.channel_rig import opened, via
 
 NUM_PEERS = 400
 Limits = Callable[[int, int], None]

@@ -169,7 +169,7 @@ def names_with(word: str, code: list[Module], *folders: str) -> list[str]:
 
 
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-ENGINE = ("flowrl/channel/", "flowrl/runtime/")
+ENGINE = ("flowrl/channel/", "flowrl/wire/", "flowrl/runtime/")
 
 
 def figures(root: Path) -> dict[str, float]:

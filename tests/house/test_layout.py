@@ -29,7 +29,7 @@ BASE = {
     "machine",
 }
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
-ENGINE = BASE | {"graph", "channel", "runtime"}
+ENGINE = BASE | {"graph", "channel", "wire", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "hub": {"errors"},
@@ -37,9 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "messages": {"errors"},
     "graph": BASE,
     "channel": BASE | {"graph"},
-    "runtime": BASE | {"graph", "channel"},
+    "wire": BASE | {"graph", "channel"},
+    "runtime": BASE | {"graph", "channel", "wire"},
     "training": BASE,
-    "weights": BASE | {"graph", "channel"},
+    "weights": BASE | {"graph", "wire"},
     "tasks": BASE,
     "environments": BASE | {"tasks"},
     "models": BASE | {"tasks", "training"},
@@ -190,13 +191,13 @@ def test_every_benchmark_is_in_the_index() -> None:
 
 
 BROAD_EXCEPTS = {
-    "channel/control.py: Control._run_note",
+    "wire/control.py: Control._run_note",
     "agents/chat_template.py: ChatTemplate.render_text",
     "agents/call_parser.py: ReplyParser._find_parts",
     "agents/parser_trial.py: parser_reads",
     "agents/endpoint/call_sampler.py: CallSampler._sample_reply",
-    "channel/control.py: Control._work",
-    "channel/links/link.py: Listener._drain",
+    "wire/control.py: Control._work",
+    "wire/connection.py: Listener._drain",
     "commands/talk.py: Talk.reply.generate",
     "machine/disk.py: told_if_full",
     "environments/environment_row.py: import_package",
@@ -225,9 +226,9 @@ BROAD_EXCEPTS = {
     "models/tokens/chat.py: load_tokenizer",
     "models/tokens/tool_form.py: render_text",
     "training/model/logprobs.py: _Stand.compute_logits",
-    "runtime/activity/lease.py: Lease._move",
-    "runtime/activity/lease.py: Lease.begin",
-    "runtime/activity/lease.py: _hook",
+    "wire/activity.py: Lease._move",
+    "wire/activity.py: Lease.begin",
+    "wire/activity.py: _hook",
     "runtime/driver/ray_cluster.py: RayCluster.start",
     "runtime/driver/ray_start.py: _call",
     "runtime/driver/driver.py: Driver.run",
@@ -238,11 +239,11 @@ BROAD_EXCEPTS = {
     "runtime/process/replica.py: Replica._body",
     "runtime/ledger/ledger_file.py: open_to_read",
     "runtime/ledger/ledger_file.py: open_to_write",
-    "runtime/ports/inbound.py: Inbound._run",
-    "runtime/ports/inbound.py: Inbound.each",
-    "runtime/ports/items.py: OpenItems.noting_failure",
-    "runtime/ports/outbound.py: Outbound._send_on",
-    "runtime/ports/requests.py: LiveServe._reply",
+    "wire/in_ports.py: Inbound._run",
+    "wire/in_ports.py: Inbound.each",
+    "wire/items.py: OpenItems.noting_failure",
+    "wire/out_ports.py: Outbound._send_on",
+    "wire/requests.py: LiveServe._reply",
     "tasks/reward_calls/reward_client.py: Gathered._answer",
     "tasks/reward_calls/http.py: HttpReward._answer",
     "tasks/reward_calls/judge.py: Judge.__call__",
@@ -261,7 +262,7 @@ hand the exception to those who wait."""
 
 @functools.cache
 def broad_excepts(path: Path) -> tuple[tuple[str, int], ...]:
-    """("channel/links/link.py: Listener._drain", line) for each place that catches or suppresses any exception."""
+    """("wire/connection.py: Listener._drain", line) for each place that catches or suppresses any exception."""
 
     def visit(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):

@@ -45,11 +45,11 @@ ELSEWHERE = {
     ),
     "track": (
         "traces, the option --track, an argument of zmq's send",
-        r"telemetry/|driver/|channel/links/link|channel_peers",
+        r"telemetry/|driver/|wire/connection|channel_peers",
     ),
     "freeze": (
         "arrays made read-only, gc",
-        r"channel/|process/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
+        r"channel/|wire/|process/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
     ),
 }
 """Identifier -> what it means where it stays, and the files that may have it."""
@@ -102,14 +102,14 @@ def test_a_word_with_another_meaning_stays_where_it_has_that() -> None:
 
 
 IPC = ("ipc://", "process | ipc | tcp", 'return "ipc" if', 'TransferEngine("ipc"')
-"""Where "ipc" may stand outside of `flowrl.channel`: zmq's transport, and vLLM's name of its engine."""
+"""Where "ipc" may stand outside of the wire: zmq's transport, and vLLM's name of its engine."""
 
 
 def test_ipc_is_zmqs_transport_within_one_machine() -> None:
     found = [
         f"{short(path)}:{number}: {line.strip()}"
         for path in CODE
-        if not short(path).startswith(("flowrl/channel/", "benchmarks/channel"))
+        if not short(path).startswith(("flowrl/channel/", "flowrl/wire/", "benchmarks/channel"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r"\bipc\b", line, re.IGNORECASE) and not any(phrase in line for phrase in IPC)
     ]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-from flowrl.channel.links import sweep
 from flowrl.graph import node
 from flowrl.graph.annotations import declared_types
 from flowrl.runtime.audit.audit import AuditReport, audit
@@ -25,6 +24,7 @@ from flowrl.runtime.driver.driver import Driver
 from flowrl.runtime.ledger.accounting import LEDGER
 from flowrl.runtime.process import engine
 from flowrl.testing import GraphRun, VirtualClock, run_graph
+from flowrl.wire import run_files
 from tests.random_graphs import record
 from tests.random_graphs.graph import Config
 from tests.random_graphs.record import Record
@@ -116,7 +116,7 @@ def _spared() -> Iterator[None]:
     """What takes much of the time of a short run, and is the same in all of them; and the sweeping up after others."""
     with (
         mock.patch.object(launch, "provenance", lambda file: {}),
-        mock.patch.object(sweep, "sweep", lambda: None),
+        mock.patch.object(run_files, "sweep", lambda: None),
         mock.patch.object(engine, "REPORT_EVERY_S", REPORT_EVERY_S),
         mock.patch.object(node, "declared_types", _hints),
     ):

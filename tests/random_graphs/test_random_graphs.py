@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 
 from flowrl import Cluster, Machine, check
-from flowrl.channel.tickets import Tickets
 from flowrl.runtime.ledger import accounting
 from flowrl.runtime.ledger.ledger_client import LedgerClient
+from flowrl.wire.tickets import Tickets
 from tests.random_graphs.drawing import draw
 from tests.random_graphs.graph import Config, graph
 from tests.random_graphs.kinds import KINDS

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from flowrl.channel import endpoint as endpoints
 from flowrl.runtime.driver import driver as drivers
 from flowrl.runtime.driver.driver import Driver
+from flowrl.wire import endpoint as endpoints
 
 
 def looking_every(seconds: float) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flowrl.channel.links.address import socket_root
+from flowrl.wire.run_files import socket_root
 
 ROOT = Path(__file__).parents[2]
 GRAPHS = ROOT / "tests" / "runtime" / "driver" / "graphs_failing"

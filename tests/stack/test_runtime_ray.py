@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.channels.machines import HEAD, free_ports
-from flowrl.channel.links.run_files import SHM
-from tests.channel.test_channel_presence import heirs
+from flowrl.wire.run_files import SHM
 from tests.rigs.run_process import GRAPHS, ROOT, Run, audit, is_loopback, listening, pids_of, states
+from tests.wire.test_channel_presence import heirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.links.presence import Presence
-from flowrl.channel.links.sweep import remove_run, sweep
 from flowrl.weights.shm import SHM, Segment, SegmentLost, SegmentPool, open_version
+from flowrl.wire.run_files import Presence, remove_run, sweep
 
 
 def publish(pool: SegmentPool, version: int) -> str:

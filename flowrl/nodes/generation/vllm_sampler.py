@@ -34,9 +34,9 @@ from flowrl.nodes.generation.vllm_processes import (
     reported_start,
 )
 from flowrl.nodes.sampling import NOTHING, Completion, Sampling, Spans, spread_versions
-from flowrl.runtime.activity.hostloop import apart
 from flowrl.weights.receive import SEGMENT_ENGINE, TransferEngine
 from flowrl.weights.vllm_process.engine_process import begun_by_us
+from flowrl.wire.activity import apart
 
 T = TypeVar("T")
 TRAINING, EVALUATION = 0, 1 << 30

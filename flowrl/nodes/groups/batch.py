@@ -24,7 +24,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flowrl.channel.tickets import Window
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.node import Facts, Node
 from flowrl.graph.ports import Call, In, Out
@@ -36,6 +35,7 @@ from flowrl.tasks.rows import OF_TASK
 from flowrl.training.advantages import Estimate, Scale, all_equal, require_one_seat, whiten_advantages, whole_reward
 from flowrl.training.batch_stats import loss_masks, trained_mask
 from flowrl.training.settings import Layout
+from flowrl.wire.tickets import Window
 
 
 class TokenBatch(Node):

@@ -60,7 +60,7 @@ from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.ledger.ledger_file import sync_file
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
-from flowrl.runtime.ports.items import ItemKey
+from flowrl.wire.items import ItemKey
 
 FORMAT = 3
 STEP_DIR = re.compile(r"step_(\d{6,})")

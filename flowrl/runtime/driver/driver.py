@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, Stalled
 from flowrl.graph.analysis.branches import may_end
 from flowrl.runtime.checkpoints import checkpoint
@@ -39,6 +38,7 @@ from flowrl.runtime.driver.run_checkpoints import RunCheckpoints, SharedDevices
 from flowrl.runtime.driver.run_processes import Orders, RunProcesses
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry.view import View
+from flowrl.wire.endpoint import Endpoint
 
 STOP_AT_ONCE_S = 1.0
 GENERATORS_LOST = "generators_lost"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.channel.tickets import Tickets
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.branches import trainers_beyond
 from flowrl.graph.analysis.plan import Plan
@@ -16,6 +15,7 @@ from flowrl.runtime.samples.sample_notes import SampleShare
 from flowrl.runtime.telemetry.metrics import AlarmThresholds, StopRule
 from flowrl.runtime.telemetry.sinks import Tracking, check_sinks
 from flowrl.runtime.telemetry.trace import TraceMode
+from flowrl.wire.tickets import Tickets
 
 if TYPE_CHECKING:
     from flowrl.runtime.driver.resources import ProcessSlot

@@ -41,11 +41,11 @@ from flowrl.runtime.telemetry.sinks import require_logins
 from flowrl.runtime.telemetry.standard_streams import LastingOutput, say
 
 if TYPE_CHECKING:
-    from flowrl.channel.links.endpoint_transport import EndpointTransport
     from flowrl.runtime.audit.audit import AuditReport
     from flowrl.runtime.driver.driver import Outcome
     from flowrl.runtime.driver.ray_cluster import RayCluster
     from flowrl.runtime.telemetry.view import View
+    from flowrl.wire.connection import EndpointTransport
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,12 @@ class PreparedRun:
 
     async def drive(self, cluster: RayCluster, view: View) -> Outcome:
         """Open the driver's endpoint and the ledger, and run."""
-        from flowrl.channel.endpoint import Endpoint
-        from flowrl.channel.links.endpoint_transport import IpcTransport, TcpTransport
-        from flowrl.channel.links.sweep import remove_run, sweep
         from flowrl.runtime.driver.driver import Driver
         from flowrl.runtime.driver.job import Job
         from flowrl.runtime.driver.resources import ProcessSlot
+        from flowrl.wire.connection import IpcTransport, TcpTransport
+        from flowrl.wire.endpoint import Endpoint
+        from flowrl.wire.run_files import remove_run, sweep
 
         sweep()
         run_id = uuid.uuid4().hex[:12]

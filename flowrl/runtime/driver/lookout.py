@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import LaneFailed, Stalled
 from flowrl.graph.analysis.plan import Plan
 from flowrl.runtime.driver.run_processes import RunProcesses
+from flowrl.wire.endpoint import Endpoint
 
 STALL_S = 120.0
 DRIVER = "the driver"

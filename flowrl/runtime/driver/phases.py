@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrl.channel.control import is_cancel
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.graph import Graph, port_owner
 from flowrl.runtime.checkpoints.rundir import Best
@@ -21,6 +20,7 @@ from flowrl.runtime.driver.run_checkpoints import RunCheckpoints
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry.view import View
+from flowrl.wire.control import is_cancel
 
 
 class Phases:

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowrl.channel.links.address import socket_root
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.graph.machine import Cluster, Machine, gpu_names, most_files
 from flowrl.machine.cpu import cpu_flags
@@ -31,6 +30,7 @@ from flowrl.runtime.driver import ray_start
 from flowrl.runtime.driver.ray_guard import Guard
 from flowrl.runtime.driver.ray_start import ProcessEnded, TookTooLong, keep_quiet, lean_head, own_groups, unless_ended
 from flowrl.runtime.driver.resources import START_S, ProcessSlot, environment
+from flowrl.wire.run_files import socket_root
 
 R = TypeVar("R")
 

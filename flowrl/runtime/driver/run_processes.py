@@ -20,7 +20,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flowrl.channel.endpoint import Address, Endpoint
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed
 from flowrl.graph.analysis.plan import Plan
 from flowrl.machine.processes import Processes, pid_space
@@ -29,6 +28,7 @@ from flowrl.runtime.driver.ray_cluster import HEAD_AWAY_S, RayCluster
 from flowrl.runtime.driver.resources import ProcessSlot, visible_devices
 from flowrl.runtime.process.actor import ProcessActor
 from flowrl.runtime.process.engine import ProcessSpec
+from flowrl.wire.endpoint import Address, Endpoint
 
 RETRY_S = 1.0
 PROBES = ((socket.SO_KEEPALIVE, 1), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))

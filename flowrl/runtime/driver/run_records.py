@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.tickets import Tickets
 from flowrl.runtime.checkpoints.rundir import writing
 from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.ledger.accounting import Accounting
@@ -24,6 +22,8 @@ from flowrl.runtime.telemetry.sinks import SampleTables, open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.runtime.telemetry.trace import open_trace
 from flowrl.runtime.telemetry.view import View
+from flowrl.wire.endpoint import Endpoint
+from flowrl.wire.tickets import Tickets
 
 
 class RunRecords:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from pathlib import Path
 from typing import Any, Protocol
 
-from flowrl.channel.tickets import Tickets
 from flowrl.runtime.ledger.admitted_ids import AdmittedIds, LedgerRow
 from flowrl.runtime.ledger.bookings import Bookings
 from flowrl.runtime.ledger.declared_bounds import Terms
@@ -34,6 +33,7 @@ from flowrl.runtime.ledger.ledger_file import LEDGER
 from flowrl.runtime.ledger.long_tables import LongTables
 from flowrl.runtime.ledger.request_ledger import RequestLedger
 from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh, require_next, used_after_all
+from flowrl.wire.tickets import Tickets
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
 
@@ -42,7 +42,7 @@ USES_AT_ONCE = 250
 
 
 class Handlers(Protocol):
-    """Where accounting registers its handlers: `flowrl.channel.endpoint.Endpoint`."""
+    """Where accounting registers its handlers: `flowrl.wire.endpoint.Endpoint`."""
 
     def on(self, kind: str, handler: Callable[..., Any]) -> None: ...
 

@@ -32,7 +32,7 @@ AGAIN = "request again"
 
 
 class LedgerLink(Protocol):
-    """The part of `flowrl.channel.endpoint.Endpoint` that the client uses."""
+    """The part of `flowrl.wire.endpoint.Endpoint` that the client uses."""
 
     async def request(self, host: str, kind: str, body: dict[str, Any]) -> Any: ...
     def notify(self, host: str, kind: str, body: dict[str, Any]) -> None: ...

@@ -17,14 +17,14 @@ from collections.abc import Coroutine, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
-from flowrl.channel.endpoint import Address
-from flowrl.channel.links.presence import leave_heir
 from flowrl.graph.machine import raise_limit
 from flowrl.graph.node import Node
 from flowrl.machine.proxies import reach_directly
-from flowrl.runtime.activity.hostloop import HostLoop
 from flowrl.runtime.checkpoints.rundir import PRIVATE
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
+from flowrl.wire.activity import HostLoop
+from flowrl.wire.endpoint import Address
+from flowrl.wire.run_files import leave_heir
 
 R = TypeVar("R")
 BLOCKED_S = 1.0

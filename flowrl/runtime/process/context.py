@@ -13,14 +13,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from flowrl.channel.endpoint import Endpoint
 from flowrl.graph.routes import WeightRoute
-from flowrl.runtime.activity.activity import OUTSIDE, ActiveWait, Activity, in_invocation
-from flowrl.runtime.activity.ending import as_failure
-from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.ledger.accounting import LedgerClient
 from flowrl.runtime.samples.sample_notes import SampleNotes, SampleShare
 from flowrl.runtime.telemetry.trace import TraceBuffer
+from flowrl.wire.activity import OUTSIDE, ActiveWait, Activity, Lease, as_failure, in_invocation
+from flowrl.wire.endpoint import Endpoint
 
 P = ParamSpec("P")
 R = TypeVar("R")

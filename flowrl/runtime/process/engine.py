@@ -21,13 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.channel.control import Answer
-from flowrl.channel.encoding.codec import dump_value, load_value
-from flowrl.channel.encoding.cost import chunked
-from flowrl.channel.endpoint import Address, Endpoint
-from flowrl.channel.links.address import local_ip
-from flowrl.channel.links.endpoint_transport import EndpointTransport
-from flowrl.channel.links.sweep import sweep
+from flowrl.channel.encoding.chunks import chunked
+from flowrl.channel.encoding.stored import dump, dump_value, load_value
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild_graph
@@ -35,13 +30,15 @@ from flowrl.graph.machine import require_files
 from flowrl.graph.node import Node
 from flowrl.hub import take_commits
 from flowrl.machine.processes import pid_space
-from flowrl.runtime.activity.activity import OUTSIDE
-from flowrl.runtime.activity.ending import as_failure, ended_by_itself, is_cancelled
-from flowrl.runtime.activity.lease import Lease
 from flowrl.runtime.checkpoints.checkpoint import SavedMessage, beside, pages, unpage
 from flowrl.runtime.process.context import DRIVER, ReplicaPlace
 from flowrl.runtime.process.replica import Replica, connect_ports
 from flowrl.runtime.telemetry.trace import TraceBuffer
+from flowrl.wire.activity import OUTSIDE, Lease, as_failure, ended_by_itself, is_cancelled
+from flowrl.wire.connection import EndpointTransport, local_ip
+from flowrl.wire.control import Answer
+from flowrl.wire.endpoint import Address, Endpoint
+from flowrl.wire.run_files import sweep
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of the disk, not of the writing code: reported without a traceback."""

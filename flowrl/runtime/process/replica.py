@@ -9,11 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from flowrl.channel.control import Answer
-from flowrl.channel.encoding.schema import Envelope
-from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.lanes.dispatch import Inbox, OutEdge
-from flowrl.channel.lanes.lane import LaneSpec
+from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.graph.analysis.branches import PortPlan, by_name
 from flowrl.graph.analysis.plan import LanePlan, Plan
@@ -24,18 +20,18 @@ from flowrl.graph.ports import Call, In, Out, Serve
 from flowrl.messages import Prompt, Tombstone
 from flowrl.messages.base import type_name
 from flowrl.messages.episode import Turn
-from flowrl.runtime.activity.activity import Activity, in_invocation
-from flowrl.runtime.activity.ending import as_failure
-from flowrl.runtime.activity.lease import Lease
-from flowrl.runtime.activity.pending import reasons
 from flowrl.runtime.checkpoints.checkpoint import SavedMessage
-from flowrl.runtime.ports.inbound import Inbound
-from flowrl.runtime.ports.items import NOT_ROUTED, Item, OpenItems, samples_of
-from flowrl.runtime.ports.join import Joined
-from flowrl.runtime.ports.outbound import Kept, Outbound
-from flowrl.runtime.ports.requests import LiveCall, LiveServe
 from flowrl.runtime.process.context import DRIVER, NodeContext, ReplicaPlace
 from flowrl.runtime.telemetry.trace import TraceBuffer
+from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons
+from flowrl.wire.control import Answer
+from flowrl.wire.edges import Inbox, OutEdge
+from flowrl.wire.endpoint import Endpoint
+from flowrl.wire.in_ports import Inbound, Joined
+from flowrl.wire.items import NOT_ROUTED, Item, OpenItems, samples_of
+from flowrl.wire.lanes import LaneSpec
+from flowrl.wire.out_ports import Kept, Outbound
+from flowrl.wire.requests import LiveCall, LiveServe
 
 TRACED_WAIT_NS = 1_000_000
 """Shorter waits get no slice in the trace."""

@@ -43,6 +43,6 @@ MUTANTS = (
         function="Tickets._settle",
         before="self._num_untrained -= 1",
         after="self._num_untrained -= version is not None",
-        test="tests/channel/test_tickets.py::test_the_number_of_untrained_groups_is_counted_right",
+        test="tests/wire/test_tickets.py::test_the_number_of_untrained_groups_is_counted_right",
     ),
 )

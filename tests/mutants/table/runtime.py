@@ -195,7 +195,7 @@ MUTANTS = (
         function="SessionRouter._is_near",
         before="return self._margin is not None and self._in_service[replica] and loads[replica] <= least + self._margin",
         after="return self._margin is not None and self._in_service[replica] and loads[replica] >= 0",
-        test="tests/runtime/ports/test_runtime_sessions.py::test_a_session_moves_when_its_replica_has_more_than_the_margin_and_stays_there",
+        test="tests/wire/test_runtime_sessions.py::test_a_session_moves_when_its_replica_has_more_than_the_margin_and_stays_there",
     ),
     Mutant(
         name="routing_margin_short",
@@ -203,7 +203,7 @@ MUTANTS = (
         function="SessionRouter._is_near",
         before="return self._margin is not None and self._in_service[replica] and loads[replica] <= least + self._margin",
         after="return self._margin is not None and self._in_service[replica] and loads[replica] < least + self._margin",
-        test="tests/runtime/ports/test_runtime_sessions.py::test_a_request_goes_within_the_margin_and_its_session_stays_while_that_holds",
+        test="tests/wire/test_runtime_sessions.py::test_a_request_goes_within_the_margin_and_its_session_stays_while_that_holds",
     ),
     Mutant(
         name="routing_out_of_service_counts",
@@ -211,7 +211,7 @@ MUTANTS = (
         function="SessionRouter._is_near",
         before="least = min(loads[index] for index in self._candidates())",
         after="least = min(loads)",
-        test="tests/runtime/ports/test_runtime_sessions.py::test_the_load_of_a_replica_out_of_service_does_not_bind_the_others",
+        test="tests/wire/test_runtime_sessions.py::test_the_load_of_a_replica_out_of_service_does_not_bind_the_others",
     ),
     Mutant(
         name="routing_own_load_alone",
@@ -219,7 +219,7 @@ MUTANTS = (
         function="SessionRouter.end",
         before="self._others[replica] = others",
         after="self._others[replica] = 0",
-        test="tests/runtime/ports/test_runtime_sessions.py::test_what_others_have_open_counts_as_last_reported",
+        test="tests/wire/test_runtime_sessions.py::test_what_others_have_open_counts_as_last_reported",
     ),
     Mutant(
         name="samples_cost_unbounded",
@@ -291,7 +291,7 @@ MUTANTS = (
         function="PrioritySlots.take",
         before="heapq.heappush(self._queue, (priority, next(self._arrivals), granted))",
         after="heapq.heappush(self._queue, (0, next(self._arrivals), granted))",
-        test="tests/runtime/ports/test_runtime_slots.py::test_the_smallest_priority_is_first_then_the_order_of_arrival",
+        test="tests/wire/test_runtime_slots.py::test_the_smallest_priority_is_first_then_the_order_of_arrival",
     ),
     Mutant(
         name="snapshot_of_a_loss",

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from flowrl.nodes.generation.vllm_sampler import VllmSampler
-from tests.channel.channel_rig import play
 from tests.rigs.ticks import ticks
+from tests.wire.channel_rig import play
 
 PARTS = {"weights", "kv_cache"}
 

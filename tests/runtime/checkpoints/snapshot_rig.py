@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import Cluster, Machine
-from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import rebuild_graph
 from flowrl.runtime.checkpoints.checkpoint import read_state
@@ -26,6 +24,8 @@ from flowrl.runtime.process.context import ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting, RigOrders
+from flowrl.wire.connection import IpcTransport
+from flowrl.wire.endpoint import Endpoint
 
 GRAPHS = Path(__file__).parent / "graphs_snapshot"
 CLUSTER = Cluster((Machine((0, 1), memory_bytes=8 << 30),))

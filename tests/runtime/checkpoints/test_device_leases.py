@@ -14,10 +14,10 @@ from flowrl.graph.load import load_file
 from flowrl.runtime.driver.locks import Locks
 from flowrl.runtime.driver.run_checkpoints import SharedDevices
 from flowrl.testing import VirtualClock, run_graph
-from tests.channel.channel_rig import play
 from tests.rigs.run_process import ROOT
 from tests.rigs.ticks import ticks
 from tests.runtime.checkpoints.graphs_devices.device import DEVICE
+from tests.wire.channel_rig import play
 
 LEASES = ROOT / "tests" / "runtime" / "checkpoints" / "graphs_devices" / "leases.py"
 ONE_GPU = Cluster((Machine(tuple(range(8)), memory_bytes=64 << 30, gpus=1),))

@@ -14,17 +14,16 @@ from flowrl.channel.encoding import codec
 from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
-from flowrl.messages.episode import EpisodeRecord
-from flowrl.runtime.activity.activity import Activity
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.process import engine
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting
-from tests.channel.channel_rig import Thing
+from flowrl.wire.activity import Activity
 from tests.runtime.checkpoints.graphs_snapshot.parts import NUM_PROMPTS
 from tests.runtime.checkpoints.snapshot_rig import LOST, SEEN, TOLD, run_with_cuts, running
+from tests.wire.channel_rig import Thing
 
 ALL = [f"s{index}" for index in range(NUM_PROMPTS)]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.endpoint import Endpoint
 from flowrl.errors import Stalled
 from flowrl.runtime.driver import lookout as lookout_module
 from flowrl.runtime.driver import run_processes as processes_module
 from flowrl.runtime.driver.lookout import Lookout, Topology
 from flowrl.runtime.driver.run_processes import Orders, RunProcesses
 from flowrl.testing import VirtualClock
+from flowrl.wire.endpoint import Endpoint
 
 CYCLE = Topology(
     producers={"b.inputs": ("a",)}, consumers={"a.items -> b.inputs": ("b",)}, servers={}, ticket_holders=()

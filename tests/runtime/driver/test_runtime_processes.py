@@ -13,7 +13,7 @@ import pytest
 from flowrl.machine.processes import Processes, children
 from flowrl.runtime.driver import run_processes
 from flowrl.runtime.driver.run_processes import outlive
-from tests.channel.channel_rig import play
+from tests.wire.channel_rig import play
 
 STUBBORN = """
 import pathlib, signal, sys

@@ -12,12 +12,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from flowrl.channel.tickets import Tickets
 from flowrl.messages import Prompt, Sample, Scored, Tombstone
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.ledger.ledger_client import EvaluationRow
 from flowrl.runtime.telemetry.metrics import Metrics
 from flowrl.runtime.telemetry.statistics import Statistics
+from flowrl.wire.tickets import Tickets
 from tests.runtime.ledger.made_episodes import play
 
 POLICY = "trainer"

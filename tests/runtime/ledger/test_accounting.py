@@ -19,7 +19,6 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.tickets import Tickets
 from flowrl.errors import FlowrlError, NodeFailed
 from flowrl.messages import Tombstone
 from flowrl.runtime.audit.audit import audit
@@ -28,6 +27,7 @@ from flowrl.runtime.driver.run_processes import Orders
 from flowrl.runtime.ledger import bookings, ledger, ledger_client, ledger_file
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
 from flowrl.runtime.telemetry.metrics import read
+from flowrl.wire.tickets import Tickets
 from tests.rigs.ticks import ticks
 from tests.runtime.ledger.small_run import POLICY, SmallRun, Wire, lost, prompts, sample, whole_run
 

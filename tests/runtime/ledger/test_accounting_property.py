@@ -12,10 +12,10 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from flowrl.channel.tickets import Tickets
 from flowrl.messages import Scored, Tombstone
 from flowrl.runtime.audit.audit import audit
 from flowrl.runtime.ledger.accounting import Accounting, LedgerClient, Use
+from flowrl.wire.tickets import Tickets
 from tests.runtime.ledger.small_run import POLICY, Wire, lost, prompts, sample
 
 GROUPS = 24

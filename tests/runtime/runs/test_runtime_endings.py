@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.endpoint import Endpoint
-from flowrl.channel.links.endpoint_transport import IpcTransport
 from flowrl.errors import NodeFailed
 from flowrl.graph.analysis.plan import make_plan
 from flowrl.graph.load import load_file, rebuild_graph
-from flowrl.runtime.activity import hostloop
 from flowrl.runtime.driver.driver import Outcome
 from flowrl.runtime.driver.job import RunOptions
 from flowrl.runtime.driver.launch import Launch, PreparedRun
@@ -25,6 +22,9 @@ from flowrl.runtime.process.context import ReplicaPlace
 from flowrl.runtime.process.engine import ProcessEngine, ProcessSpec
 from flowrl.testing import EIGHT_CORES, GraphRun, run_graph
 from flowrl.testing.local_hosts import LocalCluster
+from flowrl.wire import activity
+from flowrl.wire.connection import IpcTransport
+from flowrl.wire.endpoint import Endpoint
 from tests.runtime.runs.graphs_alive.odd import RAISED
 from tests.runtime.runs.test_runtime_episodes import PLAYED
 
@@ -82,7 +82,7 @@ def test_finite_data_do_not_end_early_over_a_cancellation(tmp_path: Path) -> Non
 def test_the_death_of_a_task_that_nobody_awaits_ends_the_run(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostloop, "UNOBSERVED_S", 0.01)
+    monkeypatch.setattr(activity, "UNOBSERVED_S", 0.01)
     failure(ran(tmp_path, "task", what, steps=100000), before=1000)  # a garbage collection finds some of them
 
 

@@ -128,8 +128,8 @@ def test_an_evaluation_of_a_whole_benchmark_is_booked_at_once(tmp_path: Path) ->
 
 
 def test_what_a_fast_node_leaves_in_the_trace_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flowrl.channel.endpoint import Endpoint
     from flowrl.runtime.telemetry.trace import TraceBuffer
+    from flowrl.wire.endpoint import Endpoint
 
     bodies: list[Mapping[str, Any]] = []
     notify, drain = Endpoint.notify, TraceBuffer.drain

@@ -9,11 +9,11 @@ from zmq.utils import z85
 
 from benchmarks.channels.across import Apart, Fetching, Publishing, made
 from flowrl import Graph
-from flowrl.channel.links.endpoint_transport import TcpTransport
 from flowrl.graph.routes import WeightTransport
 from flowrl.messages import Weights
 from flowrl.weights.tcp import Origin
-from tests.channel.strangers import admitted_strangers, is_admitted
+from flowrl.wire.connection import TcpTransport
+from tests.wire.strangers import admitted_strangers, is_admitted
 
 
 async def meet_strangers(node: Any) -> None:

@@ -1,1 +1,0 @@
-"""The protocol of one lane and the waiting at its two ends."""

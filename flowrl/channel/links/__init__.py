@@ -1,1 +1,0 @@
-"""Connections between processes: addresses, sockets, peers and shared memory."""

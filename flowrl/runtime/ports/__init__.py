@@ -1,1 +1,0 @@
-"""The live side of a node's ports: items, acks, tombstones, requests."""

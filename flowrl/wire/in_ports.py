@@ -1,0 +1,690 @@
+"""The live side of an In port: it makes invocations, holds and groups, and forwards tombstones unseen by user code.
+
+Waits: taking an item ends with a message, with end of stream, or with LaneFailed when a producer's process has died.
+The checkpoint or evaluation that closed a gate opens it again. A take may be cancelled: a delivery that has already
+arrived stays for the next take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from flowrl.errors import FlowrlError, SampleFailed
+from flowrl.graph.ports import Members
+from flowrl.messages import Message, Record, Tombstone
+from flowrl.wire.activity import ActiveInvocation, Activity, Lease, as_failure, in_invocation
+from flowrl.wire.edges import Delivery, EndOfStream, Inbox
+from flowrl.wire.items import NOT_ROUTED, Item, OpenGroup, OpenItems, at_hand, current, tombstone
+
+
+@dataclass(slots=True)
+class _Sample:
+    num_came: int = 0
+    message_came: bool = False
+    tombstones: list[Item] = field(default_factory=list)
+
+
+class Merge:
+    """Counts what has arrived for each sample at one port, out of `arrivals`."""
+
+    def __init__(self, port: str, arrivals: int) -> None:
+        self._port = port
+        self._arrivals = arrivals
+        self._samples: dict[tuple[str, int], _Sample] = {}
+
+    def add(self, item: Item) -> tuple[Item | None, Sequence[Item]]:
+        """(item that passes now, if any; items that end now)."""
+        envelope = item.envelope
+        if not envelope.group_id:
+            return item, ()
+        key = envelope.group_id, envelope.member
+        sample = self._samples.setdefault(key, _Sample())
+        sample.num_came += 1
+        lost = isinstance(item.body, Tombstone)
+        if lost:
+            sample.tombstones.append(item)
+        elif sample.message_came:
+            raise FlowrlError(
+                f"{self._port} received member {key[1]} of group {key[0]!r} over two paths; a node whose Out ports "
+                "lead to one In port has to send each sample on only one of them, or the paths have to be joined "
+                "(`join`, with an In port for each)"
+            )
+        else:
+            sample.message_came = True
+        return self._went_on(key, sample, None if lost else item)
+
+    def _went_on(
+        self, key: tuple[str, int], sample: _Sample, message: Item | None
+    ) -> tuple[Item | None, Sequence[Item]]:
+        if sample.num_came < self._arrivals:
+            return message, ()
+        del self._samples[key]
+        if sample.message_came:
+            return message, sample.tombstones
+        return _together(sample.tombstones), ()
+
+    def rest(self) -> list[Item]:
+        """The tombstones that still wait at the end of the stream; the caller ends them."""
+        waiting = [item for sample in self._samples.values() for item in sample.tombstones]
+        self._samples.clear()
+        return waiting
+
+
+def _together(tombstones: list[Item]) -> Item:
+    """One tombstone that represents all: one for a real loss, if there is any, rather than for a branch not taken."""
+    first = next((item for item in tombstones if getattr(item.body, "reason", "") != NOT_ROUTED), tombstones[0])
+    first.others = tuple(item for item in tombstones if item is not first)
+    return first
+
+
+class Trace(Protocol):
+    """Records when invocations begin and end."""
+
+    def trace_invocation(self, item: Item, *, begins: bool) -> None: ...
+
+
+class Invocation:
+    """One piece of work: user code gets `value`, which is made from `items`.
+
+    With `whole`, the engine ends the invocation: messages that the body's task sends after `enter` are made from
+    `whole` and the other items of its sample, and the engine calls `end` when the body is done. Without `whole`, the
+    items are held. The methods are called in the order below; those that wait may be called again after a cancellation.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        items: list[Item],
+        *,
+        lease: Lease,
+        activity: Activity,
+        trace: Trace,
+        whole: Item | None = None,
+        end: Callable[[Item], Awaitable[None]] | None = None,
+    ) -> None:
+        self.value = value
+        self._items = items
+        self._whole = whole
+        self._end = end
+        self._lease = lease
+        self._activity = activity
+        self._trace = trace
+        self._active: ActiveInvocation | None = None
+        self._leased = False
+
+    async def begin(self) -> None:
+        """Wait for the devices."""
+        if self._lease.name and not self._leased:
+            with self._activity.waiting("lock", self._lease.name, inside=None):
+                await self._lease.begin()
+            self._leased = True
+        if self._active is None:
+            for item in self._items:
+                self._trace.trace_invocation(item, begins=True)
+            self._active = self._activity.begin()
+
+    def enter(self) -> None:
+        """Mark this task as working on the items from now on."""
+        current.set(self._whole.whole if self._whole is not None else ())
+        in_invocation.set(self._active)
+        at_hand.set(self._items[0].envelope.ticket)
+
+    def leave(self) -> None:
+        """The body is done with the work. Call it once."""
+        current.set(())
+        in_invocation.set(None)
+        at_hand.set(-1)
+        assert self._active is not None
+        self._active.end()
+        for item in self._items:
+            self._trace.trace_invocation(item, begins=False)
+
+    async def finish(self) -> None:
+        """End the items if the engine ends them, and release the devices."""
+        if self._whole is not None and self._end is not None:
+            await self._end(self._whole)
+            self._whole = None
+        if self._leased:
+            self._leased = False
+            await self._lease.end()
+
+    def abandon(self) -> None:
+        """User code left the loop during the work: its items stay unfinished."""
+        if self._active is not None:
+            self._active.end()
+        if self._leased:
+            self._leased = False
+            task = asyncio.get_running_loop().create_task(self._lease.end())
+            _ending.add(task)
+            task.add_done_callback(_ending.discard)
+
+
+_ending: set[asyncio.Task[None]] = set()
+"""Tasks that release the leases of abandoned invocations; the event loop itself holds tasks only weakly."""
+
+
+class Invocations:
+    """Iterates over the pieces of work that `pull` returns; `pull` returns None at the end of the stream."""
+
+    def __init__(
+        self, pull: Callable[[], Awaitable[Invocation | None]], close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._pull = pull
+        self._close = close
+        self._next: Invocation | None = None
+        self._given: Invocation | None = None
+        self._left = False
+        """Whether `leave` was called on `_given`, and `finish` has not completed."""
+
+    def __aiter__(self) -> Invocations:
+        return self
+
+    async def __anext__(self) -> Any:
+        await self._finish()
+        if self._next is None:
+            self._next = await self._pull()
+        if self._next is None:
+            self._close()
+            raise StopAsyncIteration
+        await self._next.begin()
+        self._given, self._next = self._next, None
+        self._given.enter()
+        return self._given.value
+
+    async def _finish(self) -> None:
+        if self._given is None:
+            return
+        if not self._left:
+            self._left = True
+            self._given.leave()
+        await self._given.finish()
+        self._given, self._left = None, False
+
+    def __del__(self) -> None:
+        """Abandon the current work: user code left its loop by `break` or by an exception."""
+        if self._given is not None and not self._left:
+            self._given.abandon()
+        self._close()
+
+
+Take = Callable[[], Awaitable[Item | None]]
+
+
+class Losses(Protocol):
+    """Records losses: in the ledger, and on the node's out ports."""
+
+    def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Book `marker` for the trainers that get nothing made from `items`, and forward it as `forward` does."""
+
+    def book(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Book `marker` as `lose` does, without forwarding it."""
+
+    def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
+        """Send `marker` on every out port that sent nothing made from `items`, and end the items after that."""
+
+    async def leave(self, items: Sequence[Item]) -> None:
+        """The work on `items` is over: send tombstones where samples are counted and nothing was sent."""
+
+    def give_up(self, item: Item, state: str, reason: str) -> None:
+        """The whole group of `item` is lost: end its other members in whichever node they are."""
+
+    def trace_invocation(self, item: Item, *, begins: bool) -> None:
+        """Trace that an invocation of `item` began or ended."""
+
+
+@dataclass
+class _Each:
+    """One call of `each`: its body, its invocation slots, and whether its loop failed while invocations still run."""
+
+    body: Callable[[Any], Awaitable[None]]
+    slots: asyncio.Semaphore
+    task: asyncio.Task[Any] | None
+    left: bool = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether its invocations are being cancelled: one of them has failed, or the enclosing task was cancelled."""
+        return self.left or self.task is None or bool(self.task.cancelling())
+
+
+class Inbound:
+    """LiveIn of one In port of one node replica.
+
+    `arrivals` is the number of messages and tombstones that arrive for each sample at a node that counts them. A node
+    that does not count them (`counts`) forwards each one separately.
+    """
+
+    def __init__(
+        self,
+        port: str,
+        inbox: Inbox,
+        open_items: OpenItems,
+        activity: Activity,
+        losses: Losses,
+        lease: Lease,
+        *,
+        sink: bool,
+        arrivals: int = 1,
+    ) -> None:
+        self.port = port
+        self.joined: Callable[[Sequence[Inbound]], Any] | None = None
+        """Creates the live join of this port and others; the wiring sets it."""
+        self._inbox = inbox
+        self._open_items = open_items
+        self._activity = activity
+        self._losses = losses
+        self._lease = lease
+        self._sink = sink
+        self._merge = Merge(port, arrivals) if arrivals > 1 else None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._closed_by: set[str] = set()
+        self._ahead: deque[Delivery] = deque()
+        """Deliveries taken from the inbox that wait here because a gate is closed."""
+        self._groups: dict[str, OpenGroup] = {}
+        self.num_taken = 0
+        """Number of deliveries that the node has taken."""
+        self._wanted = 0
+        """The node takes deliveries up to this number even while a gate is closed."""
+        self._reached: list[tuple[int, asyncio.Future[None]]] = []
+
+    def gate(self, by: str, *, open_: bool) -> None:
+        """Open or close the gate for `by`, a checkpoint or an evaluation. Items enter while nobody keeps it closed."""
+        if open_:
+            self._closed_by.discard(by)
+        else:
+            self._closed_by.add(by)
+        self._set_gate()
+
+    def _set_gate(self) -> None:
+        if self._closed_by and self.num_taken >= self._wanted:
+            self._gate.clear()
+        else:
+            self._gate.set()
+
+    async def reach(self, num_taken: int) -> None:
+        """Let deliveries in until the node has taken `num_taken`, whatever the gates say, and wait for that."""
+        self._wanted = max(self._wanted, num_taken)
+        self._set_gate()
+        if self.num_taken < num_taken:
+            reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._reached.append((num_taken, reached))
+            await reached
+
+    def _count(self) -> None:
+        self.num_taken += 1
+        if self._wanted:
+            self._set_gate()
+            for number, reached in self._reached:
+                if number <= self.num_taken and not reached.done():
+                    reached.set_result(None)
+            self._reached = [entry for entry in self._reached if not entry[1].done()]
+
+    async def take(self) -> Item | None:
+        """The next item, tombstones included; None at end of stream."""
+        while (delivery := await self._delivery()) is not None:
+            item = self._open_items.take(delivery, self.port)
+            if isinstance(lost := item.body, Tombstone) and lost.whole_group:
+                self._open_items.given_up.add(lost.group_id, lost.state, lost.reason)
+            if self._merge is None:
+                return item
+            going, over = self._merge.add(item)
+            self._end(over)
+            if going is not None:
+                return going
+        if self._merge is not None:
+            self._end(self._merge.rest())
+        return None
+
+    def _end(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._open_items.end(item)
+
+    async def _delivery(self) -> Delivery | None:
+        with self._activity.waiting("item", self.port, inside=None):
+            while True:
+                if not self._ahead:  # a take that was cancelled at the gate has left its delivery there
+                    try:
+                        self._ahead.append(await self._inbox.take())
+                    except EndOfStream:
+                        return None
+                await self._gate.wait()
+                if self._ahead:  # a concurrent take may have removed it during the wait for the gate
+                    self._count()
+                    return self._ahead.popleft()
+
+    async def _next(self) -> Item | None:
+        """The next item for user code; tombstones on the way are forwarded here."""
+        while (item := await self.take()) is not None:
+            if isinstance(item.body, Tombstone):
+                self.forward(item)
+            elif (why := self._open_items.given_up.why(item.envelope.group_id)) is not None:
+                self._drop(item, *why)
+            else:
+                return item
+        return None
+
+    def forward(self, item: Item) -> None:
+        """Forward the tombstone `item`, which user code must not see."""
+        assert isinstance(item.body, Tombstone)
+        self._losses.forward(item.whole, item.body)
+
+    def lost_here(self, parts: Sequence[Item], marker: Tombstone) -> None:
+        """Book `marker`: a join received it for one part of a sample, and messages for other parts."""
+        self._losses.book(parts, marker)
+
+    def work_on(self, item: Item) -> Invocation:
+        """The invocation of one item, or of the joined sample that `item` is a part of. The engine ends it."""
+        return self._invocation(item.given, [item], whole=item, end=self._finish)
+
+    def _invocation(self, value: Any, items: list[Item], **ends: Any) -> Invocation:
+        return Invocation(value, items, lease=self._lease, activity=self._activity, trace=self._losses, **ends)
+
+    async def _finish(self, item: Item) -> None:
+        await self._losses.leave(item.whole)
+        for part in item.whole:
+            self._open_items.end_invocation(part, sink=self._sink)
+
+    def iterate(self) -> AsyncIterator[Any]:
+        return Invocations(self._next_invocation)
+
+    async def _next_invocation(self) -> Invocation | None:
+        item = await self._next()
+        return None if item is None else self.work_on(item)
+
+    async def each(self, body: Callable[[Any], Awaitable[None]], concurrency: int) -> None:
+        each = _Each(body, asyncio.Semaphore(concurrency), asyncio.current_task())
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while True:
+                    await each.slots.acquire()  # slot first: items without one stay in the inbox, which snapshots save
+                    item = await self._next()
+                    if item is None:
+                        return
+                    tasks.create_task(self._work(each, item))
+            except BaseException:  # the tasks that still run must know that the loop has ended
+                each.left = True
+                raise
+
+    async def _work(self, each: _Each, item: Item) -> None:
+        work = self.work_on(item)
+        await work.begin()
+        work.enter()
+        with self._open_items.noting_failure():
+            await self._run(each, item)
+            work.leave()
+            await work.finish()
+        each.slots.release()
+
+    async def _run(self, each: _Each, item: Item) -> None:
+        given_up, group_id = self._open_items.given_up, item.envelope.group_id
+        given_up.begin(group_id)
+        try:
+            await each.body(item.body)
+        except SampleFailed as failed:
+            self._drop(item, "failed", str(failed))
+        except BaseException as error:  # the boundary to the node's body, which may raise anything
+            why = given_up.why(group_id)
+            if why is None or each.cancelled or not isinstance(error, asyncio.CancelledError):
+                failure = as_failure(error, cancelled=each.cancelled)
+                raise failure from failure.__cause__
+            self._drop(item, *why)
+        finally:
+            given_up.end(group_id)
+
+    def groups(self, size: int) -> AsyncIterator[Members[Any]]:
+        return self.grouped(self.take, size)
+
+    def join(self, others: Sequence[Any]) -> Any:
+        assert self.joined is not None, "the wiring sets it"
+        return self.joined((self, *others))
+
+    def grouped(self, take: Take, size: int, close: Callable[[], None] = lambda: None) -> Invocations:
+        """The groups formed from the items of `take`; a joined sample is represented by one of its parts."""
+
+        async def pull() -> Invocation | None:
+            while (item := await take()) is not None:
+                group = self._join(item, size)
+                if not group.complete:
+                    continue
+                why = self._open_items.given_up.why(group.group_id)
+                if group.items and why is None:
+                    return self._invocation(self._members(group), list(group.items.values()))
+                last: Any = next(iter(group.lost.values())).body if group.lost else None
+                state, reason = why or (last.state, last.reason)
+                self._lose_group(group, state, reason)
+            return None
+
+        return Invocations(pull, close)
+
+    def _join(self, item: Item, size: int) -> OpenGroup:
+        """Add a member to its group, and hold the member until the group ends."""
+        envelope = item.envelope
+        if not envelope.group_id or envelope.member < 0:
+            raise FlowrlError(
+                f"{self.port} received a {type(item.body).__name__} that belongs to no single sample and cannot be "
+                "grouped; messages need the fields group_id and member, or have to be made from one that has them"
+            )
+        group = self._groups.get(envelope.group_id)
+        if group is None:
+            group = self._groups[envelope.group_id] = OpenGroup(envelope.group_id, envelope.ticket, size)
+        if envelope.member in group.items or envelope.member in group.lost:
+            raise FlowrlError(
+                f"{self.port} received member {envelope.member} of group {envelope.group_id!r} twice before the "
+                f"group's {size} members were complete; give every member its own number, and send one message for it"
+            )
+        for part in item.whole:
+            part.held, part.group = True, group
+        lost = isinstance(item.body, Tombstone)
+        (group.lost if lost else group.items)[envelope.member] = item
+        if group.complete:
+            del self._groups[envelope.group_id]
+        return group
+
+    def _members(self, group: OpenGroup) -> Members[Any]:
+        return Members(
+            group.group_id,
+            group.ticket,
+            group.size,
+            tuple(group.items[m].given for m in sorted(group.items)),
+            tuple(group.lost[m].body for m in sorted(group.lost)),  # type: ignore[misc]
+        )
+
+    def _lose_group(self, group: OpenGroup, state: str, reason: str) -> None:
+        """No member of the group is left: forward one marker for the whole group, under its ticket."""
+        items = [part for item in (*group.items.values(), *group.lost.values()) for part in item.whole]
+        ids = dict.fromkeys(i for item in items for i in tombstone(item, self._open_items.node, "", "").sample_ids)
+        marker = Tombstone(group.group_id, -1, state, reason, self._open_items.node, tuple(ids), group.size)
+        self._losses.forward(items, marker)
+
+    def ordered(self) -> AsyncIterator[tuple[int, Any]]:
+        return Invocations(self._next_ordered)
+
+    async def _next_ordered(self) -> Invocation | None:
+        item = await self.take()
+        if item is None:
+            return None
+        ticket = item.envelope.ticket
+        if not isinstance(item.body, Tombstone):
+            item.held = True
+            return self._invocation((ticket, item.body), [item])
+        self._end(item.whole)
+        return self._invocation((ticket, None), [item])
+
+    def hold(self, item: Message) -> None:
+        for part in self._open_items.of(item).whole:
+            part.held = part.accounted = True
+
+    def drop(self, item: Message, reason: str, state: str, *, group: bool = False) -> None:
+        dropped = self._open_items.of(item)
+        if group:
+            self._losses.give_up(dropped, state, reason)
+        self._drop(dropped, state, reason, whole_group=group)
+
+    def _drop(self, dropped: Item, state: str, reason: str, *, whole_group: bool = False) -> None:
+        for part in dropped.whole:
+            part.accounted = True
+        marker = tombstone(dropped, self._open_items.node, reason, state)
+        if whole_group:
+            marker = replace(marker, whole_group=True)
+        for part in dropped.whole:
+            part.lost = marker
+        group = dropped.group
+        if group is None:
+            self._losses.lose(dropped.whole, marker)
+            return
+        self._losses.book(dropped.whole, marker)
+        if group.sent:
+            self._end(dropped.whole)
+            return
+        group.dropped.append(dropped)
+        if len(group.dropped) == len(group.items):
+            self._lose_group(group, state, reason)
+
+    def finish(self, item: Message) -> None:
+        finished = self._open_items.of(item)
+        for part in finished.whole:
+            part.held = part.accounted = True
+            self._open_items.end(part)
+        group = finished.group
+        if group is not None and not any(self._open_items.holds(member) for member in group.present):
+            for rest in (*group.lost.values(), *group.dropped):
+                self._end(rest.whole)
+
+    def keep(self, item: Message, record: Callable[[], Record]) -> None:
+        if not hasattr(item, "record"):
+            raise ValueError(
+                f"{self.port}: a {type(item).__name__} cannot be kept with a record; give the class a field "
+                "`record: Record | None = None`"
+            )
+        self._open_items.of(item).record = record
+
+    def newest(self) -> Any:
+        return self._inbox.newest()
+
+    def ticket(self, item: Message) -> int:
+        return self._open_items.of(item).envelope.ticket
+
+
+Key = tuple[str, int]
+"""(group, member)"""
+
+
+class Joined:
+    """LiveJoin of several In ports of one node replica."""
+
+    def __init__(self, ports: Sequence[Inbound]) -> None:
+        self._ports = tuple(ports)
+        self._waiting: dict[Key, dict[int, Item]] = {}
+        """Sample with missing parts -> port index -> part that has arrived."""
+        self._takes: dict[asyncio.Task[Item | None], int] | None = None
+        """Pending take -> port index; None before the first one."""
+
+    def iterate(self) -> AsyncIterator[tuple[Any, ...]]:
+        return Invocations(self._next_invocation, self._close)
+
+    async def _next_invocation(self) -> Invocation | None:
+        lead = self._ports[0]
+        while (item := await self._next_whole()) is not None:
+            if not isinstance(item.body, Tombstone):
+                return lead.work_on(item)
+            lead.forward(item)
+        return None
+
+    def groups(self, size: int) -> AsyncIterator[Members[Any]]:
+        return self._ports[0].grouped(self._next_whole, size, self._close)
+
+    async def _next_whole(self) -> Item | None:
+        """One part of the next complete sample: a tombstone if it has one, else the part from the first port."""
+        while (arrival := await self._arrival()) is not None:
+            parts = self._met(*arrival)
+            if parts is not None:
+                return self._lost_here(parts) or parts[0]
+        for (group, member), found in self._waiting.items():
+            raise FlowrlError(
+                f"{self._labels(found)} received member {member} of group {group!r}, but the streams of "
+                f"{self._labels(set(range(len(self._ports))) - set(found))} ended without it; every branch of a join "
+                "has to send or drop each sample that it receives"
+            )
+        return None
+
+    def _lost_here(self, parts: tuple[Item, ...]) -> Item | None:
+        """The part that tells why the sample is lost, or None if it is not.
+
+        The messages that other branches delivered are lost here with it. If no branch delivered a message, the sample
+        was lost before this node, or was routed elsewhere.
+        """
+        lost = [part for part in parts if isinstance(part.body, Tombstone)]
+        if not lost:
+            return None
+        told = next((part for part in lost if getattr(part.body, "reason", "") != NOT_ROUTED), lost[0])
+        assert isinstance(told.body, Tombstone)
+        if len(lost) < len(parts):
+            self._ports[0].lost_here(parts, told.body)
+        return told
+
+    def _met(self, index: int, item: Item) -> tuple[Item, ...] | None:
+        """Add a part to its sample. Returns all parts, in order of ports, if it was the last; otherwise None."""
+        key = self._key(index, item)
+        found = self._waiting.setdefault(key, {})
+        if index in found:
+            raise FlowrlError(
+                f"{self._labels([index])} received member {key[1]} of group {key[0]!r} twice; a branch of a join has "
+                "to send one message for each sample that it receives"
+            )
+        found[index] = item
+        if len(found) < len(self._ports):
+            return None
+        del self._waiting[key]
+        parts = tuple(found[i] for i in sorted(found))
+        for part in parts:
+            part.parts = parts
+        return parts
+
+    def _key(self, index: int, item: Item) -> Key:
+        envelope = item.envelope
+        if not envelope.group_id or envelope.member < 0:
+            raise FlowrlError(
+                f"{self._labels([index])} received a {type(item.body).__name__} that belongs to no single sample; "
+                "join before samples are merged into groups, and let every node before the join make each message "
+                "from one item"
+            )
+        return envelope.group_id, envelope.member
+
+    def _labels(self, indices: Any) -> str:
+        return ", ".join(self._ports[index].port for index in sorted(indices))
+
+    async def _arrival(self) -> tuple[int, Item] | None:
+        """(port index, item) of the next arrival; None when every stream has ended. May be cancelled and repeated."""
+        if self._takes is None:
+            self._takes = {}
+            for index in range(len(self._ports)):
+                self._take(index)
+        while self._takes:
+            done, _ = await asyncio.wait(self._takes, return_when=asyncio.FIRST_COMPLETED)
+            index = self._takes.pop(take := done.pop())
+            if (item := take.result()) is not None:
+                self._take(index)
+                return index, item
+        return None
+
+    def _take(self, index: int) -> None:
+        assert self._takes is not None
+        take = asyncio.ensure_future(self._ports[index].take())
+        take.add_done_callback(_heard)
+        self._takes[take] = index
+
+    def _close(self) -> None:
+        """User code asks for no more samples: cancel the pending takes."""
+        for take in self._takes or ():
+            take.cancel()
+
+
+def _heard(take: asyncio.Task[Item | None]) -> None:
+    """Mark the exception of a take as retrieved: the first lane failure ends the join; later ones are consequences."""
+    if not take.cancelled():
+        take.exception()

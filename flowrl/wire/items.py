@@ -1,0 +1,360 @@
+"""Items: the messages that one host works on, and when each of them is finished.
+
+Invariants
+- Every delivery that the node takes becomes one `Item`, and every item is acked exactly once: when its invocation has
+  ended and the next processes have taken everything made from it (`Custody` counts that).
+- An invocation is ended by the engine (when user code asks for the next item, or the body returns), by a send that
+  names the item, or by a drop. It is an error of the node if an invocation ends without a send, hold or drop of its
+  item.
+- The parts of a joined sample (`Item.whole`) share one fate: messages are made from all of them, and they are held,
+  dropped and ended together.
+- Tombstones are items too, but user code never sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from flowrl.channel.encoding.envelope import Envelope
+from flowrl.errors import FlowrlError
+from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
+from flowrl.wire.edges import Delivery
+
+REMEMBER = 1 << 14
+"""Number of groups to remember. The members in transit at any one time belong to fewer groups than this."""
+
+
+class GivenUp:
+    """The groups that one node replica has to give up, and its tasks that work on members of any group."""
+
+    def __init__(self) -> None:
+        self._why: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        """Group -> (state, reason)."""
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+
+    def add(self, group_id: str, state: str, reason: str) -> None:
+        """Give up a group: cancel the work on its members."""
+        self._why[group_id] = state, reason
+        if len(self._why) > REMEMBER:
+            self._why.popitem(last=False)
+        for task in self._tasks.get(group_id, ()):
+            task.cancel()
+
+    def why(self, group_id: str) -> tuple[str, str] | None:
+        """(state, reason) of a group that was given up."""
+        return self._why.get(group_id) if self._why else None
+
+    def begin(self, group_id: str) -> None:
+        """The current task starts work on a member of `group_id`, and may be cancelled until `end`."""
+        task = asyncio.current_task()
+        if group_id and task is not None:
+            self._tasks.setdefault(group_id, set()).add(task)
+
+    def end(self, group_id: str) -> None:
+        """The current task is done with the member."""
+        tasks, task = self._tasks.get(group_id), asyncio.current_task()
+        if tasks is not None and task is not None:
+            tasks.discard(task)
+            if not tasks:
+                del self._tasks[group_id]
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Custody(Generic[K]):
+    """The items of one node replica. Each method returns the items whose acks are due now."""
+
+    def __init__(self) -> None:
+        self._counts: dict[K, int] = {}
+        self._parents: dict[K, Sequence[K]] = {}
+        self._lanes: dict[K, int] = {}
+
+    def __len__(self) -> int:
+        """Number of items taken and not yet due."""
+        return len(self._counts)
+
+    def begin(self, item: K) -> None:
+        """The node took `item`: its invocation is open."""
+        assert item not in self._counts, "an item is taken in once; receivers drop repetitions"
+        self._counts[item] = 1
+
+    def child(self, parents: Sequence[K], child: K, num_lanes: int = 1) -> None:
+        """`child` is made from `parents` and will be sent on `num_lanes` more lanes.
+
+        Call this before the send. Calls for several edges add up. All parents must still be open here.
+        """
+        if num_lanes == 0:
+            return
+        known = self._parents.get(child)
+        if known is None:
+            self._parents[child] = parents
+            if num_lanes > 1:
+                self._lanes[child] = num_lanes
+            for parent in parents:
+                self._counts[parent] += 1
+        else:
+            assert tuple(known) == tuple(parents), "a child has one set of parents"
+            self._lanes[child] = self._lanes.get(child, 1) + num_lanes
+
+    def arrived(self, child: K) -> Sequence[K]:
+        """The next process took `child` on one of its lanes."""
+        lanes = self._lanes.pop(child, 1)
+        if lanes > 1:
+            self._lanes[child] = lanes - 1
+            return ()
+        parents = self._parents.pop(child, ())
+        return [parent for parent in parents if self._less(parent)]
+
+    def end(self, item: K) -> Sequence[K]:
+        """The invocation of `item` has ended."""
+        return (item,) if self._less(item) else ()
+
+    def _less(self, item: K) -> bool:
+        count = self._counts[item] - 1
+        if count:
+            self._counts[item] = count
+            return False
+        del self._counts[item]
+        return True
+
+
+NOT_ROUTED = "not_routed"
+"""Reason of a tombstone for a sample that its node sent on other ports only."""
+ItemKey = tuple[str, bytes]
+"""(in port as "node.port", message id)"""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One message that a node has taken."""
+
+    delivery: Delivery
+    port: str = ""
+    """The in port at which it arrived."""
+    ordinals: dict[str, int] = field(default_factory=dict)
+    """Out port -> number of messages made from it so far."""
+    accounted: bool = False
+    """Whether a send, hold or drop has named this item."""
+    held: bool = False
+    """Whether the item stays open after its invocation, until a send that names it, a drop or `finish` ends it."""
+    lost: Tombstone | None = None
+    """Set when the item's loss is booked: the marker that replaces the item from then on, also in a checkpoint."""
+    record: Callable[[], Record] | None = None
+    """Returns what a checkpoint stores with the item (`In.keep`)."""
+    group: OpenGroup | None = None
+    """The group to which `port.groups` added the item."""
+    children: list[bytes] = field(default_factory=list)
+    """Ids of the messages made from it."""
+    sent_on: set[str] = field(default_factory=set)
+    """Out ports on which something was made from it."""
+    parts: tuple[Item, ...] = ()
+    """For a joined sample: the item from each port, this one included."""
+    others: tuple[Item, ...] = ()
+    """For a tombstone that represents several tombstones: the other ones."""
+
+    @property
+    def whole(self) -> tuple[Item, ...]:
+        """The items that share this one's fate."""
+        if not self.parts and not self.others:
+            return (self,)
+        return tuple(item for part in self.parts or (self,) for item in (part, *part.others))
+
+    @property
+    def given(self) -> Any:
+        """The value for user code: the message, or the messages of all parts."""
+        return tuple(part.body for part in self.parts) if self.parts else self.body
+
+    @property
+    def place(self) -> ItemKey:
+        """Its identity within the node: a message that arrives at two ports is two items."""
+        return self.port, self.envelope.id
+
+    @property
+    def envelope(self) -> Envelope:
+        return self.delivery.envelope
+
+    @property
+    def body(self) -> Message:
+        return self.delivery.envelope.body
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group whose members are held until a send names the group, or all of them are dropped."""
+
+    group_id: str
+    ticket: int
+    size: int
+    """Number of members, lost ones included."""
+    items: dict[int, Item] = field(default_factory=dict)
+    """Member number -> a member that arrived as a message."""
+    lost: dict[int, Item] = field(default_factory=dict)
+    """Member number -> a member that arrived as a tombstone."""
+    dropped: list[Item] = field(default_factory=list)
+    """Those of `items` that this node has dropped."""
+    sent: bool = False
+    """Whether a send has named the group. It also finished `lost` and `dropped`; members dropped later end at once."""
+
+    @property
+    def present(self) -> list[Item]:
+        """The members that are neither lost nor dropped."""
+        return [item for item in self.items.values() if item not in self.dropped]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.items) + len(self.lost) >= self.size
+
+
+current: ContextVar[tuple[Item, ...]] = ContextVar("flowrl_current_items", default=())
+"""The items that the current invocation works on: none, one, or all parts of a joined sample."""
+at_hand: ContextVar[int] = ContextVar("flowrl_ticket_at_hand", default=-1)
+"""The ticket of the current invocation, -1 outside of invocations."""
+
+
+class OpenItems:
+    """All items of one node replica, looked up by the identity of their bodies."""
+
+    def __init__(self, node: str, ended: Callable[[Item], None] = lambda item: None) -> None:
+        self.node = node
+        self.ended = ended
+        """Called with every item whose invocation has ended."""
+        self._custody: Custody[Hashable] = Custody()
+        """Tracks items by their place, and messages made from them by their id."""
+        self._open: dict[int, Item] = {}
+        self._by_place: dict[Hashable, Item] = {}
+        self.given_up = GivenUp()
+        self.failed_ticket: int | None = None
+        """The ticket that the node worked on when it raised its first exception; None if it raised none."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, delivery: Delivery, port: str) -> Item:
+        """Make a taken message an open item."""
+        item = Item(delivery, port)
+        if id(item.body) in self._open:  # two branches of one process sent the same object
+            delivery.envelope = dataclasses.replace(item.envelope, body=copy.copy(item.body))
+        self._open[id(item.body)] = item
+        self._by_place[item.place] = item
+        self._custody.begin(item.place)
+        return item
+
+    def of(self, body: Message) -> Item:
+        """The open item of a message object. Raises ValueError if there is none."""
+        item = self._open.get(id(body))
+        if item is None:
+            raise ValueError(
+                f"node {self.node!r}: this {type(body).__name__} is not open here (already finished, or not received "
+                "by this node); use it before its invocation ends, or `hold` it"
+            )
+        return item
+
+    def holds(self, item: Item) -> bool:
+        """Whether the item's invocation has not ended."""
+        return id(item.body) in self._open
+
+    def made(self, parents: Iterable[Item], child_id: bytes) -> None:
+        """`child_id` was made from `parents`."""
+        for item in parents:
+            item.accounted = True
+            item.children.append(child_id)
+
+    def expect_takers(self, parents: Iterable[Item], child_id: bytes, num_lanes: int) -> None:
+        """`child_id`, made from `parents`, is being sent: consumers on `num_lanes` lanes have to take it."""
+        self._custody.child([item.place for item in parents], child_id, num_lanes)
+
+    def arrived(self, child_ids: Iterable[bytes]) -> None:
+        """Consumers have taken these messages (each id appears once for each lane): ack the items that are finished."""
+        for child_id in child_ids:
+            self._ack(self._custody.arrived(child_id))
+
+    def end(self, item: Item) -> None:
+        """End the item's invocation. Does nothing if it has ended already."""
+        if self._open.pop(id(item.body), None) is not None:
+            self.ended(item)
+            self._ack(self._custody.end(item.place))
+
+    def waiting_for_children(self) -> list[ItemKey]:
+        """Items whose invocation has ended, but that are not acked yet: a checkpoint stores their children instead."""
+        return [item.place for item in self._by_place.values() if id(item.body) not in self._open]
+
+    def lost(self) -> list[tuple[ItemKey, Tombstone]]:
+        """Items whose loss is booked and whose marker is not sent yet: a checkpoint stores the marker instead."""
+        return [(item.place, item.lost) for item in self._open.values() if item.lost is not None]
+
+    def records(self) -> list[tuple[ItemKey, Record]]:
+        """What a checkpoint stores with items in progress."""
+        kept = [(item, item.record) for item in self._open.values() if item.lost is None]
+        return [(item.place, record()) for item, record in kept if record is not None]
+
+    def sent_by_open_items(self) -> list[bytes]:
+        """Ids of the messages made from items whose invocation has not ended."""
+        return [child for item in self._open.values() for child in item.children]
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Record the ticket of the first invocation that raises; the exception propagates."""
+        try:
+            yield
+        except Exception:  # noted and raised again: the body may raise anything
+            ticket = at_hand.get()
+            if self.failed_ticket is None and ticket >= 0:
+                self.failed_ticket = ticket
+            raise
+
+    def _ack(self, places: Iterable[Hashable]) -> None:
+        for place in places:
+            self._by_place.pop(place).delivery.ack()
+
+    def end_invocation(self, item: Item, *, sink: bool) -> None:
+        """The body is done with the item: end it, unless it is held. A `sink` node need not send, hold or drop it."""
+        if item.held:
+            return
+        if not item.accounted and not sink:
+            raise FlowrlError(
+                f"it finished a {type(item.body).__name__} (ticket {item.envelope.ticket}) without a "
+                "send, hold or drop; end it with `self.PORT.drop(item, reason)` if nothing is made from it"
+            )
+        self.end(item)
+
+
+def tombstone(item: Item, node: str, reason: str, state: str) -> Tombstone:
+    """The marker that replaces `item` from here on."""
+    body, envelope = item.body, item.envelope
+    if isinstance(body, Tombstone):
+        return body
+    samples = samples_of(body)
+    return Tombstone(
+        group_id=envelope.group_id,
+        member=envelope.member,
+        state=state,
+        reason=reason,
+        node=node,
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        group_size=getattr(body, "group_size", 0),
+        response_tokens=sum(sample.response_tokens for sample in samples if isinstance(sample, Sample)),
+    )
+
+
+def samples_of(body: Any) -> tuple[Prompt | Sample, ...]:
+    """The samples in a message: the message itself, or those in its fields at any depth."""
+    if isinstance(body, Prompt | Sample):
+        return (body,)
+    if isinstance(body, Tombstone):
+        return ()
+    if isinstance(body, Message):
+        return tuple(s for f in dataclasses.fields(body) for s in samples_of(getattr(body, f.name)))  # type: ignore[arg-type]
+    if isinstance(body, Mapping):
+        return tuple(sample for value in body.values() for sample in samples_of(value))
+    if isinstance(body, tuple | list):
+        return tuple(sample for value in body for sample in samples_of(value))
+    return ()

@@ -1,1 +1,0 @@
-"""Ports of a replica: invocations, joins, requests, leases, stalls."""

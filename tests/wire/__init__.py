@@ -1,0 +1,1 @@
+"""How messages travel: lanes, edges, endpoints, connections, and the ports of a replica."""
