@@ -36,11 +36,11 @@ from benchmarks.channels.channel_peers import (
     pyzmq_rate,
     pyzmq_round_trip,
 )
-from flowrl.channel.encoding.envelope import Envelope, message_id
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Message
 from flowrl.wire.connection import EndpointTransport, IpcTransport, TcpTransport
 from flowrl.wire.edges import Inbox, OutEdge
+from flowrl.wire.encoding.schema import Envelope, message_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import LaneSpec
 

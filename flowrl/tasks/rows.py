@@ -20,7 +20,7 @@ from flowrl.messages.base import scalar_problem
 
 HELD_OUT_ONE_IN = 8
 MOST_TEXT_BYTES = 7 << 20
-"""The most text, in bytes, of a row's columns. A message holds 8 MiB (`flowrl.channel.encoding.cost`), of which 1 MiB
+"""The most text, in bytes, of a row's columns. A message holds 8 MiB (`flowrl.wire.encoding.cost`), of which 1 MiB
 is reserved for the texts of a prompt and a response within the limits of a model."""
 WEIGHT, REASONING = "weight", ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message: 0 for a turn that is not trained; and those that may hold its reasoning."""

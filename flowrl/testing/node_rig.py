@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import LaneFailed
 from flowrl.graph.graph import carried_type
 from flowrl.graph.node import Node
@@ -39,6 +38,7 @@ from flowrl.testing.rig_failures import Leaked, RigTimeout, failure_in, left_ove
 from flowrl.testing.rig_graph import RigGraph, Surroundings
 from flowrl.testing.rig_nodes import Answer
 from flowrl.wire.activity import HostLoop
+from flowrl.wire.encoding.schema import Envelope
 
 T = TypeVar("T", bound=Message)
 Req = TypeVar("Req", bound=Message)

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from flowrl.channel.encoding.schema import Envelope, source_id
 from flowrl.graph.node import Node
 from flowrl.graph.ports import Port
 from flowrl.messages import Message
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.in_ports import Inbound
 from flowrl.wire.items import Item
 from flowrl.wire.out_ports import Outbound

@@ -28,8 +28,9 @@ from typing import Any, ClassVar, Protocol
 import zmq
 from zmq.utils import z85
 
-from flowrl.channel.encoding.codec import ArrayPlace, Buffer, freeze, freeze_inside
-from flowrl.channel.encoding.wire import (
+from flowrl.errors import ConfigError, WireError
+from flowrl.wire.encoding.codec import ArrayPlace, Buffer
+from flowrl.wire.encoding.multiparts import (
     ABORT,
     CONFIRM,
     DATA,
@@ -41,7 +42,7 @@ from flowrl.channel.encoding.wire import (
     MessageEncoder,
     parts_follow,
 )
-from flowrl.errors import ConfigError, WireError
+from flowrl.wire.encoding.schema import freeze, freeze_inside
 
 NUMBERED = frozenset((REQUEST, REPLY, ABORT, NOTIFY))
 """Kinds that are numbered. Other frames between two processes may arrive twice, or late."""

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flowrl import errors
-from flowrl.channel.encoding.multiparts import ABORT, NOTIFY, REPLY, REQUEST, Frame
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, WireError
+from flowrl.wire.encoding.multiparts import ABORT, NOTIFY, REPLY, REQUEST, Frame
 
 Answer = Callable[[str, Any], Any]
 """handler(host, body): a coroutine function for requests, a plain one for notes (or for quick answers)."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from flowrl.channel.encoding.envelope import Envelope, message_id
 from flowrl.errors import LaneFailed
 from flowrl.graph.dispatch_rules import DispatchRule
 from flowrl.messages import Tombstone
+from flowrl.wire.encoding.schema import Envelope, message_id
 from flowrl.wire.lanes import LaneSpec, LaneStatistics, LatestReceiver, LatestSender, ReceiverLane, Seen, SenderLane
 
 FRAMES_AT_ONCE = 128

@@ -19,21 +19,6 @@ from typing import Any
 
 import zmq
 
-from flowrl.channel.encoding.wire import (
-    BYE,
-    CONFIRM,
-    DATA,
-    HELLO,
-    RELEASE,
-    REPLY,
-    REQUEST,
-    RESEND,
-    SYNC,
-    TO_RECEIVER,
-    Frame,
-    MessageDecoder,
-    Refused,
-)
 from flowrl.errors import ConfigError, LaneFailed, WireError
 from flowrl.wire.connection import (
     Address,
@@ -51,6 +36,21 @@ from flowrl.wire.connection import (
 )
 from flowrl.wire.control import Answer, Control
 from flowrl.wire.edges import EndOfStream, ReceiveLane, SendLane
+from flowrl.wire.encoding.multiparts import (
+    BYE,
+    CONFIRM,
+    DATA,
+    HELLO,
+    RELEASE,
+    REPLY,
+    REQUEST,
+    RESEND,
+    SYNC,
+    TO_RECEIVER,
+    Frame,
+    MessageDecoder,
+    Refused,
+)
 from flowrl.wire.lanes import (
     LaneSpec,
     LaneStatistics,

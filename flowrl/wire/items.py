@@ -23,10 +23,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Tombstone
 from flowrl.wire.edges import Delivery
+from flowrl.wire.encoding.schema import Envelope
 
 REMEMBER = 1 << 14
 """Number of groups to remember. The members in transit at any one time belong to fewer groups than this."""

@@ -28,10 +28,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.payload import payload_bytes
-from flowrl.channel.encoding.schema import schema_of
-from flowrl.channel.encoding.wire import (
+from flowrl.messages.base import message_type
+from flowrl.wire.encoding.multiparts import (
     ACK,
     CANCEL,
     CLOSE,
@@ -45,7 +43,7 @@ from flowrl.channel.encoding.wire import (
     Frame,
     lane_number,
 )
-from flowrl.messages.base import message_type
+from flowrl.wire.encoding.schema import Envelope, payload_bytes, schema_of
 
 
 class RetainedBytes:

@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
 from flowrl.errors import FlowrlError
 from flowrl.messages import Message, Prompt, Sample, Tombstone
 from flowrl.wire.activity import Activity, in_invocation
 from flowrl.wire.edges import OutEdge
+from flowrl.wire.encoding.schema import Envelope, message_id, source_id
 from flowrl.wire.items import Item, OpenItems, current, samples_of
 
 

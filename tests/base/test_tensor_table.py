@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.multiparts import DATA, MessageDecoder, MessageEncoder, Refused
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.messages import TensorRow, TensorTable, Weights
+from flowrl.wire.encoding.multiparts import DATA, MessageDecoder, MessageEncoder, Refused
+from flowrl.wire.encoding.schema import Envelope
 
 ROWS: list[TensorRow] = [
     ("a.weight", "float32", (3, 5), 0, 60),

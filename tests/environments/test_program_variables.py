@@ -180,7 +180,7 @@ OURS = {
     "commands/gpu_check/gpu_check.py": "nvidia-smi, and modules of flowrl",
     "training/scoring_models.py": "a rank of a model",
     "nodes/sources/row_checks.py": "the policy's tokenizer, which may need a token of the hub",
-    "channel/links/presence.py": "the heir of a run's files, which gets next to nothing",
+    "wire/run_files.py": "the heir of a run's files, which gets next to nothing",
     "machine/orphans.py": "what its callers name, with the variables that they give",
     "agents/parser_trial.py": "vLLM's parsers, and the policy's tokenizer, which may need a token of the hub",
     "environments/tools/sandbox/sandbox_process.py": "a sandbox, whose variables are fixed (`_variables`)",

@@ -25,8 +25,8 @@ LIMITS: Mapping[str, float] = {
     "modules of more than 900 lines": 0,
     "modules whose name says no subject": 0,
     "names of flowrl with the word host": 15,
-    "names of channel and runtime with the word session": 6,
-    "names of channel and runtime with the word loss": 1,
+    "names of wire and runtime with the word session": 6,
+    "names of wire and runtime with the word loss": 1,
     "Python files directly in tests": 2,
     "Python files directly in benchmarks": 2,
 }
@@ -169,7 +169,7 @@ def names_with(word: str, code: list[Module], *folders: str) -> list[str]:
 
 
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-ENGINE = ("flowrl/channel/", "flowrl/wire/", "flowrl/runtime/")
+ENGINE = ("flowrl/wire/", "flowrl/runtime/")
 
 
 def figures(root: Path) -> dict[str, float]:
@@ -185,8 +185,8 @@ def figures(root: Path) -> dict[str, float]:
         "modules of more than 900 lines": sum(module.length > LONG for module in every),
         "modules whose name says no subject": sum(module.path.stem in NO_SUBJECT for module in every),
         "names of flowrl with the word host": len(names_with("host", code, "flowrl/")),
-        "names of channel and runtime with the word session": len(names_with("session", code, *ENGINE)),
-        "names of channel and runtime with the word loss": len(names_with("loss", code, *ENGINE)),
+        "names of wire and runtime with the word session": len(names_with("session", code, *ENGINE)),
+        "names of wire and runtime with the word loss": len(names_with("loss", code, *ENGINE)),
         "Python files directly in tests": len(list((root / "tests").glob("*.py"))),
         "Python files directly in benchmarks": len(list((root / "benchmarks").glob("*.py"))),
     }
@@ -248,8 +248,8 @@ def test_the_figures_of_a_small_tree(tree: Path) -> None:
         "modules of more than 900 lines": 1,
         "modules whose name says no subject": 1,
         "names of flowrl with the word host": 0,
-        "names of channel and runtime with the word session": 0,
-        "names of channel and runtime with the word loss": 0,
+        "names of wire and runtime with the word session": 0,
+        "names of wire and runtime with the word loss": 0,
         "Python files directly in tests": 1,
         "Python files directly in benchmarks": 1,
     }
@@ -263,7 +263,7 @@ def test_a_module_that_would_make_its_owner_long_is_no_satellite(tree: Path) -> 
 
 def test_words_within_names_are_seen() -> None:
     text = "class HostLosses:\n    def ghost(self): ...\n    def lose_sessions(self): ...\n    def host(self): ...\n"
-    code = [Module(Path("flowrl/channel/a.py"), text), Module(Path("flowrl/agents/b.py"), text)]
+    code = [Module(Path("flowrl/wire/a.py"), text), Module(Path("flowrl/agents/b.py"), text)]
     assert names_with("host", code, "flowrl/") == ["host", "HostLosses"] * 2
     assert names_with("loss", code, *ENGINE) == ["HostLosses"]
     assert names_with("session", code, *ENGINE) == ["lose_sessions"]

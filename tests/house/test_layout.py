@@ -29,16 +29,15 @@ BASE = {
     "machine",
 }
 LIBRARIES = {"training", "weights", "tasks", "environments", "models", "agents"}
-ENGINE = BASE | {"graph", "channel", "wire", "runtime"}
+ENGINE = BASE | {"graph", "wire", "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "hub": {"errors"},
     "machine": {"errors", "hub"},
     "messages": {"errors"},
     "graph": BASE,
-    "channel": BASE | {"graph"},
-    "wire": BASE | {"graph", "channel"},
-    "runtime": BASE | {"graph", "channel", "wire"},
+    "wire": BASE | {"graph"},
+    "runtime": BASE | {"graph", "wire"},
     "training": BASE,
     "weights": BASE | {"graph", "wire"},
     "tasks": BASE,

@@ -49,7 +49,7 @@ ELSEWHERE = {
     ),
     "freeze": (
         "arrays made read-only, gc",
-        r"channel/|wire/|process/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
+        r"wire/|process/actor|vllm_process/vllm_worker|training/|episode_processes/zygote_child",
     ),
 }
 """Identifier -> what it means where it stays, and the files that may have it."""
@@ -109,7 +109,7 @@ def test_ipc_is_zmqs_transport_within_one_machine() -> None:
     found = [
         f"{short(path)}:{number}: {line.strip()}"
         for path in CODE
-        if not short(path).startswith(("flowrl/channel/", "flowrl/wire/", "benchmarks/channel"))
+        if not short(path).startswith(("flowrl/wire/", "benchmarks/channel"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r"\bipc\b", line, re.IGNORECASE) and not any(phrase in line for phrase in IPC)
     ]

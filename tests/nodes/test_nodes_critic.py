@@ -22,8 +22,8 @@ from flowrl.training.model.value_model import ScalarModel, load_scalar_model
 from flowrl.training.scoring_models import score_items, values_of_pass
 from flowrl.weights.probe import ProbeMismatch
 from flowrl.weights.publish import Publisher
-from tests.channel.test_channel_table import through
 from tests.models.tiny_policy import make_policy
+from tests.wire.test_channel_table import through
 
 
 @pytest.fixture(scope="module")

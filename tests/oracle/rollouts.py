@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flowrl.channel.encoding.codec import dump_value, load_value
 from flowrl.messages import Scored
+from flowrl.wire.encoding.codec import dump_value, load_value
 from tests.oracle.cases import BATCHES, FIRST, GROUP_SIZE, MAX_STALENESS, TEMPERATURE
 from tests.training.training_cases import VOCABULARY
 

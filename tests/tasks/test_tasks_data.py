@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.schema import freeze
 from flowrl.errors import ConfigError
 from flowrl.messages import Prompt
 from flowrl.models import Chat, Policy, tokenizer_of
@@ -25,6 +24,7 @@ from flowrl.tasks.rewards import PROGRAMS, parse_reward, usual_processes
 from flowrl.tasks.row_reading.message_shapes import reply_text
 from flowrl.tasks.rows import OF_TASK
 from flowrl.testing import run_node
+from flowrl.wire.encoding.schema import freeze
 
 RECORDS = [{"prompt": f"question {n}", "answer": str(n), "level": n % 3} for n in range(40)]
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.messages import Int32, Message
 from flowrl.wire.connection import Address, IpcTransport, TcpTransport
 from flowrl.wire.edges import EndOfStream, Inbox, SendLane
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import LaneSpec
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from flowrl.channel.encoding.envelope import Envelope, message_id
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.messages import Float32, Message
 from flowrl.wire import connection
 from flowrl.wire.connection import Address, TcpTransport
 from flowrl.wire.edges import Delivery, EndOfStream, Inbox, OutEdge
+from flowrl.wire.encoding.schema import Envelope, message_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.items import Custody
 from flowrl.wire.lanes import LaneSpec

@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.channel.encoding.envelope import Envelope
-from flowrl.channel.encoding.wire import (
+from flowrl.errors import FlowrlError, NodeFailed
+from flowrl.messages import Tombstone
+from flowrl.wire.control import _as_data
+from flowrl.wire.edges import Inbox
+from flowrl.wire.encoding.multiparts import (
     ABORT,
     ACK,
     CANCEL,
@@ -37,10 +40,7 @@ from flowrl.channel.encoding.wire import (
     Frame,
     MessageEncoder,
 )
-from flowrl.errors import FlowrlError, NodeFailed
-from flowrl.messages import Tombstone
-from flowrl.wire.control import _as_data
-from flowrl.wire.edges import Inbox
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
 from tests.rigs.ticks import ticks
 from tests.wire.channel_rig import Thing, closing, lane, opened

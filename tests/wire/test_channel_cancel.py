@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.wire import DATA
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.wire.edges import Inbox, OutEdge, ReceiveLane, SendLane
+from flowrl.wire.encoding.multiparts import DATA
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import ReceiverLane, SenderLane
 from tests.rigs.ticks import ticks

@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.wire import ABORT, CREDIT, REPLY, REQUEST, Frame, MessageDecoder, MessageEncoder, Refused
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.wire.control import Control
+from flowrl.wire.encoding.multiparts import (
+    ABORT,
+    CREDIT,
+    REPLY,
+    REQUEST,
+    Frame,
+    MessageDecoder,
+    MessageEncoder,
+    Refused,
+)
 from flowrl.wire.endpoint import Endpoint
 from tests.rigs.ticks import ticks
 from tests.wire.channel_rig import Thing, every_transport, forever, opened, play, run, via

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.envelope import Envelope, message_id, source_id
-from flowrl.channel.encoding.wire import Frame
 from flowrl.messages import Message
+from flowrl.wire.encoding.multiparts import Frame
+from flowrl.wire.encoding.schema import Envelope, message_id, source_id
 from flowrl.wire.items import Custody
 from flowrl.wire.lanes import LaneSpec, ReceiverLane, SenderLane, session_number, to_receiver, to_sender
 

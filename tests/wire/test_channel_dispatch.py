@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import LaneFailed
 from flowrl.graph.dispatch_rules import BROADCAST, GANG, KEY, LATEST, SHARE, DispatchRule
 from flowrl.messages import Tombstone
 from flowrl.wire.edges import Inbox, OutEdge, SendLane
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
 from tests.rigs.ticks import ticks
 from tests.wire.channel_rig import drain, every_transport, inbox_of, lane, run, thing

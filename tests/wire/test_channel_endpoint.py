@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.errors import ConfigError, LaneFailed
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.wire.connection import Address, CurveKeys, TcpTransport
 from flowrl.wire.edges import EndOfStream, Inbox, OutEdge, ReceiveLane, SendLane
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import ReceiverLane
 from tests.wire.channel_rig import (

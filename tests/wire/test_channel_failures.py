@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import LaneFailed, WireError
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.wire import connection as links
 from flowrl.wire.connection import SocketLink
 from flowrl.wire.edges import Inbox, OutEdge
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
 from tests.wire.channel_rig import (
     Thing,

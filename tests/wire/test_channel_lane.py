@@ -12,11 +12,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
-from flowrl.channel.encoding.wire import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
 from flowrl.errors import LaneFailed
 from flowrl.messages import Tombstone
 from flowrl.wire.connection import Listener, Target
+from flowrl.wire.encoding.multiparts import ACK, CREDIT, DATA, ERROR, RESEND, TO_SENDER, Frame
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.lanes import (
     LaneSpec,

@@ -8,8 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.wire import CONFIRM, NOTIFY, Frame
 from flowrl.wire.connection import Incoming, Outgoing
+from flowrl.wire.encoding.multiparts import CONFIRM, NOTIFY, Frame
 
 
 def note(index: int) -> Frame:

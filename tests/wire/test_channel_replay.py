@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.wire import connection
 from flowrl.wire.edges import EndOfStream, Inbox, OutEdge
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.run_files import remove_run, run_prefix
 from flowrl.wire.slab import FROM_BYTES

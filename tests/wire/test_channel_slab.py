@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.envelope import Envelope, source_id
-from flowrl.channel.encoding.wire import DATA, NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.errors import WireError
 from flowrl.messages import Message
 from flowrl.wire import slab
+from flowrl.wire.encoding.multiparts import DATA, NOTIFY, MessageDecoder, MessageEncoder
+from flowrl.wire.encoding.schema import Envelope, source_id
 from flowrl.wire.run_files import Presence, run_prefix, socket_root, sweep
 from flowrl.wire.slab import FROM_BYTES, PAGE, Attached, Slab, SlabBlock, Space
 from tests.wire.channel_rig import Thing, inbox_of, lane, opened, play, via

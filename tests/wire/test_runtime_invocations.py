@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.messages import Prompt
 from flowrl.wire.activity import Activity, Lease
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.in_ports import Inbound
 from flowrl.wire.items import OpenItems
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.node import Facts, Node
@@ -22,6 +21,7 @@ from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.testing import sample, scored
 from flowrl.wire.activity import Lease
 from flowrl.wire.edges import EndOfStream
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.in_ports import Inbound, Joined
 from flowrl.wire.out_ports import Outbound
 from tests.rigs.ticks import ticks

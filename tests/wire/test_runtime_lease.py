@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.wire import Frame
 from flowrl.errors import FlowrlError
 from flowrl.graph.node import Node
 from flowrl.runtime.driver.locks import Locks
 from flowrl.wire.activity import Lease
 from flowrl.wire.control import Control
+from flowrl.wire.encoding.multiparts import Frame
 from tests.rigs.ticks import ticks
 from tests.wire.channel_rig import play
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.graph.dispatch_rules import SHARE
 from flowrl.graph.node import Node
@@ -20,6 +19,7 @@ from flowrl.runtime.process.replica import Replica
 from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.testing import prompt, sample
 from flowrl.wire.activity import Lease
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.in_ports import Inbound
 from flowrl.wire.out_ports import Outbound
 from tests.rigs.ticks import ticks_until

@@ -143,7 +143,7 @@ def engine_length_problems(graph: Graph) -> Iterator[str]:
 
 
 MOST_SAMPLES = 16_000
-"""The most samples in one rank's part of a batch, which is sent as one message. `flowrl.channel.encoding.cost` allows
+"""The most samples in one rank's part of a batch, which is sent as one message. `flowrl.wire.encoding.cost` allows
 somewhat more single-turn samples. It allows fewer episodes with dozens of rewards each; the sender then refuses the
 message."""
 

@@ -54,12 +54,12 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from flowrl.channel.encoding.codec import dump_value, load_message
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import ConfigError, FlowrlError
 from flowrl.messages import Message, Prompt, Record, Sample, Scored
 from flowrl.runtime.ledger.ledger_file import sync_file
 from flowrl.runtime.ledger.ledger_segments import SEGMENTS
+from flowrl.wire.encoding.codec import dump_value, load_message
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.items import ItemKey
 
 FORMAT = 3

@@ -24,7 +24,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.channel.encoding.codec import load_value
 from flowrl.errors import ConfigError
 from flowrl.graph.analysis.plan import Plan
 from flowrl.graph.dispatch_rules import RULES
@@ -40,6 +39,7 @@ from flowrl.runtime.samples.kept_episodes import rewind_kept
 from flowrl.runtime.samples.rollout_files import rewind_rollouts
 from flowrl.runtime.telemetry.metrics import EVALUATIONS, METRICS
 from flowrl.runtime.telemetry.metrics import rewind as rewind_metrics
+from flowrl.wire.encoding.codec import load_value
 
 DAMAGED = ".damaged"
 Described = Mapping[str, Any]

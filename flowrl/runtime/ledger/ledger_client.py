@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flowrl.channel.encoding.cost import chunked
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Tombstone
 from flowrl.messages.episode import Episode, Reply, Turn
 from flowrl.runtime.ledger.long_tables import EARLY
 from flowrl.runtime.ledger.token_digest import PolicySpan, policy_spans, request_digest, spans_of
+from flowrl.wire.encoding.cost import chunked
 
 SEND_WITHIN_S = 0.05
 BOOKED_WITHIN_S = 60.0

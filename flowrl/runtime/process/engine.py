@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.channel.encoding.chunks import chunked
-from flowrl.channel.encoding.stored import dump, dump_value, load_value
 from flowrl.errors import FlowrlError, LaneFailed, NodeFailed, SampleFailed, WireError
 from flowrl.graph.graph import Graph
 from flowrl.graph.load import rebuild_graph
@@ -37,6 +35,8 @@ from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.wire.activity import OUTSIDE, Lease, as_failure, ended_by_itself, is_cancelled
 from flowrl.wire.connection import EndpointTransport, local_ip
 from flowrl.wire.control import Answer
+from flowrl.wire.encoding.codec import dump_value, load_value
+from flowrl.wire.encoding.cost import chunked
 from flowrl.wire.endpoint import Address, Endpoint
 from flowrl.wire.run_files import sweep
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from flowrl.channel.encoding.envelope import Envelope
 from flowrl.errors import FlowrlError
 from flowrl.graph.analysis.branches import PortPlan, by_name
 from flowrl.graph.analysis.plan import LanePlan, Plan
@@ -26,6 +25,7 @@ from flowrl.runtime.telemetry.trace import TraceBuffer
 from flowrl.wire.activity import Activity, Lease, as_failure, in_invocation, reasons
 from flowrl.wire.control import Answer
 from flowrl.wire.edges import Inbox, OutEdge
+from flowrl.wire.encoding.schema import Envelope
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.in_ports import Inbound, Joined
 from flowrl.wire.items import NOT_ROUTED, Item, OpenItems, samples_of

@@ -18,9 +18,9 @@ from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
-from flowrl.channel.encoding.cost import chunked
 from flowrl.errors import ConfigError
 from flowrl.messages import Bool, Int32, Prompt, Sample, Scored, Trainable
+from flowrl.wire.encoding.cost import chunked
 
 SampleRecord = dict[str, Any]
 MOST_TEXT = 1_000_000

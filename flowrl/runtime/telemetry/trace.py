@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from flowrl.channel.encoding.schema import Envelope
+from flowrl.wire.encoding.schema import Envelope
 
 BACKGROUND_ROW = 1000
 """Rows from this number on hold spans that belong to no item: weight updates, evaluation, checkpoints."""

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import ConfigError
 from flowrl.messages import Batch, Group, Prompt, Sample, Tombstone, Trainable
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.checkpoints.checkpoint import Snapshot
+from flowrl.wire.encoding.schema import Envelope
 
 
 def prompt(name: str) -> Prompt:

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from flowrl.channel.encoding import codec
-from flowrl.channel.encoding.schema import Envelope
 from flowrl.errors import FlowrlError, NodeFailed, WireError
 from flowrl.graph.analysis.place import HostPlan
+from flowrl.messages.episode import EpisodeRecord
 from flowrl.runtime.checkpoints import checkpoint
 from flowrl.runtime.driver.run_checkpoints import Snapshotter
 from flowrl.runtime.driver.run_processes import Orders
@@ -21,6 +20,8 @@ from flowrl.runtime.process import engine
 from flowrl.testing import VirtualClock
 from flowrl.testing.rig_engine import NoAccounting
 from flowrl.wire.activity import Activity
+from flowrl.wire.encoding import codec
+from flowrl.wire.encoding.schema import Envelope
 from tests.runtime.checkpoints.graphs_snapshot.parts import NUM_PROMPTS
 from tests.runtime.checkpoints.snapshot_rig import LOST, SEEN, TOLD, run_with_cuts, running
 from tests.wire.channel_rig import Thing

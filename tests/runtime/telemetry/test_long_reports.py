@@ -1,6 +1,6 @@
 """Reports to the driver that are longer than what may be decoded at once: each is sent in parts, and none is refused.
 
-The limit is that of `flowrl.channel.encoding.cost`: a node that sends ten thousand messages a second, an evaluation of
+The limit is that of `flowrl.wire.encoding.cost`: a node that sends ten thousand messages a second, an evaluation of
 a whole benchmark and a batch of many thousand samples all exceed it.
 """
 
@@ -21,14 +21,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.channel.encoding.cost import MOST_VALUES, chunked, values_in, weigh
-from flowrl.channel.encoding.multiparts import NOTIFY, MessageDecoder, MessageEncoder
 from flowrl.runtime.ledger.ledger_client import EvaluationRow, LedgerClient, Use
 from flowrl.runtime.process.context import Meters, NodeContext
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.sample_notes import MOST_TEXT, SampleNotes, SampleRecord, SampleShare
 from flowrl.runtime.telemetry.statistics import Statistics
 from flowrl.testing import run_graph
+from flowrl.wire.encoding.cost import MOST_VALUES, chunked, values_in, weigh
+from flowrl.wire.encoding.multiparts import NOTIFY, MessageDecoder, MessageEncoder
 from tests.commands.test_samples import sample as trainable
 from tests.runtime.ledger.small_run import POLICY, SmallRun, prompts, sample
 

@@ -15,9 +15,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.schema import Envelope, message_id, source_id
 from flowrl.messages import Message, Prompt
 from flowrl.runtime.telemetry.trace import BACKGROUND_ROW, OFF, TraceBuffer, TraceWriter, depth_of
+from flowrl.wire.encoding.schema import Envelope, message_id, source_id
 from tests.rigs.ticks import ticks
 
 NO_TOKENS = np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""Faults in flowrl.channel."""
+"""Faults in flowrl.wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MUTANTS = (
         function="Encoder.make_column",
         before="if all((*value,) == keys and {*map(type, value)} <= {str} for value in values):",
         after="if all((*value,) == keys for value in values):",
-        test="tests/channel/test_channel_table.py::test_keys_keep_their_types",
+        test="tests/wire/test_channel_table.py::test_keys_keep_their_types",
     ),
     Mutant(
         name="piece_of_the_next_batch",
@@ -35,7 +35,7 @@ MUTANTS = (
         function="Encoder._carry_table",
         before="if missing > 0:  # as a third part of the pair",
         after="if missing > 1 << 62:  # as a third part of the pair",
-        test="tests/channel/test_channel_table.py::test_what_a_table_saves_in_bytes_does_not_make_it_too_costly",
+        test="tests/wire/test_channel_table.py::test_what_a_table_saves_in_bytes_does_not_make_it_too_costly",
     ),
     Mutant(
         name="untrained_counted_twice",

@@ -23,8 +23,10 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from flowrl.channel.encoding.codec import ArrayPlace, Buffer, Decoder, Encoder
-from flowrl.channel.encoding.cost import (
+from flowrl.errors import WireError
+from flowrl.messages import Tombstone
+from flowrl.wire.encoding.codec import ArrayPlace, Buffer, Decoder, Encoder
+from flowrl.wire.encoding.cost import (
     ENVELOPE,
     FEW_BYTES,
     FLOOR_BYTES,
@@ -39,7 +41,7 @@ from flowrl.channel.encoding.cost import (
     Costly,
     too_costly,
 )
-from flowrl.channel.encoding.schema import (
+from flowrl.wire.encoding.schema import (
     KNOWN,
     UNSENDABLE,
     Envelope,
@@ -48,8 +50,6 @@ from flowrl.channel.encoding.schema import (
     schema_named,
     schema_of,
 )
-from flowrl.errors import WireError
-from flowrl.messages import Tombstone
 
 MAGIC = b"flow"
 WIRE_VERSION = 6

@@ -26,10 +26,10 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from flowrl.channel.encoding.cost import tuple_cost
 from flowrl.errors import SchemaError, WireError
 from flowrl.messages import Message, Tombstone
 from flowrl.messages.base import known_types, scalar_problem, schema_hash
+from flowrl.wire.encoding.cost import tuple_cost
 
 ID_BYTES = 16
 MAX_DEPTH = 32

@@ -13,10 +13,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding import cost
-from flowrl.channel.encoding.codec import Encoder
-from flowrl.channel.encoding.cost import FLOOR_BYTES, MOST_TEXT_BYTES, MOST_VALUES, PER_BYTE, weigh
-from flowrl.channel.encoding.multiparts import (
+from flowrl.errors import WireError
+from flowrl.messages import Batch, Message, Trainable
+from flowrl.wire.encoding import cost
+from flowrl.wire.encoding.codec import Encoder
+from flowrl.wire.encoding.cost import FLOOR_BYTES, MOST_TEXT_BYTES, MOST_VALUES, PER_BYTE, weigh
+from flowrl.wire.encoding.multiparts import (
     CREDIT,
     DATA,
     HEADER,
@@ -31,10 +33,8 @@ from flowrl.channel.encoding.multiparts import (
     MessageEncoder,
     Refused,
 )
-from flowrl.channel.encoding.schema import Envelope, source_id
-from flowrl.errors import WireError
-from flowrl.messages import Batch, Message, Trainable
-from tests.channel.test_channel_wire import Parcel, equal
+from flowrl.wire.encoding.schema import Envelope, source_id
+from tests.wire.test_channel_wire import Parcel, equal
 
 PREAMBLE_BYTES = PREAMBLE.pack(MAGIC, WIRE_VERSION, 0, 0, 1) + b"A"
 KIND = b"\x92" + msgpack.packb("statistics")

@@ -15,9 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from flowrl.channel.encoding import codec, multiparts, schema
-from flowrl.channel.encoding.codec import FORMAT, dump_value, load_message, load_value
-from flowrl.channel.encoding.multiparts import (
+from flowrl.errors import SchemaError, WireError
+from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
+from flowrl.messages import base as message_base
+from flowrl.wire.encoding import codec, multiparts, schema
+from flowrl.wire.encoding.codec import FORMAT, dump_value, load_message, load_value
+from flowrl.wire.encoding.multiparts import (
     ABORT,
     ACK,
     BYE,
@@ -39,7 +42,7 @@ from flowrl.channel.encoding.multiparts import (
     MessageEncoder,
     Refused,
 )
-from flowrl.channel.encoding.schema import (
+from flowrl.wire.encoding.schema import (
     DTYPES,
     INLINE_LIMIT_BYTES,
     MAX_DEPTH,
@@ -49,9 +52,6 @@ from flowrl.channel.encoding.schema import (
     payload_bytes,
     source_id,
 )
-from flowrl.errors import SchemaError, WireError
-from flowrl.messages import Group, Int32, Message, Prompt, Tombstone, Trainable
-from flowrl.messages import base as message_base
 
 
 @dataclass(frozen=True)

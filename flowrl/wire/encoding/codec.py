@@ -62,7 +62,10 @@ import numpy as np
 import numpy.typing as npt
 from msgpack.exceptions import UnpackException
 
-from flowrl.channel.encoding.cost import (
+from flowrl.errors import SchemaError, WireError
+from flowrl.messages import Message
+from flowrl.messages.base import message_type, type_name
+from flowrl.wire.encoding.cost import (
     EXTENSION,
     PER_BYTE,
     SHORT,
@@ -75,7 +78,7 @@ from flowrl.channel.encoding.cost import (
     too_costly,
     tuple_cost,
 )
-from flowrl.channel.encoding.schema import (
+from flowrl.wire.encoding.schema import (
     DICT,
     DTYPE_CODES,
     DTYPES,
@@ -101,9 +104,6 @@ from flowrl.channel.encoding.schema import (
     schema_named,
     schema_of,
 )
-from flowrl.errors import SchemaError, WireError
-from flowrl.messages import Message
-from flowrl.messages.base import message_type, type_name
 
 INLINE_CODE, FRAME_CODE, SLAB_CODE, MESSAGE_CODE, LIST_CODE, PROXY_CODE, NUMBER_CODE, TABLE_CODE = range(1, 9)
 Buffer = bytes | memoryview | np.ndarray[Any, Any]

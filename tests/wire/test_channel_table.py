@@ -14,7 +14,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.codec import (
+from flowrl.errors import WireError
+from flowrl.messages import Batch, Branch, Message, Trainable
+from flowrl.wire.encoding.codec import (
     ARRAYS,
     DICTS,
     LEAST_ROWS,
@@ -31,13 +33,11 @@ from flowrl.channel.encoding.codec import (
     dump_value,
     load_message,
 )
-from flowrl.channel.encoding.cost import FLOOR_BYTES, PER_BYTE, weigh
-from flowrl.channel.encoding.multiparts import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
-from flowrl.channel.encoding.schema import Envelope, schema_of
-from flowrl.errors import WireError
-from flowrl.messages import Batch, Branch, Message, Trainable
-from tests.channel.test_channel_cost import multipart, sample
-from tests.channel.test_channel_wire import equal
+from flowrl.wire.encoding.cost import FLOOR_BYTES, PER_BYTE, weigh
+from flowrl.wire.encoding.multiparts import DATA, NOTIFY, MessageDecoder, MessageEncoder, Refused
+from flowrl.wire.encoding.schema import Envelope, schema_of
+from tests.wire.test_channel_cost import multipart, sample
+from tests.wire.test_channel_wire import equal
 
 
 @dataclass(frozen=True)

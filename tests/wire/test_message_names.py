@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from flowrl import messages
-from flowrl.channel.encoding.codec import FORMAT, Encoder, dump_value, load_message, load_value
-from flowrl.channel.encoding.schema import schema_of
 from flowrl.errors import SchemaError
 from flowrl.graph.load import load_file
 from flowrl.messages import Message
 from flowrl.messages.base import message_type, schema_hash, type_name
-from tests.channel.test_channel_wire import there_and_back
+from flowrl.wire.encoding.codec import FORMAT, Encoder, dump_value, load_message, load_value
+from flowrl.wire.encoding.schema import schema_of
+from tests.wire.test_channel_wire import there_and_back
 
 OWN = messages.Group("g", (), 4)
 
@@ -30,7 +30,7 @@ class Group(Message):
 
 def test_a_users_class_may_be_called_what_one_of_flowrls_is() -> None:
     assert message_type("Group") is messages.Group
-    assert message_type("tests.channel.test_message_names.Group") is Group
+    assert message_type("tests.wire.test_message_names.Group") is Group
     for body in (OWN, Group("x")):
         (envelope,) = there_and_back(body)
         assert type(envelope.body) is type(body) and envelope.body == body

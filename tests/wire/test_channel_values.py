@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from flowrl.channel.encoding.codec import dump_value, load_message, load_value
-from flowrl.channel.encoding.schema import freeze, freeze_inside
 from flowrl.errors import WireError
 from flowrl.messages import Int32, Message, Tombstone
-from tests.channel.test_channel_wire import Parcel, equal, parts_with, there_and_back
+from flowrl.wire.encoding.codec import dump_value, load_message, load_value
+from flowrl.wire.encoding.schema import freeze, freeze_inside
+from tests.wire.test_channel_wire import Parcel, equal, parts_with, there_and_back
 
 KEEPS = [
     None,

@@ -1,1 +1,0 @@
-"""Lanes between processes: messages, credits, tickets and the connections that carry them."""

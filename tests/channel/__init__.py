@@ -1,1 +1,0 @@
-"""The protocol between processes: encoding, lanes, custody, tickets, sockets."""
