@@ -112,7 +112,8 @@ class Graph:
         A node with 0 cpus and 0 gpus shares one process with all other such nodes.
         """
         self.mistakes += _node_mistakes(self, name, node, replicas, cpus, gpus)
-        if isinstance(node, Node) and not node.name and name not in self.nodes:
+        if isinstance(node, Node) and node.graph is None and name not in self.nodes:
+            node.graph = self.name
             node.name, node.gpus = name, node.gpus if gpus is None else gpus
             self.nodes[name] = node
             self.placed[name] = Placed(name, node, replicas, cpus, gpus)
@@ -289,8 +290,13 @@ def _node_mistakes(
         return
     if name in graph.nodes:
         yield f"g.add was called twice with the name {name!r}; give every node a different name."
-    elif node.name:
+    elif node.graph is not None:
         yield f"g.add({name!r}, ...) got a node that is already in a graph as {node.name!r}; create a second one."
+    elif node.name:
+        yield (
+            f"{type(node).__name__} sets self.name = {node.name!r}, but `name` is a node's name in its graph; give the "
+            f"attribute another name."
+        )
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED_NAMES:
         yield (
             f"the node name {name!r} is not allowed; use lower-case letters, digits and _, with a letter first, and "

@@ -202,6 +202,29 @@ class Facts:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+METRIC_NAMES = (
+    "step",
+    "optimizer_steps",
+    "time_s",
+    "reward_mean",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "clip_fraction",
+    "staleness_mean",
+    "staleness_max",
+    "logprob_mismatch",
+    "behavior_gap",
+    "tokens_generated",
+    "tokens_trained",
+    "response_tokens_mean",
+    "generator_busy_s",
+    "trainer_busy_s",
+    "weight_update_pause_s",
+    "ledger_head",
+)
+"""Figures of every line of metrics.jsonl; nodes give their own counters other names."""
 PORT_KINDS = (In, Out, Call, Serve)
 
 
@@ -293,6 +316,9 @@ class Node:
     """The node keeps items by group, so with several replicas it needs `dispatch="key"`."""
 
     name: str = ""
+    """The name in the graph; `Graph.add` sets it."""
+    graph: str | None = None
+    """The graph that the node was added to."""
     ports: Mapping[str, Port]
     context: Context
 

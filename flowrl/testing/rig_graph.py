@@ -67,7 +67,7 @@ class RigGraph:
         self.collectors: dict[str, Collector] = {}
         self.askers: dict[str, Asker] = {}
         self.graph = Graph("rig")
-        node.name = ""  # the node may be in a graph, or have been in another rig
+        node.name, node.graph = "", None  # the node may be in a graph, or have been in another rig
         self.graph.add(self.name, node)
         self.graph.placed[self.name] = replace(self.graph.placed[self.name], cpus=0, gpus=0)
         for key in (*answers, *ignore, *unread):

@@ -27,7 +27,13 @@ from flowrl.graph.analysis.check import check
 MACHINE = Cluster((Machine(cores=tuple(range(8)), gpus=0, memory_bytes=16 << 30),))
 
 
-class Prompts(Node):
+class Idle(Node):
+    """A node whose graph is checked, not run."""
+
+    async def run(self) -> None: ...
+
+
+class Prompts(Idle):
     prompts: Out[Prompt]
 
     def __init__(self, group_size: int = 4, longest: int = 64) -> None:
@@ -38,7 +44,7 @@ class Prompts(Node):
         return Facts(group_size=self.group_size, longest_prompt=self.longest)
 
 
-class Generator(Node):
+class Generator(Idle):
     cpus = 1
     prompts: In[Prompt]
     rollouts: Out[Sample]
@@ -49,7 +55,7 @@ class Generator(Node):
         return Facts(longest_response=128, concurrency=16, optional=("requests",))
 
 
-class Reward(Node):
+class Reward(Idle):
     rollouts: In[Sample]
     scored: Out[Scored]
 
@@ -57,14 +63,14 @@ class Reward(Node):
         return Facts(drops=True)
 
 
-class Teacher(Node):
+class Teacher(Idle):
     """A branch beside the reward."""
 
     rollouts: In[Sample]
     rated: Out[Sample]
 
 
-class Advantage(Node):
+class Advantage(Idle):
     keyed_state = True
     scored: In[Scored]
     groups: Out[Group]
@@ -83,7 +89,7 @@ class JoinedAdvantage(Advantage):
         return Facts(group_size=self.group_size, keeps_lineage=False, joins=("scored", "rated"))
 
 
-class Batcher(Node):
+class Batcher(Idle):
     groups: In[Group]
     batches: Out[Batch]
 
@@ -95,7 +101,7 @@ class Batcher(Node):
         return Facts(groups_per_batch=self.groups_per_batch, token_budget=self.token_budget)
 
 
-class Trainer(Node):
+class Trainer(Idle):
     cpus = 1
     gang = True
     batches: In[Batch]
@@ -108,11 +114,11 @@ class Trainer(Node):
         return Facts(publish_every=self.publish_every)
 
 
-class Evaluation(Node):
+class Evaluation(Idle):
     generate: Call[Prompt, Sample]
 
 
-class Filter(Node):
+class Filter(Idle):
     scored: In[Scored]
     kept: Out[Scored]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl import Call, Cluster, Facts, Graph, In, Machine, Node, Out, Prompt, Sample, Scored, Serve, Weights
+from flowrl import Call, Cluster, Facts, Graph, In, Machine, Out, Prompt, Sample, Scored, Serve, Weights
 from flowrl.graph.analysis.check import check
 from flowrl.graph.machine import GB
 from tests.graph.graph_nodes import (
@@ -18,6 +18,7 @@ from tests.graph.graph_nodes import (
     Filter,
     Generator,
     Grpo,
+    Idle,
     JoinedAdvantage,
     Prompts,
     Reward,
@@ -46,7 +47,7 @@ def test_wrong_type_on_an_edge_names_a_port_that_fits() -> None:
 
 
 def test_an_out_port_may_send_a_subclass() -> None:
-    class TakesSamples(Node):
+    class TakesSamples(Idle):
         samples: In[Sample]
 
     parts = grpo()
@@ -55,7 +56,7 @@ def test_an_out_port_may_send_a_subclass() -> None:
 
 
 def test_request_and_reply_have_to_be_equal() -> None:
-    class Asker(Node):
+    class Asker(Idle):
         ask: Call[Prompt, Scored]
 
     parts = grpo()
@@ -64,7 +65,7 @@ def test_request_and_reply_have_to_be_equal() -> None:
 
 
 def test_a_port_that_carries_no_message() -> None:
-    class Bare(Node):
+    class Bare(Idle):
         numbers: Out[int]  # type: ignore[type-var]
         samples: In  # type: ignore[type-arg]
 
@@ -137,7 +138,7 @@ def test_weights_on_a_queue_edge_are_told_with_the_whole_cycle() -> None:
         assert edge.name in cycle
 
 
-class Environment(Node):
+class Environment(Idle):
     """Plays several turns with the generator over two queue edges."""
 
     prompts: In[Prompt]
@@ -163,7 +164,7 @@ def test_samples_that_would_go_round_are_refused_with_the_whole_cycle() -> None:
 
 
 def test_requests_in_a_circle() -> None:
-    class Both(Node):
+    class Both(Idle):
         ask: Call[Prompt, Sample]
         answer: Serve[Prompt, Sample]
 
@@ -187,7 +188,7 @@ def test_feedback_without_admission_suggests_the_call() -> None:
 
 
 def test_every_feedback_edge_is_counted() -> None:
-    class Critic(Node):
+    class Critic(Idle):
         samples: In[Scored]
         valued: Out[Scored]
         weights: In[Weights]
@@ -204,7 +205,7 @@ def test_every_feedback_edge_is_counted() -> None:
 
 
 def test_feedback_is_found_through_requests_and_replies() -> None:
-    class Player(Node):
+    class Player(Idle):
         prompts: In[Prompt]
         ask: Call[Prompt, Sample]
         episodes: Out[Sample]
@@ -226,7 +227,7 @@ def test_feedback_is_found_through_requests_and_replies() -> None:
 
 
 def test_weights_that_do_not_come_back_need_no_admission() -> None:
-    class Mirror(Node):
+    class Mirror(Idle):
         weights: In[Weights]
 
     parts = grpo()
@@ -248,7 +249,7 @@ def test_a_second_source_has_to_be_admitted_too() -> None:
 
 
 def test_a_source_that_feeds_no_trainer_needs_no_ticket() -> None:
-    class Display(Node):
+    class Display(Idle):
         prompts: In[Prompt]
 
     parts = grpo()
@@ -341,7 +342,7 @@ def test_branches_of_one_fan_out_may_meet_in_a_join() -> None:
 
 
 def test_a_join_needs_one_fan_out_behind_it() -> None:
-    class Elsewhere(Node):
+    class Elsewhere(Idle):
         rated: Out[Sample]
 
     parts = joined(lambda p: p.reward.scored, lambda p: p.graph.add("elsewhere", Elsewhere()).rated)

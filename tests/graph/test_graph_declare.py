@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl import Facts, Graph, GraphError, In, Node, Sample, check
-from tests.graph.graph_nodes import MACHINE, Advantage, Evaluation, Generator, Prompts, Reward, Trainer, grpo
+from tests.graph.graph_nodes import MACHINE, Advantage, Evaluation, Generator, Idle, Prompts, Reward, Trainer, grpo
 
 
 def test_add_returns_the_node_and_names_it() -> None:
@@ -100,7 +100,7 @@ def test_a_misspelt_port_is_pythons_own_error() -> None:
 
 
 def test_ports_belong_to_instances() -> None:
-    class Two(Node):
+    class Two(Idle):
         samples: In[Sample]
 
     one, other = Two(), Two()

@@ -241,9 +241,13 @@ class Settings:
 class Source(Node):
     prices: Out[Price]
 
+    async def run(self) -> None: ...
+
 
 class Sink(Node):
     prices: In[Price]
+
+    async def run(self) -> None: ...
 
 
 def graph(cfg: Settings) -> Graph:

@@ -1,11 +1,12 @@
-"""`flowrl check`: runs all ten checks and reports all findings at once, without Ray or weights.
+"""`flowrl check`: runs all checks and reports all findings at once, without Ray or weights.
 
 Each finding is complete on its own: what was found, what was needed, with node and port, and the
 change that fixes it. torch is loaded only if a node tries a user's loss function.
 
 The checks by module. connection_rules: 1 types, 2 unconnected ports, 3 cycles, 4 feedback, 6 lineage, 8 dispatch,
-calls, adapters. size_rules: 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings. The kinds of values
-come before them: a number that is none has to be corrected first.
+calls, adapters. size_rules: 5 tickets, 6 groups, 7 tokens and ranks, 9 resources, 10 warnings. node_rules: 11 classes
+of nodes and messages. Hidden methods and the kinds of values come before them: a number that is none has to be
+corrected first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin
 
 from flowrl.errors import GraphError
-from flowrl.graph.analysis import branches, connection_rules, memory_use, size_rules
+from flowrl.graph.analysis import branches, connection_rules, memory_use, node_rules, size_rules
 from flowrl.graph.analysis.memory_use import DeviceUse, MachineUse, Resident
 from flowrl.graph.analysis.plan import Plan, make_plan
 from flowrl.graph.annotations import declared_types
@@ -60,7 +61,7 @@ class Report:
 def check(graph: Graph, cluster: Cluster | None = None) -> Report:
     """Check `graph` for `cluster` (default: this machine). Never raises for a mistake in the graph."""
     cluster = cluster or Cluster.here()
-    if wrong := tuple(value_problems(graph)):
+    if wrong := tuple(node_rules.hidden_methods(graph)) or tuple(value_problems(graph)):
         problems = dict.fromkeys((*graph.mistakes, *wrong))
         return Report(tuple(problems), (), make_plan(Graph(graph.name), cluster), planned=False)
     plan = make_plan(graph, cluster)
@@ -105,6 +106,7 @@ def _find_problems(graph: Graph, plan: Plan, cluster: Cluster) -> Iterator[str]:
         yield f"the graph {graph.name!r} has no nodes; add them with g.add."
         return
     numbers = plan.numbers
+    yield from node_rules.class_problems(graph, numbers)
     yield from connection_rules.type_problems(graph)
     yield from (loose := tuple(connection_rules.connection_problems(graph)))
     yield from connection_rules.cycle_problems(graph)

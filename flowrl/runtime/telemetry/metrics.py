@@ -3,7 +3,7 @@
 On request the same records go to TensorBoard, W&B or Trackio (`sinks`).
 
 The counters of all nodes since the previous line are added to the trainer's record, which takes precedence. A name in
-NAMES that no node reported is null.
+METRIC_NAMES that no node reported is null.
 
 Two readers look at every line. Alarms show common RL failures early and change nothing in the run: an alarm checks the
 mean over the last `window` lines that have its figure, and rings from the line at which this mean crosses the limit
@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from flowrl.errors import ConfigError
 from flowrl.graph.graph import Graph
+from flowrl.graph.node import METRIC_NAMES
 from flowrl.runtime.telemetry.sinks import SampleTables, Sink, Tracking
 from flowrl.runtime.telemetry.statistics import Statistics
 
@@ -106,29 +107,6 @@ class Alarms:
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-NAMES = (
-    "step",
-    "optimizer_steps",
-    "time_s",
-    "reward_mean",
-    "loss",
-    "kl",
-    "entropy",
-    "grad_norm",
-    "clip_fraction",
-    "staleness_mean",
-    "staleness_max",
-    "logprob_mismatch",
-    "behavior_gap",
-    "tokens_generated",
-    "tokens_trained",
-    "response_tokens_mean",
-    "generator_busy_s",
-    "trainer_busy_s",
-    "weight_update_pause_s",
-    "ledger_head",
-)
-
 SHARES = {
     "prefix_cache_share": ("later_cached_tokens", "later_context_tokens"),
     "retokenized_share": ("replies_retokenized", "replies_checked"),
@@ -175,7 +153,7 @@ class Metrics:
 
     def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Complete, write and return the record of a finished batch."""
-        full: dict[str, Any] = dict.fromkeys(NAMES)
+        full: dict[str, Any] = dict.fromkeys(METRIC_NAMES)
         full["time_s"] = self._time_s
         for name, value in self._statistics.since_line().items():
             node = name.removesuffix("_busy_s")

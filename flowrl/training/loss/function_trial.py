@@ -1,4 +1,4 @@
-"""Calls a loss once on made-up data, so that `flowrl check` finds its mistakes before a run starts.
+"""Calls a loss on made-up data, so that `flowrl check` finds its mistakes before a run starts.
 
 The trial also checks what the trainer needs from a loss: a gradient in every micro-batch, no influence of tokens
 outside the mask, and results that do not depend on how a batch is divided into micro-batches.
@@ -12,10 +12,14 @@ import math
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.messages import Trainable
+from flowrl.training.loss.function_objective import COLUMNS
 from flowrl.training.loss.objective import LossFunction, LossInputs, Objective, Totals
 
 MASK_BT = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
@@ -28,35 +32,80 @@ TOLERANCE = 1e-4
 """Sums of fp32 numbers in another order differ by less than this, relative to the result or to 1."""
 
 
+def objective_problem(objective: Objective) -> str | None:
+    """What is wrong with the columns or the loss of a user's class, as the rest of a sentence that begins with its
+    name; None if nothing is."""
+    sample = make_up_sample()
+    try:
+        found = objective.columns(sample)
+    except Exception as error:  # a user's method can raise anything
+        return f"has a method columns that {describe_error(error)}"
+    if not isinstance(found, Mapping):
+        return f"has a method columns that returned a {type(found).__name__}; it has to return a dict of arrays by name"
+    for name, values in found.items():
+        if values is not None and np.shape(values) != sample.token_ids.shape:
+            return (
+                f"has a method columns that returned {name} of shape {list(np.shape(values))} for a sample of "
+                f"{len(sample.token_ids)} tokens; a column has one number for each token"
+            )
+    return trial_problem(objective.loss, tuple(found), objective)
+
+
 def trial_problem(function: LossFunction, columns: Sequence[str], objective: Objective) -> str | None:
     """What is wrong with `function`, as the rest of a sentence that begins with its name; None if nothing is."""
     results = []
     for rows in (WHOLE, *PARTS):
-        found = try_function(function, make_up_inputs(columns, rows), objective)
+        found = try_function(function, make_up_inputs(columns, rows, objective), objective)
         if isinstance(found, str):
             return found
         results.append(found)
     return find_difference(*results)
 
 
-def make_up_inputs(columns: Sequence[str], rows: slice) -> LossInputs:
-    """Some rows of the made-up batch as a micro-batch, cut to the longest of them."""
+def make_up_sample() -> Trainable:
+    """A sample of 2 prompt tokens and 3 policy tokens that has every array."""
+    mask = np.array([False, False, True, True, True])
+    numbers = np.where(mask, np.linspace(-1.5, -0.5, len(mask)), 0.0).astype(np.float32)
+    named: dict[str, Any] = dict.fromkeys(("sample_id", "group_id", "prompt_id", "generator"), "made_up")
+    named |= dict.fromkeys(COLUMNS, numbers)
+    return Trainable(
+        **named,
+        prompt_text="",
+        response_text="",
+        epoch=0,
+        member=0,
+        group_size=1,
+        token_ids=np.arange(len(mask), dtype=np.int32),
+        policy_mask=mask,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        prompt_tokens=2,
+        truncated=False,
+        loss_mask=mask,
+        label=1,
+        teacher_hidden=np.zeros((3, 4), np.float32),
+    )
+
+
+def make_up_inputs(columns: Sequence[str], rows: slice, objective: Objective) -> LossInputs:
+    """Some rows of the made-up batch as a micro-batch of the objective's head, cut to the longest of them."""
     mask_BT, labels_B = MASK_BT[rows], LABELS_B[rows]
     width = max(1, int(mask_BT.any(dim=0).sum()))
+    mask_BT = mask_BT.any(dim=1, keepdim=True) if objective.at_end else mask_BT[:, :width]
     draw = torch.Generator().manual_seed(0)
 
-    def numbers(mean: float) -> Tensor:
+    def numbers(mean: float, *, given: bool = True) -> Tensor:
         drawn_BT = torch.randn(MASK_BT.shape, generator=draw) * 0.5 + mean
-        return drawn_BT[rows, :width].clone()
+        return drawn_BT[rows, : mask_BT.shape[1] if given else 0].clone()
 
+    is_lm = objective.head == "lm"
     return LossInputs(
-        logprobs_BT=numbers(-1.5).requires_grad_(),
-        entropies_BT=numbers(1.5).requires_grad_(),
-        old_logprobs_BT=numbers(-1.5),
-        mask_BT=mask_BT[:, :width],
+        logprobs_BT=numbers(-1.5, given=is_lm).requires_grad_(),
+        entropies_BT=numbers(1.5, given=is_lm).requires_grad_(),
+        old_logprobs_BT=numbers(-1.5, given=is_lm),
+        mask_BT=mask_BT,
         columns={name: numbers(-1.5 if name.endswith("logprobs") else 0.0) for name in columns},
         totals=TOTALS,
-        values_BT=torch.zeros(len(mask_BT), 0),
+        values_BT=numbers(0.0, given=not is_lm).requires_grad_(),
         labels_B=labels_B,
         pairs_P2=torch.arange(2 * int((labels_B < 0).sum())).view(-1, 2),
         sample_tokens_B=mask_BT.sum(dim=1),
@@ -69,9 +118,12 @@ def try_function(function: LossFunction, inputs: LossInputs, objective: Objectiv
         result = function(inputs)
     except Exception as error:  # a user's function can raise anything
         return describe_error(error)
-    loss, stats = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    loss, stats = result if is_pair else (result, {})
     if not isinstance(loss, Tensor) or not isinstance(stats, Mapping):
         return f"returned a {type(result).__name__}; it has to return its loss as a tensor, or (loss, stats)"
+    if function == objective.loss and not is_pair:
+        return "returned a tensor; the method loss has to return (loss, stats), with {} if it has no stats"
     problem = _loss_problem(loss, inputs, objective) or _stats_problem(stats, objective)
     return problem or {name: float(value.detach()) for name, value in {"loss": loss, **stats}.items()}
 
@@ -92,14 +144,15 @@ def _loss_problem(loss: Tensor, inputs: LossInputs, objective: Objective) -> str
             "mask_BT, divided by totals.num_tokens (or by another of the totals)"
         )
     if not loss.requires_grad:
-        return f"returned a loss without gradient{where}; compute it from logprobs_BT, without detach() or item()"
-    leaves = (inputs.logprobs_BT, inputs.entropies_BT)
-    by_logprob_BT, by_entropy_BT = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    if not all(bool(values.isfinite().all()) for values in (loss, by_logprob_BT, by_entropy_BT)):
+        source = "logprobs_BT" if objective.head == "lm" else "values_BT"
+        return f"returned a loss without gradient{where}; compute it from {source}, without detach() or item()"
+    leaves = (inputs.logprobs_BT, inputs.values_BT, inputs.entropies_BT)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    if not all(bool(values.isfinite().all()) for values in (loss, *gradients)):
         return f"returned a loss or a gradient that is not finite{where}; divide by totals, not by counts of the mask"
-    if by_entropy_BT.any() and not objective.needs_entropy_gradient:
+    if gradients[-1].any() and not objective.needs_entropy_gradient:
         return "needs the gradient of entropies_BT, which is computed with entropy_gradient=True only; pass it"
-    if any(gradient_BT[~inputs.mask_BT].any() for gradient_BT in (by_logprob_BT, by_entropy_BT)):
+    if any(of.numel() and of[~inputs.mask_BT].any() for of in gradients):
         return "depends on tokens outside mask_BT; leave these out, as by values_BT[inputs.mask_BT].sum()"
     return None
 

@@ -18,10 +18,11 @@ from typing import Any, cast
 import pytest
 
 from flowrl.errors import ConfigError, FlowrlError
+from flowrl.graph.node import METRIC_NAMES
 from flowrl.runtime.driver.job import Job
 from flowrl.runtime.driver.run_records import RunRecords
 from flowrl.runtime.telemetry import sinks
-from flowrl.runtime.telemetry.metrics import ALARMS, EVALUATIONS, METRICS, NAMES, Metrics, flat, read, rewind
+from flowrl.runtime.telemetry.metrics import ALARMS, EVALUATIONS, METRICS, Metrics, flat, read, rewind
 from flowrl.runtime.telemetry.sinks import SampleTables, Tracking, Trackio, WandB, markdown, open_sinks
 from flowrl.runtime.telemetry.statistics import EdgeNow, NodeNow, Statistics, bottleneck
 
@@ -142,9 +143,9 @@ def test_a_line_has_every_name_and_null_where_nothing_was_reported(tmp_path: Pat
     metrics = Metrics(tmp_path, Statistics(), roles={})
     metrics.line({"step": 1, "loss": 0.5, "kl": None, "entropy": math.nan})
     (line,) = read(tmp_path / "metrics.jsonl")
-    assert list(line)[: len(NAMES)] == list(NAMES)
+    assert list(line)[: len(METRIC_NAMES)] == list(METRIC_NAMES)
     assert line["edges"] == {}
-    assert {name for name in NAMES if line[name] is not None} == {"step", "loss", "time_s"}
+    assert {name for name in METRIC_NAMES if line[name] is not None} == {"step", "loss", "time_s"}
 
 
 def test_busy_time_stands_under_the_role_and_the_trainers_word_wins(tmp_path: Path) -> None:
