@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING, get_args
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Trainable
-from flowrl.training.loss.objective import Column, LossFunction, LossInputs, MeanOver, Objective
+from flowrl.training.loss.objective import COLUMNS, Column, LossFunction, LossInputs, MeanOver, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
-"""The arrays of a `Trainable` that hold one number for each token."""
 
 
 class FunctionObjective(Objective):

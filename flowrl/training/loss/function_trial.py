@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Trainable
-from flowrl.training.loss.function_objective import COLUMNS
-from flowrl.training.loss.objective import LossFunction, LossInputs, Objective, Totals
+from flowrl.training.loss.objective import COLUMNS, LossFunction, LossInputs, Objective, Totals
 
 MASK_BT = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
 LABELS_B = torch.tensor([1, -1, 1, -1, 0])

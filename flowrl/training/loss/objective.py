@@ -22,6 +22,8 @@ from flowrl.training.settings import Head
 if TYPE_CHECKING:
     from torch import Tensor
 
+COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
+"""The arrays of a `Trainable` that hold one number for each token."""
 Column = Mapping[str, "Float32 | None"]
 MeanOver = Literal["tokens", "sequences", "pairs"]
 """What a loss is a mean over: the count of an optimizer step by which the whole loss is divided."""
