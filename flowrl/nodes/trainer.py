@@ -325,7 +325,7 @@ class Trainer(ResidentNode):
             problems.append(f"accumulate is {self.accumulate!r}; choose one of {', '.join(get_args(Accumulate))}")
         if isinstance(self.objective, ReverseKL) != (self.teacher is not None):
             problems.append("the objective ReverseKL and a teacher= go together; give both, or neither")
-        problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)
+        problems += self._objective_problems() + attention_problems(self.zero.attention, self.zero.dtype)
         problems += explain_refused_tree(self.zero.layout, self._layout)
         problems += shared_problems(self.policy, self.zero, self.lora, **self._shared)
         ranks, coef = self.sequence_parallel_size, self.router_aux_loss_coef
@@ -352,6 +352,17 @@ class Trainer(ResidentNode):
             kind = {"trust_remote_code": self.policy.trust_remote_code, "balanced": self.router_aux_loss_coef > 0}
             check_trainable(model_dir, self.objective.head, **kind, tensor_size=self.tensor_parallel_size)
         check_training(self.zero, self.lora, model_dir=model_dir, trust_remote_code=self.policy.trust_remote_code)
+
+    def _objective_problems(self) -> list[str]:
+        """What the objective says of itself; the class of a user is tried on made-up data, which loads torch."""
+        kind = type(self.objective)
+        if kind.__module__.partition(".")[0] == "flowrl":
+            return self.objective.problems()
+        from flowrl.training.loss.function_trial import objective_problem
+
+        problem = objective_problem(self.objective)
+        found = [] if problem is None else [f"the objective {kind.__name__} {problem}"]
+        return self.objective.problems() + found
 
     def check_resume(self, saved: Saved) -> list[str]:
         state = self._state_dir(str(saved.directory)) / TAG

@@ -249,6 +249,7 @@ BROAD_EXCEPTS = {
     "tasks/reward_calls/judge.py: Judge.ask",
     "tasks/reward_calls/worker_child.py: run_child",
     "tasks/user_code.py: _import_problems",
+    "training/loss/function_trial.py: objective_problem",
     "training/loss/function_trial.py: try_function",
     "training/scoring_rank.py: serve_parent",
     "testing/clock.py: VirtualLoop.run_in_executor",
