@@ -129,7 +129,7 @@ MUTANTS = (
         name="flash_not_checked",
         fault="flash attention in float32 is found by the trainer's process alone",
         function="Trainer.check",
-        before="problems += self.objective.problems() + attention_problems(self.zero.attention, self.zero.dtype)",
+        before="problems += self._objective_problems() + attention_problems(self.zero.attention, self.zero.dtype)",
         after="problems += self.objective.problems()",
         test="tests/training/test_training_attention.py::test_flash_attention_for_float32_is_refused",
     ),
