@@ -172,7 +172,13 @@ def compute_advantages(
     turns = None if turns_BT is None else convert_like_float64(turns_BT)
     if turns is not None and estimator in GROUP_ESTIMATORS:
         rewards, turns = rewards + np.where(mask, turns, 0.0).sum(axis=1), None
-    rewards_BT = token_rewards(_by_group(rewards, group_ids_B, estimator), mask, kl, kl_coef, turns)
+    members: dict[Hashable, list[int]] = {}
+    for b, group_id in enumerate(group_ids_B.tolist() if hasattr(group_ids_B, "tolist") else group_ids_B):
+        members.setdefault(group_id, []).append(b)
+    shaped_B = np.empty_like(rewards)
+    for indices in members.values():
+        shaped_B[indices] = group_rewards(rewards[indices], estimator)
+    rewards_BT = token_rewards(shaped_B, mask, kl, kl_coef, turns)
     if estimator == "gae":
         if values_BT is None:
             raise ValueError("estimator 'gae' needs values_BT, the critic's value before every policy token")
@@ -180,25 +186,8 @@ def compute_advantages(
     else:
         advantages_BT = returns_BT = returns_to_go(rewards_BT, mask, gamma=gamma)
     if whiten and estimator in WHITENED_ESTIMATORS:
-        advantages_BT = _whiten(advantages_BT, mask, mean_only=mean_only)
+        advantages_BT = whiten_advantages(advantages_BT, mask, mean_only=mean_only)
     return return_like(mask_BT, rewards_B, advantages_BT), return_like(mask_BT, rewards_B, returns_BT)
-
-
-_whiten = whiten_advantages
-
-
-def _by_group(rewards_B: Array, group_ids_B: Sequence[Hashable], estimator: Estimator) -> Array:
-    members: dict[Hashable, list[int]] = {}
-    for b, group_id in enumerate(make_hashable(group_ids_B)):
-        members.setdefault(group_id, []).append(b)
-    shaped_B = np.empty_like(rewards_B)
-    for indices in members.values():
-        shaped_B[indices] = group_rewards(rewards_B[indices], estimator)
-    return shaped_B
-
-
-def make_hashable(ids: Any) -> Sequence[Hashable]:
-    return ids.tolist() if hasattr(ids, "tolist") else ids  # type: ignore[no-any-return]
 
 
 def convert_like_float64(values: Any) -> Array:
@@ -244,35 +233,6 @@ def turn_advantages(rewards_K: Sequence[Sequence[float]], estimator: Estimator, 
     return [advantages_U[: len(rewards)] for advantages_U, rewards in zip(advantages_KU, rewards_K, strict=True)]
 
 
-def rewards_of_turns(sample: Scored) -> list[float]:
-    """The reward of each turn. Raises ConfigError if the sample is no episode."""
-    if not isinstance(sample, Episode) or not sample.rewards_by_turn:
-        raise ConfigError(
-            f"credit is 'turn', but sample {sample.sample_id} has no rewards by turn; connect the advantage node to an "
-            "Environment, or set credit='episode'"
-        )
-    return [reward for _, reward in sample.rewards_by_turn]
-
-
-def spread_over_turns(sample: Episode, advantages_U: Array) -> Array:
-    """The advantage of each turn at all its policy tokens, 0 elsewhere, through all sequences of the episode."""
-    tokens = np.flatnonzero(sample.whole_mask)
-    turns = np.searchsorted([place for place, _ in sample.rewards_by_turn], tokens)
-    if turns.size and turns[-1] == advantages_U.size:
-        raise ConfigError(
-            f"sample {sample.sample_id} has policy tokens after its last turn; `rewards_by_turn` of an episode has to "
-            "name the last policy token of every turn"
-        )
-    found = np.zeros(sample.num_tokens)
-    found[tokens] = advantages_U[turns]
-    return found
-
-
-def list_seats(samples: Sequence[Scored]) -> list[int]:
-    """The seats that the policy has played in some of these samples; [] if none of them has seats."""
-    return sorted({seat for sample in samples for seat, _ in sample.seat_rewards})
-
-
 def require_one_seat(samples: Sequence[Scored], user: str) -> None:
     """Raise ConfigError if the policy has played several seats of an episode, which `user` ("a critic") cannot use."""
     for sample in samples:
@@ -295,13 +255,11 @@ def reduce_to_seat(sample: Scored, seat: int) -> Scored:
     mine = replace(sample, policy_mask=masks[0], branches=tuple(branches), reward=reward, seats=(), seat_rewards=())
     if not isinstance(mine, Episode):
         return mine
-    return replace(mine, rewards_by_turn=_turns_of(sample, mine.rewards_by_turn, seat) or ((0, reward),))
-
-
-def _turns_of(sample: Scored, turns: Sequence[tuple[int, float]], seat: int) -> tuple[tuple[int, float], ...]:
     ends = np.cumsum([one.token_ids.size for one in sample.sequences])
-    sequences = np.searchsorted(ends, [place for place, _ in turns], "right").tolist()
-    return tuple(turn for turn, number in zip(turns, sequences, strict=True) if sample.seats[number] == seat)
+    sequences = np.searchsorted(ends, [place for place, _ in mine.rewards_by_turn], "right").tolist()
+    pairs = zip(mine.rewards_by_turn, sequences, strict=True)
+    turns = tuple(turn for turn, number in pairs if sample.seats[number] == seat)
+    return replace(mine, rewards_by_turn=turns or ((0, reward),))
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -345,7 +303,13 @@ class Estimate:
         if self.credit not in get_args(Credit):
             found.append(f"credit is {self.credit!r}; it has to be one of {', '.join(get_args(Credit))}")
         if self.credit == "turn":
-            found += self._turn_problems()
+            if self.estimator not in GROUP_ESTIMATORS:
+                compares = ", ".join(GROUP_ESTIMATORS)
+                found.append(f"credit is 'turn', which compares a group; estimator has to be one of {compares}")
+            if self.kl_coef:
+                found.append("credit is 'turn', but kl_coef is above 0; set kl_coef=0 and use the objective's kl_coef")
+            if self.shuffle_rewards:
+                found.append("credit is 'turn', but shuffle_rewards shuffles rewards of episodes; set credit='episode'")
         elif self.gamma != 1.0 and self.estimator not in DISCOUNTED_ESTIMATORS:
             found.append(f"gamma is {self.gamma}; estimator {self.estimator!r} needs 1")
         if self.lam != 1.0 and self.estimator != "gae":
@@ -363,18 +327,6 @@ class Estimate:
             found.append(f"kl_before_baseline needs an estimator with a baseline, and {self.estimator!r} has none")
         return found
 
-    def _turn_problems(self) -> list[str]:
-        """Settings that cannot be combined with `credit="turn"`, as complete sentences."""
-        found = []
-        if self.estimator not in GROUP_ESTIMATORS:
-            compares = ", ".join(GROUP_ESTIMATORS)
-            found.append(f"credit is 'turn', which compares a group; estimator has to be one of {compares}")
-        if self.kl_coef:
-            found.append("credit is 'turn', but kl_coef is above 0; set kl_coef=0 and use the objective's kl_coef")
-        if self.shuffle_rewards:
-            found.append("credit is 'turn', but shuffle_rewards shuffles rewards of episodes; set credit='episode'")
-        return found
-
     def make_trainables(
         self, samples: Sequence[Scored], *, kl_coef: float | None = None, scale: Scale | None = None
     ) -> tuple[Trainable, ...]:
@@ -383,7 +335,8 @@ class Estimate:
         `kl_coef` replaces the estimate's own; `scale` normalises rewards first. Raises ConfigError if a
         sample lacks data that the estimate needs.
         """
-        if len(seats := list_seats(samples)) > 1:
+        seats = sorted({seat for sample in samples for seat, _ in sample.seat_rewards})
+        if len(seats) > 1:
             return self._estimate_by_seat(samples, seats, kl_coef, scale)
         if self.credit == "turn":
             return self._estimate_by_turn(samples)
@@ -391,7 +344,16 @@ class Estimate:
         mask_KT = stack_rows([sample.whole_mask for sample in samples]).astype(bool)
         coef = self.kl_coef if kl_coef is None else kl_coef
         kl_KT = self.compute_kl(samples) if coef else None
-        rewards_KT = self._token_rewards(samples, mask_KT, kl_KT, coef, scale)
+        compared = self.estimator in GROUP_ESTIMATORS
+        rewards = [whole_reward(sample) if compared else sample.reward for sample in samples]
+        if self.shuffle_rewards:
+            random.Random(samples[0].group_id).shuffle(rewards)
+        rewards_K = (np.array(rewards) - scale.mean) / scale.std
+        turns_KT = None if compared else turn_rewards(samples, mask_KT.shape) / scale.std
+        if kl_KT is not None and self.kl_before_baseline:
+            rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
+            kl_KT = None
+        rewards_KT = token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
         if self.estimator == "gae":
             values_KT = stack_rows([self._require_array(sample, "values") for sample in samples])
             advantages_KT, returns_KT = compute_gae(rewards_KT, values_KT, mask_KT, gamma=self.gamma, lam=self.lam)
@@ -413,36 +375,37 @@ class Estimate:
         return tuple(make_trainable(s, advantages_T) for s, advantages_T in zip(samples, advantages_K, strict=True))
 
     def _estimate_by_turn(self, samples: Sequence[Scored]) -> tuple[Trainable, ...]:
-        rewards_K = [rewards_of_turns(sample) for sample in samples]
+        """Each turn is compared with the same turn of the other members; its policy tokens, through all sequences of
+        the episode, get its advantage."""
+        episodes: list[Episode] = []
+        for sample in samples:
+            if not isinstance(sample, Episode) or not sample.rewards_by_turn:
+                raise ConfigError(
+                    f"credit is 'turn', but sample {sample.sample_id} has no rewards by turn; connect the advantage "
+                    "node to an Environment, or set credit='episode'"
+                )
+            episodes.append(sample)
+        rewards_K = [[reward for _, reward in episode.rewards_by_turn] for episode in episodes]
         advantages_K = turn_advantages(rewards_K, self.estimator, gamma=self.gamma)
-        pairs = zip(samples, advantages_K, strict=True)
-        return tuple(
-            make_trainable(s, spread_over_turns(s, advantages_U)) for s, advantages_U in pairs if isinstance(s, Episode)
-        )
-
-    def _token_rewards(
-        self, samples: Sequence[Scored], mask_KT: Mask, kl_KT: Array | None, coef: float, scale: Scale
-    ) -> Array:
-        compared = self.estimator in GROUP_ESTIMATORS
-        rewards_K = (np.array(self._list_rewards(samples, turns=compared)) - scale.mean) / scale.std
-        turns_KT = None if compared else turn_rewards(samples, mask_KT.shape) / scale.std
-        if kl_KT is not None and self.kl_before_baseline:
-            rewards_K -= coef * np.where(mask_KT, kl_KT, 0.0).sum(axis=1)
-            kl_KT = None
-        return token_rewards(group_rewards(rewards_K, self.estimator), mask_KT, kl_KT, coef, turns_KT)
-
-    def _list_rewards(self, samples: Sequence[Scored], *, turns: bool) -> list[float]:
-        """The samples' rewards: with `turns` including the rewards of turns, to compare a group; else without them."""
-        rewards = [whole_reward(sample) if turns else sample.reward for sample in samples]
-        if self.shuffle_rewards:
-            random.Random(samples[0].group_id).shuffle(rewards)
-        return rewards
+        made: list[Trainable] = []
+        for episode, advantages_U in zip(episodes, advantages_K, strict=True):
+            tokens = np.flatnonzero(episode.whole_mask)
+            turns = np.searchsorted([place for place, _ in episode.rewards_by_turn], tokens)
+            if turns.size and turns[-1] == advantages_U.size:
+                raise ConfigError(
+                    f"sample {episode.sample_id} has policy tokens after its last turn; `rewards_by_turn` of an "
+                    "episode has to name the last policy token of every turn"
+                )
+            advantages_T = np.zeros(episode.num_tokens)
+            advantages_T[tokens] = advantages_U[turns]
+            made.append(make_trainable(episode, advantages_T))
+        return tuple(made)
 
     def compute_kl(self, samples: Sequence[Scored]) -> Array:
         """kl_t to the reference at every policy token, estimated from the behavior policy's logprobs."""
-        behavior_KT = stack_rows([whole_logprobs(sample) for sample in samples])
+        behavior_K = [np.concatenate([one.behavior_logprobs for one in sample.sequences]) for sample in samples]
         reference_KT = stack_rows([self._require_array(sample, "ref_logprobs") for sample in samples])
-        return kl_per_token(behavior_KT - reference_KT, self.kl_estimator)
+        return kl_per_token(stack_rows(behavior_K) - reference_KT, self.kl_estimator)
 
     def _require_array(self, sample: Scored, name: str) -> Float32:
         found: Float32 | None = getattr(sample, name)
@@ -462,11 +425,6 @@ class Estimate:
 def leave_unvalued(samples: Sequence[Scored]) -> tuple[Trainable, ...]:
     """`samples` with unset advantages (empty arrays), until a critic has computed values for them."""
     return tuple(make_trainable(sample, np.zeros(0)) for sample in samples)
-
-
-def whole_logprobs(sample: Scored) -> Float32:
-    """`behavior_logprobs` of all sequences, one after the other."""
-    return np.concatenate([one.behavior_logprobs for one in sample.sequences])
 
 
 def whole_reward(sample: Scored) -> float:
@@ -504,11 +462,7 @@ def make_trainable(sample: Scored, advantages_T: Array, returns_T: Array | None 
     length = sample.num_tokens
     returns = None if returns_T is None else returns_T[:length].astype(np.float32)
     advantages = advantages_T[:length].astype(np.float32)
-    return Trainable(**made, advantages=advantages, returns=returns, loss_mask=_loss_mask(sample))
-
-
-def _loss_mask(sample: Scored) -> Bool | None:
-    """The mask that the sample already has, if any; all False for an episode that stays out of the loss."""
-    if isinstance(sample, Episode) and sample.masked:
-        return np.zeros(sample.num_tokens, np.bool_)
-    return sample.loss_mask if isinstance(sample, Trainable) else None
+    loss_mask = sample.loss_mask if isinstance(sample, Trainable) else None
+    if isinstance(sample, Episode) and sample.masked:  # it stays out of the loss
+        loss_mask = np.zeros(length, np.bool_)
+    return Trainable(**made, advantages=advantages, returns=returns, loss_mask=loss_mask)

@@ -112,7 +112,8 @@ class BatchStats:
         """Means over samples or trained tokens; of a part of the reward, over the samples that have it. Staleness is
         None if nothing was trained.
 
-        `offline` leaves out what only rollouts have: rewards and ages.
+        `offline` leaves out what only rollouts have: rewards and ages. Without a second turn in any sample there are no
+        ages by turn and no lengths.
         """
         n = max(1, self.num_samples)
         mean = self.raw_reward / n
@@ -124,6 +125,10 @@ class BatchStats:
         }
         if offline:
             return of_any
+        by_turn: dict[str, float] = {}
+        if len(self.turn_ages) > 1:
+            by_turn = {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items())}
+            by_turn |= {f"lengths_trained/{name}": number for name, number in sorted(self.lengths.items())}
         return of_any | {
             "reward_mean": mean,
             "reward_std": sqrt(max(0.0, self.raw_reward_squares / n - mean**2)),
@@ -133,15 +138,8 @@ class BatchStats:
             "staleness_mean": self.age / self.aged_tokens if self.aged_tokens else None,
             "staleness_max": self.oldest_age if self.aged_tokens else None,
             **{f"reward/{name}": value / samples for name, (value, samples) in self.reward_parts.items()},
-            **self._of_turns(),
+            **by_turn,
         }
-
-    def _of_turns(self) -> dict[str, float]:
-        """Mean ages by turn, and numbers of samples by length; nothing if no sample has a second turn."""
-        if len(self.turn_ages) <= 1:
-            return {}
-        ages = {f"staleness/{name}": age / tokens for name, (age, tokens) in sorted(self.turn_ages.items())}
-        return ages | {f"lengths_trained/{name}": number for name, number in sorted(self.lengths.items())}
 
 
 def add_pairs(sums: dict[str, tuple[N, int]], more: Mapping[str, tuple[N, int]]) -> None:
@@ -163,7 +161,8 @@ def ages_by_turn(sample: Trainable, mask: Bool, version: int) -> dict[str, tuple
     found = {}
     for doubling in np.unique(doublings).tolist():
         these = ages[doublings == doubling]
-        found[_turns_name(doubling)] = (int(these.sum()), int(these.size))
+        name = f"turn_{2**doubling}" if doubling < 2 else f"turns_{2 ** (doubling - 1) + 1}_{2**doubling}"
+        found[name] = (int(these.sum()), int(these.size))
     return found
 
 
@@ -173,8 +172,3 @@ def length_name(tokens: int) -> str:
     while most < tokens:
         most *= 2
     return f"tokens_{1 if most == SHORT else most // 2 + 1}_{most}"
-
-
-def _turns_name(doubling: int) -> str:
-    """The name of the turns up to 2 ** doubling."""
-    return f"turn_{2**doubling}" if doubling < 2 else f"turns_{2 ** (doubling - 1) + 1}_{2**doubling}"

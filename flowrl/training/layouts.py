@@ -162,7 +162,14 @@ def decide_layout(
     """The layout of a model with this config.json and these settings; {} means a model with plain attention."""
     if asked == "rows":
         return Decision("rows")
-    reason = next(_settings_obstacles(attention, packing, kind), "") or find_tree_obstacle(config)
+    if kind == "ring":
+        reason = "ring attention computes rows"
+    elif packing:
+        reason = "packing concatenates sequences into one row"
+    elif attention not in (None, "sdpa"):
+        reason = f"attention {attention!r} has its own kernels; trees need sdpa"
+    else:
+        reason = find_tree_obstacle(config)
     return Decision("rows", reason) if reason else Decision(asked)
 
 
@@ -176,15 +183,6 @@ def explain_refused_tree(asked: Layout, decision: Decision) -> list[str]:
     if asked != "tree" or decision.trees:
         return []
     return [f"layout is 'tree', but {decision.reason}; set layout to auto, which keeps rows where it has to"]
-
-
-def _settings_obstacles(attention: Attention | None, packing: bool | None, kind: SequenceKind) -> Iterator[str]:
-    if kind == "ring":
-        yield "ring attention computes rows"
-    if packing:
-        yield "packing concatenates sequences into one row"
-    if attention not in (None, "sdpa"):
-        yield f"attention {attention!r} has its own kernels; trees need sdpa"
 
 
 def find_tree_obstacle(config: Mapping[str, Any]) -> str:
@@ -325,10 +323,7 @@ def tensor_problems(
         yield f"{found}, but muon orthogonalizes whole matrices, of which a rank has parts; choose adamw or sgd"
     if lora.rank:
         yield f"{found}, but adapters are not divided among ranks; leave it at 1, or train without an adapter"
-    yield from _size_problems(found, size, {**config, **(config.get("text_config") or {})})
-
-
-def _size_problems(found: str, size: int, config: Mapping[str, Any]) -> Iterator[str]:
+    config = {**config, **(config.get("text_config") or {})}
     if any(config.get(name) for name in EXPERTS):
         yield f"{found}, but the experts of a mixture are not divided among ranks; leave it at 1"
         return

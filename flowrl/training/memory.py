@@ -112,13 +112,10 @@ class ModelShape:
         return norms + biases + self.hidden * self.experts
 
     @property
-    def layer_parameters(self) -> int:
-        return sum(inputs * outputs for inputs, outputs in self.linears) + self.layer_vectors
-
-    @property
     def parameters(self) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + embeddings + self.hidden
+        of_layer = sum(inputs * outputs for inputs, outputs in self.linears) + self.layer_vectors
+        return self.layers * of_layer + embeddings + self.hidden
 
     @property
     def largest_matrix(self) -> int:
@@ -207,11 +204,6 @@ class TrainerModel:
         return self.shape.parameters - head
 
     @property
-    def own(self) -> int:
-        """Parameters of which this rank has a ZeRO shard: all, or all without the parts of matrices of other ranks."""
-        return self.parameters - self.shape.parameters + self._tensor_part.parameters
-
-    @property
     def copies(self) -> int:
         """Number of copies of the model. ZeRO shards among the ranks that have the same part of the matrices."""
         return max(1, self.ranks // self.tensor)
@@ -231,25 +223,30 @@ class TrainerModel:
 
     @property
     def trained(self) -> int:
-        return self.shape.adapter_parameters(self.lora.rank) if self.lora.rank else self.own
+        """Number of trained parameters of which this rank has a ZeRO shard: those of adapters, or all, without the
+        parts of matrices that other ranks have."""
+        if self.lora.rank:
+            return self.shape.adapter_parameters(self.lora.rank)
+        return self.parameters - self.shape.parameters + self._tensor_part.parameters
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights that this rank keeps; at stage 3 its shard and `persistent`."""
-        quantized = QUANTIZED_BYTES[self.lora.quantize]
-        linear = self.shape.layers * sum(i * o for i, o in self.shape.linears)
-        base = self.own * self.element if quantized is None else 0
-        if quantized is not None:
-            base = int(linear * quantized) + (self.parameters - linear) * self.element
-        total = base + (self.trained * self.element if self.lora.rank else 0)
-        return -(-total // self.ranks) + self.persistent if self.stage == 3 else total
+        """Bytes of the weights that this rank keeps.
 
-    @property
-    def persistent(self) -> int:
-        """Bytes of the parameters that are so small that stage 3 keeps them whole on every rank."""
-        matrices = [inputs * outputs for inputs, outputs in self.shape.linears]
+        At stage 3 it keeps its shard, and all of the parameters that are so small that stage 3 keeps them whole.
+        """
+        quantized, matrices = QUANTIZED_BYTES[self.lora.quantize], [i * o for i, o in self.shape.linears]
+        linear = self.shape.layers * sum(matrices)
+        if quantized is None:
+            total = (self.parameters - self.shape.parameters + self._tensor_part.parameters) * self.element
+        else:
+            total = int(linear * quantized) + (self.parameters - linear) * self.element
+        if self.lora.rank:
+            total += self.trained * self.element
+        if self.stage < 3:
+            return total
         small = sum(size for size in matrices if size <= PERSISTENT_ELEMENTS) + self.shape.layer_vectors
-        return (small * self.shape.layers + self.shape.hidden) * self.element
+        return -(-total // self.ranks) + (small * self.shape.layers + self.shape.hidden) * self.element
 
     @property
     def gathered(self) -> int:
@@ -257,25 +254,15 @@ class TrainerModel:
         return min(self.parameters, LIVE_PARAMETERS) * self.element if self.stage == 3 else 0
 
     @property
-    def master(self) -> int:
-        """The fp32 copy of this rank's trained parameters; stage 0 has none."""
-        return 0 if self.stage == 0 else -(-4 * self.trained // self.copies)
-
-    @property
-    def moments(self) -> int:
-        """The optimizer's state of this rank's trained parameters."""
-        total = MOMENTS_BYTES[self.zero.optimizer] * self.trained
-        return total if self.stage == 0 else -(-total // self.copies)
-
-    @property
-    def averages(self) -> int:
-        """The fp32 EMA of this rank's trained parameters, where one is kept."""
-        return -(-4 * self.trained // (self.copies if self.stage else 1)) if self.zero.ema_decay else 0
-
-    @property
     def optimizer_state(self) -> int:
-        """What optimizer steps need in addition to weights and gradients."""
-        return self.master + self.moments + self.averages
+        """Bytes that optimizer steps need in addition to weights and gradients: in fp32, the optimizer's moments, a
+        copy of the trained parameters, and their moving average if one is kept. Stage 0 shards nothing and has no
+        copy."""
+        moments, average = MOMENTS_BYTES[self.zero.optimizer] * self.trained, 4 * self.trained
+        if self.stage == 0:
+            return moments + (average if self.zero.ema_decay else 0)
+        master = -(-4 * self.trained // self.copies)
+        return master + -(-moments // self.copies) + (-(-average // self.copies) if self.zero.ema_decay else 0)
 
     @property
     def gradients(self) -> int:
@@ -301,28 +288,20 @@ class TrainerModel:
 
     def activations(self, tokens: int) -> int:
         """What a forward over a micro-batch keeps for its backward, plus the most memory that computing adds."""
-        tokens = -(-tokens // self.sliced)
+        tokens, part = -(-tokens // self.sliced), self._tensor_part
         per_layer = tokens * (
-            layer_bytes(self._tensor_part, self.element)
-            + exchanged_bytes(self.shape, self.element, self.sliced, self.kind)
+            layer_bytes(part, self.element) + exchanged_bytes(self.shape, self.element, self.sliced, self.kind)
         )
-        feed_forward = self.element * (2 * self._wide + self.shape.hidden)
+        feed_forward = self.element * (2 * part.feed_forward * self.shape.active_experts + self.shape.hidden)
         ring = ring_bytes(self.shape, self.element) if self.sliced > 1 and self.kind == "ring" else 0
-        working = tokens * max(feed_forward, ring) + self._matrix_gradient
+        # Gradients of two of the largest matrices of a layer wait to be added to what was accumulated.
+        matrix_gradients = 2 * self.element * max(inputs * outputs for inputs, outputs in part.linears)
+        working = tokens * max(feed_forward, ring) + matrix_gradients
         head = 0 if self.scalar else head_bytes(self.shape, self.element, tokens, self.device_bytes)
         if self.zero.gradient_checkpointing:
             kept = tokens * self.element * self.shape.hidden * self.shape.layers
             return kept + max(per_layer + working, head)
         return per_layer * self.shape.layers + max(working, head)
-
-    @property
-    def _wide(self) -> int:
-        return self._tensor_part.feed_forward * self.shape.active_experts
-
-    @property
-    def _matrix_gradient(self) -> int:
-        """Gradients of two of the largest matrices of a layer, before they are added to what was accumulated."""
-        return 2 * self.element * max(inputs * outputs for inputs, outputs in self._tensor_part.linears)
 
 
 def layer_bytes(shape: ModelShape, element: int) -> int:

@@ -53,40 +53,33 @@ def split_in_rows(part: Batch, masks: Sequence[Bool]) -> tuple[Batch, list[Bool]
     shares: list[RowShare | None] = []
     for sample, mask in zip(part.samples, masks, strict=True):
         parts = split_by_sequence(sample, mask)
-        rows += make_rows(sample)
         shown += parts
         if not sample.branches:
+            rows.append(sample)
             shares.append(None)
             continue
-        trained = [
-            int(mask[policy_places(one.policy_mask)].sum()) for one, mask in zip(sample.sequences, parts, strict=True)
+        arrays: dict[str, list[Any]] = {
+            name: split_by_sequence(sample, value)
+            for name in ("advantages", "loss_mask", "returns", "ref_logprobs")
+            if (value := getattr(sample, name)) is not None
+        }
+        rows += [
+            replace(
+                sample,
+                token_ids=sequence.token_ids,
+                policy_mask=sequence.policy_mask,
+                behavior_logprobs=sequence.behavior_logprobs,
+                versions=sequence.versions,
+                branches=(),
+                **{name: values[number] for name, values in arrays.items()},
+            )
+            for number, sequence in enumerate(sample.sequences)
         ]
+        pairs = zip(sample.sequences, parts, strict=True)
+        trained = [int(mask[policy_places(one.policy_mask)].sum()) for one, mask in pairs]
         first = next((number for number, tokens in enumerate(trained) if tokens), None)
         shares += [RowShare(sum(trained), number == first) for number in range(len(trained))]
     return replace(part, samples=tuple(rows)), shown, shares
-
-
-def make_rows(sample: Trainable) -> list[Trainable]:
-    """One sample for each sequence of `sample`."""
-    if not sample.branches:
-        return [sample]
-    arrays: dict[str, list[Any]] = {
-        name: split_by_sequence(sample, value)
-        for name in ("advantages", "loss_mask", "returns", "ref_logprobs")
-        if (value := getattr(sample, name)) is not None
-    }
-    return [
-        replace(
-            sample,
-            token_ids=sequence.token_ids,
-            policy_mask=sequence.policy_mask,
-            behavior_logprobs=sequence.behavior_logprobs,
-            versions=sequence.versions,
-            branches=(),
-            **{name: parts[number] for name, parts in arrays.items()},
-        )
-        for number, sequence in enumerate(sample.sequences)
-    ]
 
 
 def split_by_sequence(sample: Sample, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
@@ -206,6 +199,13 @@ def make_micro_batch(
         share or RowShare(int(mask.sum()), bool(mask.any()))
         for mask, share in zip(trained, shares or [None] * len(trained), strict=True)
     ]
+    asked = [objective.columns(sample) for sample in samples]
+    columns: dict[str, Tensor] = {}
+    for name in asked[0]:
+        found = [values for column in asked if (values := column[name]) is not None]
+        if len(found) == len(samples):  # a column that some samples lack is left out
+            at_places = [values[where] for values, where in zip(found, places, strict=True)]
+            columns[name] = rows.make_column(at_places, device)
     versions = [s.versions[where] for s, where in zip(samples, places, strict=True)]
     ages = [np.where(of >= 0, version - of, -1).astype(np.int32) for of in versions]  # data have no age
     return MicroBatch(
@@ -213,7 +213,7 @@ def make_micro_batch(
         rows.make_column(trained, device),
         rows.make_column(behavior, device),
         rows.make_column(ages, device),
-        _make_columns(samples, objective, places, rows, device),
+        columns,
         torch.tensor([s.label for s in samples], device=device),
         torch.tensor(find_pairs(samples, trained), dtype=torch.long, device=device).view(-1, 2),
         torch.tensor([whole.sample_tokens for whole in wholes], device=device),
@@ -223,24 +223,6 @@ def make_micro_batch(
         num_places=0 if empty else int(rows.real_RL.sum()),
         mismatched=_lay_out_mismatched(samples, layout, device) if objective.needs_mismatched else None,
     )
-
-
-def _make_columns(
-    samples: Sequence[Trainable],
-    objective: Objective,
-    places: Sequence[npt.NDArray[np.intp]],
-    rows: RowLayout,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """The columns that the objective needs, if every sample has them."""
-    asked = [objective.columns(sample) for sample in samples]
-    columns: dict[str, Tensor] = {}
-    for name in asked[0]:
-        found = [values for column in asked if (values := column[name]) is not None]
-        if len(found) == len(samples):
-            at_places = [values[where] for values, where in zip(found, places, strict=True)]
-            columns[name] = rows.make_column(at_places, device)
-    return columns
 
 
 def _lay_out_mismatched(samples: Sequence[Trainable], layout: Placing, device: torch.device) -> MismatchedRows:

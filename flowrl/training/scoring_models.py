@@ -269,8 +269,17 @@ class ShardedModel:
     """The model of `load`, sharded over one rank for each of `gpus`: its CUDA_VISIBLE_DEVICES, or "" for a CPU."""
 
     def __init__(self, load: ModelLoad, gpus: Sequence[str], *, threads: int = 1) -> None:
-        address = f"127.0.0.1:{_free_port()}"
-        self._ranks = [start_rank(gpu) for gpu in gpus]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._ranks: list[_Rank] = []
+        for gpu in gpus:
+            ours, theirs = socket.socketpair()
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", RANK, str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+            theirs.close()
+            self._ranks.append(_Rank(process, Connection(ours.detach())))
         for number, (rank, gpu) in enumerate(zip(self._ranks, gpus, strict=True)):
             device = "cuda" if gpu else "cpu"
             rank.pipe.send(RankStart(number, len(gpus), address, device, threads, load))
@@ -320,35 +329,31 @@ class ShardedModel:
         return self._await_answers()
 
     def _await_answers(self) -> list[Any]:
-        """The answer of each rank."""
+        """The answer of each rank. If one fails or ends, the others are killed."""
+        waiting = {rank.pipe: number for number, rank in enumerate(self._ranks)}
+        answers: dict[int, Any] = {}
         handles = [os.pidfd_open(rank.process.pid) for rank in self._ranks]
         try:
-            return self._answers_or_ends(handles)
+            while waiting:
+                ready = multiprocessing.connection.wait([*waiting, *(handles[number] for number in waiting.values())])
+                for pipe, number in [*waiting.items()]:
+                    if pipe not in ready and handles[number] not in ready:
+                        continue
+                    del waiting[pipe]
+                    try:
+                        if not pipe.poll():  # the rank has ended, but something that it started holds the pipe
+                            raise EOFError
+                        kind, answers[number] = pipe.recv()
+                    except (EOFError, OSError):
+                        self._raise_failure(number, "died; its last lines are in the output of this process")
+                    if kind == "mistake":
+                        self._kill_ranks()
+                        raise ConfigError(answers[number])
+                    if kind == "failed":
+                        self._raise_failure(number, f"failed:\n{answers[number]}")
         finally:
             for handle in handles:
                 os.close(handle)
-
-    def _answers_or_ends(self, handles: Sequence[int]) -> list[Any]:
-        waiting = {rank.pipe: number for number, rank in enumerate(self._ranks)}
-        answers: dict[int, Any] = {}
-        while waiting:
-            ready = multiprocessing.connection.wait([*waiting, *(handles[number] for number in waiting.values())])
-            for pipe, number in [*waiting.items()]:
-                if pipe not in ready and handles[number] not in ready:
-                    continue
-                del waiting[pipe]
-                try:
-                    if not pipe.poll():  # the rank has ended, but something that it started holds the pipe
-                        raise EOFError
-                    kind, content = pipe.recv()
-                except (EOFError, OSError):
-                    self._raise_failure(number, "died; its last lines are in the output of this process")
-                if kind == "mistake":
-                    self._kill_ranks()
-                    raise ConfigError(content)
-                if kind == "failed":
-                    self._raise_failure(number, f"failed:\n{content}")
-                answers[number] = content
         return [answers[number] for number in range(len(self._ranks))]
 
     def _raise_failure(self, number: int, how: str) -> None:
@@ -359,18 +364,3 @@ class ShardedModel:
         for rank in self._ranks:
             rank.process.kill()
             rank.process.wait()
-
-
-def start_rank(gpu: str) -> _Rank:
-    ours, theirs = socket.socketpair()
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", RANK, str(theirs.fileno()), str(os.getpid())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-    theirs.close()
-    return _Rank(process, Connection(ours.detach()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

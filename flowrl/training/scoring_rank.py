@@ -24,25 +24,8 @@ from flowrl.training.memory import SCORING_LIVE
 from flowrl.training.model.row_layout import require_trees
 from flowrl.training.model.value_model import ScalarModel
 from flowrl.training.scoring_models import RankStart
-from flowrl.training.settings import Dtype
 
 PREFETCHED_ELEMENTS = 50_000_000
-
-
-def forward_config(dtype: Dtype) -> dict[str, Any]:
-    """DeepSpeed's configuration of ZeRO-3 without an optimizer. Small parameters are sharded too."""
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "steps_per_print": None,
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": SCORING_LIVE,
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": PREFETCHED_ELEMENTS,
-        },
-    }
 
 
 class Shard:
@@ -54,7 +37,18 @@ class Shard:
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig
 
-        config = forward_config(start.load.dtype)
+        config = {  # ZeRO-3 without an optimizer; small parameters are sharded too
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": start.load.dtype == "bfloat16"},
+            "steps_per_print": None,
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": SCORING_LIVE,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": PREFETCHED_ELEMENTS,
+            },
+        }
         sharded = HfDeepSpeedConfig(config)  # while it exists, every weight is sharded as it is loaded
         model = start.load.load_model(tries=False)
         del sharded
@@ -75,10 +69,6 @@ class Shard:
     def _count_call(self, *_: object) -> None:
         self._calls += 1
 
-    @property
-    def told(self) -> dict[str, Any]:
-        return {"layout": self.model.layout, "facts": self.model.network.config.to_dict()}
-
     def answer_question(self, kind: str, *rest: Any) -> Any:
         """The answer to a question of the parent."""
         if kind == "pass":
@@ -87,21 +77,18 @@ class Shard:
             found = one(self.model, items, trees, *args)
             assert self._calls == before + 1, f"{one.__name__} called the model {self._calls - before} times, not once"
             return found
+        if kind == "come_back":
+            self._residence.come_back()
+            return None
+        # Release the gathered layers, so that only the shards remain.
+        self._engine.optimizer.get_param_coordinator().release_and_reset_all(self.model)
         if kind == "call":
             function, args = rest
-            self._release_layers()
             function(self.model, *args)
-        elif kind == "leave":
-            self._release_layers()
-            self._residence.move_away()
         else:
-            assert kind == "come_back", kind
-            self._residence.come_back()
+            assert kind == "leave", kind
+            self._residence.move_away()
         return None
-
-    def _release_layers(self) -> None:
-        """Release the gathered layers, so that only the shards remain."""
-        self._engine.optimizer.get_param_coordinator().release_and_reset_all(self.model)
 
 
 def serve_parent(pipe: Connection) -> None:
@@ -110,7 +97,7 @@ def serve_parent(pipe: Connection) -> None:
         start = pipe.recv()
         torch.set_num_threads(start.threads)
         shard = Shard(start)
-        pipe.send(("answer", shard.told))
+        pipe.send(("answer", {"layout": shard.model.layout, "facts": shard.model.network.config.to_dict()}))
         while True:
             question = pipe.recv()
             pipe.send(("answer", shard.answer_question(*question)))
@@ -122,20 +109,15 @@ def serve_parent(pipe: Connection) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-def end_with(parent: int) -> None:
-    """End this process when `parent` ends, even in a collective."""
-    handle = os.pidfd_open(parent)
-
-    def watch() -> None:
-        has_ended(handle, None)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
-    end_with(int(sys.argv[2]))
+    parent = os.pidfd_open(int(sys.argv[2]))
+
+    def end_with_parent() -> None:
+        has_ended(parent, None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()  # even in a collective
     serve_parent(Connection(int(sys.argv[1])))
     sys.stdout.flush()
     os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit

@@ -61,9 +61,6 @@ class LoRA:
             raise ConfigError(f"LoRA rank is {self.rank}; it has to lie between 0 (no adapter) and {MOST_RANK}")
         if self.alpha is not None and self.alpha <= 0:
             raise ConfigError(f"LoRA alpha is {self.alpha}; it has to be above 0")
-        self._refuse_useless()
-
-    def _refuse_useless(self) -> None:
         if self.quantize != "none" and not self.rank:
             raise ConfigError(f"quantize={self.quantize!r} freezes the base, so only an adapter can learn; set a rank")
         if self.quantize != "none" and self.sync == "adapter":
@@ -129,10 +126,10 @@ class ZeroSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(get_args(kind))}")
         if self.attention not in (None, *get_args(Attention)):
             raise ConfigError(f"attention is {self.attention!r}; choose one of {', '.join(get_args(Attention))}")
-        for problem in (*self._stage_problems(), *self._range_problems()):
+        for problem in self._find_problems():
             raise ConfigError(problem)
 
-    def _stage_problems(self) -> Iterator[str]:
+    def _find_problems(self) -> Iterator[str]:
         if self.stage not in (0, 1, 2, 3):
             yield f"ZeRO stage is {self.stage}; choose 0, 1, 2 or 3"
         if self.stage == 0 and self.dtype == "bfloat16":
@@ -148,7 +145,6 @@ class ZeroSettings:
         if self.nvme_path and self.ema_decay:
             yield "ema_decay with nvme_path: the average would be kept in memory; leave one of them out"
 
-    def _range_problems(self) -> Iterator[str]:
         if self.optimizer == "muon" and self.clip_grad_norm:
             yield "clip_grad_norm with muon would scale its steps, not their gradients; leave it out"
         for name in ("clipping", "weight_decay", "muon_lr_factor"):

@@ -169,13 +169,13 @@ def test_a_rank_has_its_part_of_the_layers_and_zero_shards_it_among_the_copies()
     divided = replace(alone, tensor=4)
     matrices = 4 * (sum(i * o for i, o in shape.linears) + shape.query + 2 * shape.key)
     assert divided.parameters == alone.parameters, "what is exported and published is whole"
-    assert divided.own == alone.parameters - matrices + matrices // 4
-    assert divided.weights == 4 * divided.own
-    assert divided.master == divided.gradients == 4 * divided.own // 2, "two copies"
-    assert divided.moments == 8 * divided.own // 2
-    assert replace(divided, scalar=True).own == divided.own - 1000 * 512
+    assert divided.trained == alone.parameters - matrices + matrices // 4
+    assert divided.weights == 4 * divided.trained
+    assert divided.gradients == 4 * divided.trained // 2, "two copies"
+    assert divided.optimizer_state == 4 * divided.trained // 2 + 8 * divided.trained // 2, "masters and moments"
+    assert replace(divided, scalar=True).trained == divided.trained - 1000 * 512
     kept = [replace(one, zero=ZeroSettings(stage=1)).gradients for one in (alone, divided)]
-    assert kept == [8 * alone.own, 8 * divided.own]
+    assert kept == [8 * alone.trained, 8 * divided.trained]
 
 
 def test_a_checkpoint_of_a_divided_model_needs_the_same_parts(tmp_path: Path) -> None:

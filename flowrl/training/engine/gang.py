@@ -63,10 +63,22 @@ class Gang:
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
-            torch.distributed.init_process_group(
-                backend, store=make_store(rank, size, address), rank=rank, world_size=size
-            )
-        _ready_deepspeed()
+            host, _, port = address.rpartition(":")
+            # Rank 0 listens only at this address; torch by default listens at all addresses.
+            listening = None if rank else socket.create_server((host, int(port)), backlog=size).detach()
+            meeting_s = os.environ.get("FLOWRL_MEETING_S")  # --start-minutes of the run
+            within = timedelta(seconds=float(meeting_s)) if meeting_s else default_pg_timeout
+            store = TCPStore(host, int(port), size, is_master=not rank, timeout=within, master_listen_fd=listening)
+            torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+        warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module="torch.distributed")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.ERROR)  # importing deepspeed resets the level
+        # DeepSpeed's shared-memory all-reduce is only used for inference, and compiling it takes a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
         return cls(rank, size, device, make_sequence_group(rank, size, sequence, kind), tensor)
 
     def gather_objects(self, item: T) -> list[T]:
@@ -105,23 +117,3 @@ class Gang:
         """Leave the gang together: rank 0 keeps the store, to which the other ranks report that they leave."""
         self.gather_objects(None)
         torch.distributed.destroy_process_group()
-
-
-def make_store(rank: int, size: int, address: str) -> TCPStore:
-    """The store of the gang. Rank 0 listens only at this address; torch by default listens at all addresses."""
-    host, _, port = address.rpartition(":")
-    listening = None if rank else socket.create_server((host, int(port)), backlog=size).detach()
-    meeting_s = os.environ.get("FLOWRL_MEETING_S")  # --start-minutes of the run
-    within = timedelta(seconds=float(meeting_s)) if meeting_s else default_pg_timeout
-    return TCPStore(host, int(port), size, is_master=not rank, timeout=within, master_listen_fd=listening)
-
-
-def _ready_deepspeed() -> None:
-    warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarning, module="torch.distributed")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # importing deepspeed resets the level
-    # DeepSpeed's shared-memory all-reduce is only used for inference, and compiling it takes a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)

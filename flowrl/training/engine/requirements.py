@@ -22,7 +22,7 @@ import importlib.util
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,43 @@ def lora_problems(lora: LoRA, zero: ZeroSettings) -> list[str]:
 
 def check_training(zero: ZeroSettings, lora: LoRA, *, model_dir: Path | None, trust_remote_code: bool = False) -> None:
     """Raise ConfigError for a missing package, disk or layer. `model_dir` is None for a model not created yet."""
-    _check_packages(zero, lora)
+    needed = {}
+    if lora.rank:
+        needed["peft"] = "LoRA"
+    if lora.quantize != "none":
+        needed["bitsandbytes"] = f"quantize={lora.quantize!r}"
+    if zero.attention == "flash_attention_2":
+        needed["flash_attn"] = "attention='flash_attention_2'"
+    if zero.attention == "flash_attention_3":
+        needed["flash_attn_interface"] = "attention='flash_attention_3'"
+    for package, option in needed.items():
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"{option} needs the package {package}, which is not installed; install it, or leave the option out"
+            )
+
     if zero.nvme_path:
-        _check_nvme(zero.nvme_path)
+        if not user_path(zero.nvme_path).is_dir():
+            raise ConfigError(f"nvme_path {zero.nvme_path} is not a directory; create it on a local disk")
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        check_python_headers("DeepSpeed's async_io (nvme_path)")
+        check_nvcc("DeepSpeed's async_io (nvme_path)")
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise ConfigError(
+                "nvme_path needs DeepSpeed's async_io, which cannot be compiled on this machine; install libaio with "
+                "its headers (libaio-dev), or set CFLAGS and LDFLAGS to where they are"
+            )
+
     if lora.targets and model_dir is not None:
-        _check_targets(model_dir, lora, trust_remote_code)
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from flowrl.training.model.adapter import target_layers
+
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+            target_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), lora)
 
 
 def part_path(path: Path, part: int, parts: int) -> Path:
@@ -67,17 +99,13 @@ def part_path(path: Path, part: int, parts: int) -> Path:
     return path if parts == 1 else path / PART.format(part=part, parts=parts)
 
 
-def _saved_parts(path: Path) -> int:
-    """The number of parts into which the matrices of the saved model were divided."""
-    return len(list(path.glob(PART.format(part="*", parts="*")))) or len(list(path.glob(PART_OF_ALL))) or 1
-
-
 def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int, parts: int = 1) -> list[str]:
     """Reasons why ranks with these settings cannot load the training state that a checkpoint has in `path`.
 
     `parts` is the trainer's `tensor_parallel_size`.
     """
-    if (saved := _saved_parts(path)) != parts:
+    saved = len(list(path.glob(PART.format(part="*", parts="*")))) or len(list(path.glob(PART_OF_ALL))) or 1
+    if saved != parts:
         return [
             f"checkpoint {path} was written with tensor_parallel_size {saved}, but this run has {parts}; resume with "
             f"--trainer.tensor-parallel-size {saved}"
@@ -89,7 +117,13 @@ def resume_problems(path: Path, zero: ZeroSettings, num_ranks: int, parts: int =
             f"{'with' if zero.nvme_path else 'without'} it; resume with the setting of the saved run"
         ]
     if is_sharded(part_path(path, 0, parts)):
-        return [*_unsharded_problems(path, zero, num_ranks)]
+        if saves_in_shards(zero, num_ranks):
+            return []
+        now = "optimizer muon" if zero.optimizer == "muon" else "ZeRO stage 0"
+        return [
+            f"checkpoint {path} was written with adamw or sgd at ZeRO stage 1, 2 or 3, but this run has {now}, which "
+            "keeps its state in another form; resume with the settings of the saved run"
+        ]
     found = disks or len(list(path.glob("*optim_states.pt")))
     if zero.effective_stage(num_ranks) and found != num_ranks:  # stage 0 shards nothing, so any number of ranks works
         return [
@@ -107,57 +141,6 @@ def saves_in_shards(zero: ZeroSettings, num_ranks: int) -> bool:
 def is_sharded(path: Path) -> bool:
     """Whether the training state in `path` was saved in a form that any number of ranks can load."""
     return any(path.glob(SHARDS.format(rank="*")))
-
-
-def _unsharded_problems(path: Path, zero: ZeroSettings, num_ranks: int) -> Iterator[str]:
-    if not saves_in_shards(zero, num_ranks):
-        now = "optimizer muon" if zero.optimizer == "muon" else "ZeRO stage 0"
-        yield (
-            f"checkpoint {path} was written with adamw or sgd at ZeRO stage 1, 2 or 3, but this run has {now}, which "
-            "keeps its state in another form; resume with the settings of the saved run"
-        )
-
-
-def _check_packages(zero: ZeroSettings, lora: LoRA) -> None:
-    needed = {}
-    if lora.rank:
-        needed["peft"] = "LoRA"
-    if lora.quantize != "none":
-        needed["bitsandbytes"] = f"quantize={lora.quantize!r}"
-    if zero.attention == "flash_attention_2":
-        needed["flash_attn"] = "attention='flash_attention_2'"
-    if zero.attention == "flash_attention_3":
-        needed["flash_attn_interface"] = "attention='flash_attention_3'"
-    for package, option in needed.items():
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"{option} needs the package {package}, which is not installed; install it, or leave the option out"
-            )
-
-
-def _check_nvme(path: str) -> None:
-    if not user_path(path).is_dir():
-        raise ConfigError(f"nvme_path {path} is not a directory; create it on a local disk")
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    check_python_headers("DeepSpeed's async_io (nvme_path)")
-    check_nvcc("DeepSpeed's async_io (nvme_path)")
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise ConfigError(
-            "nvme_path needs DeepSpeed's async_io, which cannot be compiled on this machine; install libaio with its "
-            "headers (libaio-dev), or set CFLAGS and LDFLAGS to where they are"
-        )
-
-
-def _check_targets(path: Path, lora: LoRA, trust_remote_code: bool) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from flowrl.training.model.adapter import target_layers
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        target_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), lora)
 
 
 def check_python_headers(what: str) -> None:
@@ -198,22 +181,26 @@ OURS = {
 
 def setting_problems(settings: Mapping[str, Any]) -> list[str]:
     """What is wrong with the names of `--zero.deepspeed`, as complete sentences."""
-    return [*list_name_problems(settings)]
-
-
-def list_name_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     known, of_zero = known_settings()
+    found: list[str] = []
     for name, value in settings.items():
         if name in OURS:
-            yield f"--zero.deepspeed sets {name!r}, which a run decides itself; leave it out, and see {OURS[name]}"
+            found.append(
+                f"--zero.deepspeed sets {name!r}, which a run decides itself; leave it out, and see {OURS[name]}"
+            )
         elif known and name not in known:
-            yield f"--zero.deepspeed names {name!r}, which is no setting of DeepSpeed; {hint_at_name(name, known)}"
+            hint = hint_at_name(name, known)
+            found.append(f"--zero.deepspeed names {name!r}, which is no setting of DeepSpeed; {hint}")
         elif name == ZERO and not isinstance(value, Mapping):
-            yield f"--zero.deepspeed sets {ZERO} to {value!r}; name one of its settings, as {ZERO}.overlap_comm=true"
+            found.append(
+                f"--zero.deepspeed sets {ZERO} to {value!r}; name one of its settings, as {ZERO}.overlap_comm=true"
+            )
         elif name == ZERO and of_zero:
-            for inner in sorted(value.keys() - of_zero):
-                hint = hint_at_name(inner, of_zero)
-                yield f"--zero.deepspeed names '{ZERO}.{inner}', which is no setting of ZeRO; {hint}"
+            found += [
+                f"--zero.deepspeed names '{ZERO}.{inner}', which is no setting of ZeRO; {hint_at_name(inner, of_zero)}"
+                for inner in sorted(value.keys() - of_zero)
+            ]
+    return found
 
 
 def hint_at_name(name: str, known: frozenset[str]) -> str:
@@ -232,19 +219,16 @@ def known_settings() -> tuple[frozenset[str], frozenset[str]]:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
     texts = {node.value for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[a-z][a-z0-9_]+", text)}
-    return frozenset(names), frozenset(_zero_fields(trees.get(home / "runtime/zero/config.py")))
 
-
-def _zero_fields(tree: ast.Module | None) -> Iterator[str]:
-    """The fields of DeepSpeedZeroConfig and their aliases."""
-    classes = [node for node in (tree.body if tree else ()) if isinstance(node, ast.ClassDef)]
-    for one in classes:
-        for field in one.body if one.name == "DeepSpeedZeroConfig" else ():
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                yield field.target.id
-                for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
-                    if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
-                        yield str(keyword.value.value)
+    of_zero: set[str] = set()
+    of_config = trees.get(home / "runtime/zero/config.py")
+    classes = [node for node in (of_config.body if of_config else ()) if isinstance(node, ast.ClassDef)]
+    for field in (field for one in classes if one.name == "DeepSpeedZeroConfig" for field in one.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            keywords = field.value.keywords if isinstance(field.value, ast.Call) else ()
+            aliases = [keyword.value for keyword in keywords if keyword.arg == "alias"]
+            of_zero |= {field.target.id, *(str(alias.value) for alias in aliases if isinstance(alias, ast.Constant))}
+    return frozenset(names), frozenset(of_zero)
 
 
 def build_async_io() -> None:

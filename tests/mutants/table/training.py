@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         name="episode_masked",
         fault="an episode that was cut off is trained although it should be masked",
-        function="_loss_mask",
+        function="make_trainable",
         before="if isinstance(sample, Episode) and sample.masked:",
         after="if isinstance(sample, Episode) and not sample.sample_id:",
         test="tests/runtime/runs/test_runtime_episodes.py::test_episodes_that_a_limit_cut_off",
@@ -440,9 +440,9 @@ MUTANTS = (
     Mutant(
         name="masters_unsharded",
         fault="the fp32 masters are predicted whole on every rank",
-        function="TrainerModel.master",
-        before="return 0 if self.stage == 0 else -(-4 * self.trained // self.copies)",
-        after="return 0 if self.stage == 0 else 4 * self.trained",
+        function="TrainerModel.optimizer_state",
+        before="master = -(-4 * self.trained // self.copies)",
+        after="master = 4 * self.trained",
         test="tests/graph/test_graph_memory.py::test_more_ranks_and_parts_take_less_of_each_device",
     ),
     Mutant(
@@ -456,7 +456,7 @@ MUTANTS = (
     Mutant(
         name="nvcc_not_asked_for",
         fault="nvcc is not asked for where DeepSpeed compiles",
-        function="_check_nvme",
+        function="check_training",
         before='check_nvcc("DeepSpeed\'s async_io (nvme_path)")',
         after="pass",
         test="tests/house/test_compilers.py::test_missing_headers_are_named_where_something_is_compiled",
@@ -816,7 +816,7 @@ MUTANTS = (
     Mutant(
         name="turn_rewards_summed",
         fault="rewards of turns are moved to the end",
-        function="Estimate._token_rewards",
+        function="Estimate.make_trainables",
         before="compared = self.estimator in GROUP_ESTIMATORS",
         after="compared = True",
         test="tests/nodes/test_nodes_advantage.py::test_rewards_of_turns_stand_at_their_turns",

@@ -14,7 +14,7 @@ from flowrl.nodes import BestOfN, DynamicSampling, GroupAdvantage, PairMaker
 from flowrl.nodes.groups.batch import RunningEstimate, value_question
 from flowrl.nodes.groups.group_filter import GroupFilter
 from flowrl.testing import run_node
-from flowrl.training.advantages import Estimate, list_seats, reduce_to_seat, require_one_seat
+from flowrl.training.advantages import Estimate, reduce_to_seat, require_one_seat
 from tests.nodes.episodes.branching_episodes import episode
 
 SHAPE = [[1, 2], [3]]
@@ -85,7 +85,7 @@ def test_credit_by_turn_of_a_seat_without_a_turn() -> None:
 
 def test_a_view_has_the_tokens_and_turns_of_one_seat() -> None:
     made = game(0, (1.0, 0.25))
-    views = [reduce_to_seat(made, seat) for seat in list_seats([made])]
+    views = [reduce_to_seat(made, seat) for seat, _ in made.seat_rewards]
     assert [view.response_tokens for view in views] == [3, 3] and [view.reward for view in views] == [1.0, 0.25]
     assert np.array_equal(views[0].whole_mask | views[1].whole_mask, made.whole_mask)
     assert all(isinstance(view, Episode) and view.num_tokens == made.num_tokens for view in views)
