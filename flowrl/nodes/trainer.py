@@ -39,10 +39,10 @@ from flowrl.models.model_files import stored_dtype
 from flowrl.models.model_layout import balance_problems, layout_note, shared_notes, shared_problems, trainer_layout
 from flowrl.nodes.model_memory import trainer_footprint
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.batch_stats import BatchStats, loss_masks, trained_mask
+from flowrl.training.batch_stats import BatchStats
 from flowrl.training.engine.requirements import TAG, check_training, lora_problems, resume_problems, setting_problems
 from flowrl.training.layouts import Decision, explain_refused_tree
-from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.objective import Objective, loss_masks, trained_mask
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.token_objectives import ReverseKL
 from flowrl.training.model.trainable import check_trainable

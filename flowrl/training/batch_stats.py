@@ -1,8 +1,4 @@
-"""Which tokens of a batch enter the loss, and statistics of its samples. Needs numpy only.
-
-Masks go over all sequences of a sample, one after the other. Statistics are sums over a rank's part that can be added
-over ranks.
-"""
+"""Statistics of a batch's samples: sums over a rank's part that can be added over ranks. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -15,30 +11,12 @@ from typing import TypeVar
 import numpy as np
 
 from flowrl.messages import Bool, Trainable
+from flowrl.training.loss.objective import trained_mask
 
 N = TypeVar("N", int, float)
 
 SHORT = 16
 """The end of the first range of lengths, in policy tokens."""
-
-
-def trained_mask(sample: Trainable) -> Bool:
-    """The tokens of `sample` that enter the loss, before staleness masking by the trainer."""
-    return sample.whole_mask if sample.loss_mask is None else sample.loss_mask
-
-
-def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
-    """The tokens of each sample that enter the loss in an update of `version`; -1 masks no token by age.
-
-    Tokens of data, which no version has sampled, have no age.
-    """
-    masks = [trained_mask(sample) for sample in samples]
-    if mask_staleness < 0:
-        return masks
-    return [
-        mask & ((version - s.whole_versions <= mask_staleness) | (s.whole_versions < 0))
-        for s, mask in zip(samples, masks, strict=True)
-    ]
 
 
 @dataclass

@@ -36,10 +36,9 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch, Bool, Float32, Int32, Trainable
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.layouts import Placing
-from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, Totals
+from flowrl.training.loss.objective import LossInputs, MeanOver, Objective, Totals, loss_masks
 from flowrl.training.micro_batches import (
     PADDING,
     MicroBatch,

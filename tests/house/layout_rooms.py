@@ -32,7 +32,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "training": {
         "settings": set(),
         "advantages": set(),
-        "batch_stats": set(),
+        "batch_stats": {"loss"},
         "layouts": {"settings"},
         "loss": {"settings"},
         "memory": {"settings"},
@@ -41,7 +41,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "scoring_models": {"settings", "model"},
         "scoring_rank": {"settings", "engine", "memory", "model", "scoring_models"},
         "micro_batches": {"loss", "layouts", "model"},
-        "learner": {"loss", "layouts", "model", "engine", "batch_stats", "micro_batches"},
+        "learner": {"loss", "layouts", "model", "engine", "micro_batches"},
     },
     "wire": {
         "encoding": set(),

@@ -17,10 +17,10 @@ from flowrl.messages import Batch, Group, Message, Scored
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import lost, run_node
 from flowrl.training.advantages import Estimate
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
+from flowrl.training.loss.objective import loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import ZeroSettings
 from tests.oracle import offline

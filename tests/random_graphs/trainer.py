@@ -13,7 +13,7 @@ from flowrl.graph.node import Facts
 from flowrl.messages import Bool
 from flowrl.nodes.groups.batch import Pace, TokenBatch
 from flowrl.runtime.ledger.ledger_client import Use
-from flowrl.training.batch_stats import loss_masks
+from flowrl.training.loss.objective import loss_masks
 from tests.random_graphs.dice import lot
 from tests.random_graphs.nodes import Played
 from tests.random_graphs.record import Meeting

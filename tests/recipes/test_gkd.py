@@ -22,9 +22,9 @@ from flowrl.nodes.sources.given_answers import GivenAnswers
 from flowrl.tasks import Task, load_rows
 from flowrl.testing import prompt, run_graph, run_node, sample
 from flowrl.training.advantages import make_trainable
-from flowrl.training.batch_stats import BatchStats, loss_masks
+from flowrl.training.batch_stats import BatchStats
 from flowrl.training.learner import BatchSums
-from flowrl.training.loss.objective import LossInputs, Totals
+from flowrl.training.loss.objective import LossInputs, Totals, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.token_objectives import GeneralizedJSD, ReverseKL
 from flowrl.training.micro_batches import make_micro_batch

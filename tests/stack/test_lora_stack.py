@@ -46,7 +46,7 @@ class Trained(Live):
         return Publisher(source, "policy", run_id=f"lora-{self.lora.sync}", adapter=adapter, probe_every=1)
 
     def change_weights(self) -> None:
-        from flowrl.training.batch_stats import loss_masks
+        from flowrl.training.loss.objective import loss_masks
 
         part = make_batch(self.version, CASES[0]).split(1)[0]
         masks = loss_masks(part.samples, part.mask_staleness, self.version)

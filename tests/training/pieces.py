@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flowrl.messages import Batch
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.learner import Learner, Update
+from flowrl.training.loss.objective import loss_masks
 
 
 def pieces_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:

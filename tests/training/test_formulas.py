@@ -20,10 +20,9 @@ from flowrl.messages import Scored, Trainable
 from flowrl.nodes import GroupAdvantage, TokenBatch
 from flowrl.testing import run_node, scored
 from flowrl.training.advantages import WHITENED_ESTIMATORS, Estimate, compute_advantages, stack_rows
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.layouts import Placing
 from flowrl.training.loss.loss_formulas import kl_estimate, policy_loss
-from flowrl.training.loss.objective import LossInputs, Totals
+from flowrl.training.loss.objective import LossInputs, Totals, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
 from flowrl.training.micro_batches import make_micro_batch

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from flowrl.messages import Batch
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.learner import Update
-from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.objective import Objective, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective
 from flowrl.training.loss.token_objectives import ReverseKL

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from flowrl.errors import FlowrlError
 from flowrl.messages import Batch
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.learner import Learner, Update
 from flowrl.training.loss.function_objective import FunctionObjective
-from flowrl.training.loss.objective import LossInputs, Objective
+from flowrl.training.loss.objective import LossInputs, Objective, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import DPOObjective, KTOObjective
 from flowrl.training.loss.token_objectives import ReverseKL, SFTObjective

@@ -20,9 +20,9 @@ from flowrl import Cluster, ConfigError, Graph, Machine, check
 from flowrl.graph.load import load_file
 from flowrl.nodes import Trainer
 from flowrl.runtime.driver.resources import LOOPBACK
-from flowrl.training.batch_stats import trained_mask
 from flowrl.training.engine.gang import Gang
 from flowrl.training.layouts import WINDOWED, Placing, sequence_problems
+from flowrl.training.loss.objective import trained_mask
 from flowrl.training.memory import ModelShape, TrainerModel, exchanged_bytes, layer_bytes
 from flowrl.training.model.policy_model import DTYPES, PolicyModel, load_policy_model
 from flowrl.training.model.row_layout import RowLayout, RowSlice, lay_out, num_sliced, require_slices, slice_rows

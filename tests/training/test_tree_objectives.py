@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from flowrl.messages import Batch, Mismatched, Trainable
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.zero import ZeroStep
 from flowrl.training.layouts import Placing
 from flowrl.training.learner import Learner, Update
 from flowrl.training.loss.function_objective import FunctionObjective
-from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.objective import Objective, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import BradleyTerry, DPOObjective, KTOObjective
 from flowrl.training.loss.token_objectives import ReverseKL, SFTObjective, ValueObjective

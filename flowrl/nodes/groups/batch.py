@@ -33,7 +33,7 @@ from flowrl.nodes.groups.group_filter import judged_metrics, source_metrics
 from flowrl.nodes.scoring.scoring_model import require_one_sequence
 from flowrl.tasks.rows import OF_TASK
 from flowrl.training.advantages import Estimate, Scale, all_equal, require_one_seat, whiten_advantages, whole_reward
-from flowrl.training.batch_stats import loss_masks, trained_mask
+from flowrl.training.loss.objective import loss_masks, trained_mask
 from flowrl.training.settings import Layout
 from flowrl.wire.tickets import Window
 

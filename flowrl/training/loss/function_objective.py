@@ -32,6 +32,12 @@ class FunctionObjective(Objective):
     `flowrl check` runs the function once on made-up data, see `function_trial`; this loads torch.
     """
 
+    stats: tuple[str, ...] = ()
+    offline: bool = False
+    needs_entropy_gradient: bool = False
+    needs_reference: bool = False
+    mean_over: MeanOver | None = None
+
     def __init__(
         self,
         function: LossFunction,
@@ -44,47 +50,25 @@ class FunctionObjective(Objective):
     ) -> None:
         self._function = function
         self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
-        self._stats = (stats,) if isinstance(stats, str) else tuple(stats)
-        self._offline = offline
-        self._entropy_gradient = entropy_gradient
-        self._mean_over = mean_over
-
-    @property
-    def name(self) -> str:
-        """The name of the function, for messages."""
-        return getattr(self._function, "__name__", type(self._function).__name__)
-
-    @property
-    def offline(self) -> bool:
-        return self._offline
+        self.function_name: str = getattr(function, "__name__", type(function).__name__)
+        """For messages."""
+        self.stats = (stats,) if isinstance(stats, str) else tuple(stats)
+        self.offline = offline
+        self.needs_entropy_gradient = entropy_gradient
+        self.needs_reference = "ref_logprobs" in self._columns
+        self.mean_over = mean_over
 
     @property
     def correction_name(self) -> str | None:
-        return None if self._offline or "behavior_logprobs" in self._columns else ""
-
-    @property
-    def needs_reference(self) -> bool:
-        return "ref_logprobs" in self._columns
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        return self._entropy_gradient
-
-    @property
-    def mean_over(self) -> MeanOver | None:
-        return self._mean_over
-
-    @property
-    def stats(self) -> tuple[str, ...]:
-        return self._stats
+        return None if self.offline or "behavior_logprobs" in self._columns else ""
 
     def columns(self, sample: Trainable) -> Column:
         found: Column = {name: getattr(sample, name) for name in self._columns}
         num_tokens = len(sample.token_ids)
         if missing := [name for name, values in found.items() if values is None or len(values) != num_tokens]:
             raise FlowrlError(
-                f"sample {sample.sample_id!r} has no {', '.join(missing)}, which the loss {self.name} reads: connect "
-                "the node that computes this, or leave it out of columns="
+                f"sample {sample.sample_id!r} has no {', '.join(missing)}, which the loss {self.function_name} reads: "
+                "connect the node that computes this, or leave it out of columns="
             )
         return found
 
@@ -93,28 +77,30 @@ class FunctionObjective(Objective):
         return result if isinstance(result, tuple) else (result, {})
 
     def problems(self) -> list[str]:
-        problem = self._declared_wrongly()
-        if problem is None:
-            from flowrl.training.loss.function_trial import trial_problem
+        from flowrl.training.loss.function_trial import trial_problem
 
-            problem = trial_problem(self._function, self._columns, self)
-        return [] if problem is None else [f"the loss {self.name} {problem}"]
-
-    def _declared_wrongly(self) -> str | None:
-        """A mistake that can be seen without calling the function; None if there is none."""
-        if self._mean_over not in (None, *get_args(MeanOver)):
-            return f"has mean_over={self._mean_over!r}; it takes {', '.join(get_args(MeanOver))}, or None"
-        if not callable(self._function):
-            return "is not a function; pass one that takes the LossInputs of a micro-batch"
-        if unknown := [name for name in self._columns if name not in COLUMNS]:
-            return f"reads the columns {', '.join(unknown)}; columns= takes {', '.join(COLUMNS)}"
-        try:
-            inspect.signature(self._function).bind(None)
-        except TypeError:
-            return (
+        problem: str | None = None
+        if self.mean_over not in (None, *get_args(MeanOver)):
+            problem = f"has mean_over={self.mean_over!r}; it takes {', '.join(get_args(MeanOver))}, or None"
+        elif not callable(self._function):
+            problem = "is not a function; pass one that takes the LossInputs of a micro-batch"
+        elif unknown := [name for name in self._columns if name not in COLUMNS]:
+            problem = f"reads the columns {', '.join(unknown)}; columns= takes {', '.join(COLUMNS)}"
+        elif not self._takes_inputs():
+            problem = (
                 f"takes {inspect.signature(self._function)}; it has to take one argument, the LossInputs of a "
                 "micro-batch, and to return its loss as a tensor, or (loss, stats)"
             )
+        else:
+            problem = trial_problem(self._function, self._columns, self)
+        return [] if problem is None else [f"the loss {self.function_name} {problem}"]
+
+    def _takes_inputs(self) -> bool:
+        """Whether the function can be called with one argument, as far as its signature says."""
+        try:
+            inspect.signature(self._function).bind(None)
+        except TypeError:
+            return False
         except ValueError:  # some functions written in C have no signature
-            return None
-        return None
+            return True
+        return True

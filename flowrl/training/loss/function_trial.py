@@ -52,13 +52,23 @@ def objective_problem(objective: Objective) -> str | None:
 
 def trial_problem(function: LossFunction, columns: Sequence[str], objective: Objective) -> str | None:
     """What is wrong with `function`, as the rest of a sentence that begins with its name; None if nothing is."""
-    results = []
+    results: list[dict[str, float]] = []
     for rows in (WHOLE, *PARTS):
         found = try_function(function, make_up_inputs(columns, rows, objective), objective)
         if isinstance(found, str):
             return found
         results.append(found)
-    return find_difference(*results)
+    whole, *parts = results
+    for name, value in whole.items():
+        total = sum(part.get(name, 0.0) for part in parts)
+        if not math.isclose(value, total, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            what = "a loss" if name == "loss" else f"the stat {name}"
+            return (
+                f"gives {what} of {value:.4g} for a batch, but {total:.4g} in all for the same batch in {len(parts)} "
+                "micro-batches; divide sums by totals, which count the whole optimizer step, not by counts of the "
+                "micro-batch"
+            )
+    return None
 
 
 def make_up_sample() -> Trainable:
@@ -123,8 +133,15 @@ def try_function(function: LossFunction, inputs: LossInputs, objective: Objectiv
         return f"returned a {type(result).__name__}; it has to return its loss as a tensor, or (loss, stats)"
     if function == objective.loss and not is_pair:
         return "returned a tensor; the method loss has to return (loss, stats), with {} if it has no stats"
-    problem = _loss_problem(loss, inputs, objective) or _stats_problem(stats, objective)
-    return problem or {name: float(value.detach()) for name, value in {"loss": loss, **stats}.items()}
+    if problem := find_loss_problem(loss, inputs, objective):
+        return problem
+    if unnamed := sorted(stats.keys() - set(objective.stats)):
+        return f"returned the stats {', '.join(unnamed)}, which stats= does not name; name them there"
+    for name, value in stats.items():
+        if not isinstance(value, Tensor) or value.shape != ():
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            return f"returned {found} as the stat {name}; it has to be a tensor with one number"
+    return {name: float(value.detach()) for name, value in {"loss": loss, **stats}.items()}
 
 
 def describe_error(error: Exception) -> str:
@@ -135,7 +152,7 @@ def describe_error(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error}{where}, on made-up data of the right shapes{cause}"
 
 
-def _loss_problem(loss: Tensor, inputs: LossInputs, objective: Objective) -> str | None:
+def find_loss_problem(loss: Tensor, inputs: LossInputs, objective: Objective) -> str | None:
     where = "" if inputs.mask_BT.any() else " for a micro-batch without a token in mask_BT, which a rank can get"
     if loss.shape != ():
         return (
@@ -153,28 +170,4 @@ def _loss_problem(loss: Tensor, inputs: LossInputs, objective: Objective) -> str
         return "needs the gradient of entropies_BT, which is computed with entropy_gradient=True only; pass it"
     if any(of.numel() and of[~inputs.mask_BT].any() for of in gradients):
         return "depends on tokens outside mask_BT; leave these out, as by values_BT[inputs.mask_BT].sum()"
-    return None
-
-
-def _stats_problem(stats: Mapping[str, Tensor], objective: Objective) -> str | None:
-    if unnamed := sorted(stats.keys() - set(objective.stats)):
-        return f"returned the stats {', '.join(unnamed)}, which stats= does not name; name them there"
-    for name, value in stats.items():
-        if not isinstance(value, Tensor) or value.shape != ():
-            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            return f"returned {found} as the stat {name}; it has to be a tensor with one number"
-    return None
-
-
-def find_difference(whole: Mapping[str, float], *parts: Mapping[str, float]) -> str | None:
-    """The first result that depends on how the batch is divided."""
-    for name, value in whole.items():
-        total = sum(part.get(name, 0.0) for part in parts)
-        if not math.isclose(value, total, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-            what = "a loss" if name == "loss" else f"the stat {name}"
-            return (
-                f"gives {what} of {value:.4g} for a batch, but {total:.4g} in all for the same batch in {len(parts)} "
-                "micro-batches; divide sums by totals, which count the whole optimizer step, not by counts of the "
-                "micro-batch"
-            )
     return None

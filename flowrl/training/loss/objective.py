@@ -5,6 +5,8 @@ sample lacks one) and computes the loss of one micro-batch (`loss`). Loss and st
 in `Totals`, which count the whole optimizer step: the results of all its micro-batches and ranks add up to the mean
 over the step, however it is divided.
 
+Masks of the tokens that enter a loss go over all sequences of a sample, one after the other.
+
 Axes: B samples, T policy tokens of the longest one, P pairs.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +26,27 @@ if TYPE_CHECKING:
 
 COLUMNS = ("advantages", "behavior_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
 """The arrays of a `Trainable` that hold one number for each token."""
+
+
+def trained_mask(sample: Trainable) -> Bool:
+    """The tokens of `sample` that enter the loss, before staleness masking by the trainer."""
+    return sample.whole_mask if sample.loss_mask is None else sample.loss_mask
+
+
+def loss_masks(samples: Sequence[Trainable], mask_staleness: int, version: int) -> list[Bool]:
+    """The tokens of each sample that enter the loss in an update of `version`; -1 masks no token by age.
+
+    Tokens of data, which no version has sampled, have no age.
+    """
+    masks = [trained_mask(sample) for sample in samples]
+    if mask_staleness < 0:
+        return masks
+    return [
+        mask & ((version - s.whole_versions <= mask_staleness) | (s.whole_versions < 0))
+        for s, mask in zip(samples, masks, strict=True)
+    ]
+
+
 Column = Mapping[str, "Float32 | None"]
 MeanOver = Literal["tokens", "sequences", "pairs"]
 """What a loss is a mean over: the count of an optimizer step by which the whole loss is divided."""

@@ -159,18 +159,13 @@ class KTOObjective(Objective):
             undesirable_weight=self.undesirable_weight,
         )
         num = inputs.totals.num_sequences
-        return (losses_B * trained_B).sum() / num, self._make_stats(
-            inputs, change_B.detach(), desirable_B, trained_B, z0
-        )
+        loss = (losses_B * trained_B).sum() / num
 
-    def _make_stats(
-        self, inputs: LossInputs, change_B: Tensor, desirable_B: Tensor, trained_B: Tensor, z0: Tensor
-    ) -> dict[str, Tensor]:
-        totals = inputs.totals
+        change_B, totals = change_B.detach(), inputs.totals
         stats = mean_entropy(inputs) | {
-            "z0": z0 * trained_B.sum() / totals.num_sequences,
-            "desirable_share": (desirable_B & trained_B).sum() / totals.num_sequences,
-            "label_accuracy": (((change_B > z0) == desirable_B) & trained_B).sum() / totals.num_sequences,
+            "z0": z0 * trained_B.sum() / num,
+            "desirable_share": (desirable_B & trained_B).sum() / num,
+            "label_accuracy": (((change_B > z0) == desirable_B) & trained_B).sum() / num,
         }
         if totals.num_pairs:
             chosen, rejected = inputs.pairs_P2.unbind(dim=1)
@@ -179,13 +174,13 @@ class KTOObjective(Objective):
             stats["reward_margin"] = self.beta * h_P.sum() / totals.num_pairs
         sides = {
             "desirable": (desirable_B & trained_B, totals.num_desirable),
-            "undesirable": (~desirable_B & trained_B, totals.num_sequences - totals.num_desirable),
+            "undesirable": (~desirable_B & trained_B, num - totals.num_desirable),
         }
         for side, (rows_B, number) in sides.items():
             if number:
                 change = (change_B * rows_B).sum() / number
                 stats |= {f"{side}_reward": self.beta * change, f"{side}_logprob_change": change}
-        return stats
+        return loss, stats
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -26,8 +26,9 @@ from flowrl.runtime.ledger.ledger_client import Use
 from flowrl.runtime.ledger.token_digest import policy_spans, request_digest
 from flowrl.testing import run_node
 from flowrl.training.advantages import Estimate
-from flowrl.training.batch_stats import BatchStats, length_name, loss_masks, trained_mask
+from flowrl.training.batch_stats import BatchStats, length_name
 from flowrl.training.loss.loss_formulas import aggregate_terms
+from flowrl.training.loss.objective import loss_masks, trained_mask
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.micro_batches import make_micro_batch, split_in_rows
 from tests.models.word_policy import WORDS, make_policy

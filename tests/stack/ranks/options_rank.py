@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
+from flowrl.training.loss.objective import loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.stack.ranks.options_cases import BATCHES, OPTIONS, Option, offloaded

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.training_state import whole_master_weight
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
+from flowrl.training.loss.objective import loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.settings import LoRA, ZeroSettings
 from tests.stack.ranks.ranks import as_rank

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from flowrl.messages import Batch, Trainable
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
+from flowrl.training.loss.objective import loss_masks
 from flowrl.training.loss.preference_objectives import BradleyTerry
 from flowrl.training.settings import ZeroSettings
 from tests.models.word_policy import EOS, WORDS

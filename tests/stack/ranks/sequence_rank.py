@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from flowrl.messages import Batch, Mismatched, Trainable
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.learner import Learner
-from flowrl.training.loss.objective import Objective
+from flowrl.training.loss.objective import Objective, loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.loss.preference_objectives import BradleyTerry, DPOObjective, KTOObjective
 from flowrl.training.loss.token_objectives import ReverseKL, SFTObjective, ValueObjective

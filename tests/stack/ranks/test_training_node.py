@@ -223,9 +223,9 @@ def test_master_weights_keep_what_bfloat16_would_lose(ran: tuple[Recorder, Train
     """Steps far below half a unit in the last place of any weight add up all the same."""
     import torch
 
-    from flowrl.training.batch_stats import loss_masks
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner
+    from flowrl.training.loss.objective import loss_masks
 
     _, trainer = ran
     gang = trainer._learner.engine.gang
@@ -254,9 +254,9 @@ def test_a_loss_of_ones_own_trains_as_the_shipped_one(ran: tuple[Recorder, Train
     """The same weights after three batches, each of two optimizer steps in several micro-batches."""
     import torch
 
-    from flowrl.training.batch_stats import loss_masks
     from flowrl.training.engine.zero import ZeroEngine
     from flowrl.training.learner import Learner
+    from flowrl.training.loss.objective import loss_masks
 
     _, trainer = ran
     gang = trainer._learner.engine.gang
@@ -310,8 +310,8 @@ def test_a_completion_that_is_alone_in_its_batch_is_booked_without_tokens(
 
 
 def test_a_stat_that_no_metrics_line_would_contain_is_an_error(ran: tuple[Recorder, Trainer]) -> None:
-    from flowrl.training.batch_stats import loss_masks
     from flowrl.training.learner import Learner
+    from flowrl.training.loss.objective import loss_masks
 
     _, trainer = ran
     learner = Learner(trainer._learner.engine, FunctionObjective(reinforce, columns=("advantages",)))

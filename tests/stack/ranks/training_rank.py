@@ -17,10 +17,10 @@ import torch
 
 from flowrl.messages import Batch
 from flowrl.training import layouts
-from flowrl.training.batch_stats import loss_masks
 from flowrl.training.engine.gang import Gang
 from flowrl.training.engine.zero import ZeroEngine
 from flowrl.training.learner import Learner
+from flowrl.training.loss.objective import loss_masks
 from flowrl.training.loss.policy_objective import PolicyObjective
 from flowrl.training.model import products
 from flowrl.training.model.sequence_attention import make_sequence_group
