@@ -50,7 +50,7 @@ class FunctionObjective(Objective):
     ) -> None:
         self._function = function
         self._columns = (columns,) if isinstance(columns, str) else tuple(columns)
-        self.function_name: str = getattr(function, "__name__", type(function).__name__)
+        self.name: str = getattr(function, "__name__", type(function).__name__)
         """For messages."""
         self.stats = (stats,) if isinstance(stats, str) else tuple(stats)
         self.offline = offline
@@ -67,7 +67,7 @@ class FunctionObjective(Objective):
         num_tokens = len(sample.token_ids)
         if missing := [name for name, values in found.items() if values is None or len(values) != num_tokens]:
             raise FlowrlError(
-                f"sample {sample.sample_id!r} has no {', '.join(missing)}, which the loss {self.function_name} reads: "
+                f"sample {sample.sample_id!r} has no {', '.join(missing)}, which the loss {self.name} reads: "
                 "connect the node that computes this, or leave it out of columns="
             )
         return found
@@ -93,7 +93,7 @@ class FunctionObjective(Objective):
             )
         else:
             problem = trial_problem(self._function, self._columns, self)
-        return [] if problem is None else [f"the loss {self.function_name} {problem}"]
+        return [] if problem is None else [f"the loss {self.name} {problem}"]
 
     def _takes_inputs(self) -> bool:
         """Whether the function can be called with one argument, as far as its signature says."""

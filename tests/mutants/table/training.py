@@ -569,8 +569,8 @@ MUTANTS = (
         name="returns_whitened",
         fault="returns are whitened with the advantages",
         function="compute_advantages",
-        before="advantages_BT = _whiten(advantages_BT, mask, mean_only=mean_only)",
-        after="advantages_BT = returns_BT = _whiten(advantages_BT, mask, mean_only=mean_only)",
+        before="advantages_BT = whiten_advantages(advantages_BT, mask, mean_only=mean_only)",
+        after="advantages_BT = returns_BT = whiten_advantages(advantages_BT, mask, mean_only=mean_only)",
         test="tests/training/test_training_advantages.py::test_returns_are_not_whitened_and_group_estimators_neither",
     ),
     Mutant(
