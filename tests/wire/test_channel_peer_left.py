@@ -34,7 +34,7 @@ def test_what_comes_with_the_loss_of_a_peer_and_after_it_stays_in_order(transpor
         engine = ProcessEngine.__new__(ProcessEngine)
         engine.endpoint, engine.replicas = core, {}
         heard: list[int] = []
-        core.on("lost", engine._peer_lost)
+        core.on("lost", engine._drop_lost_peer)
         core.on("note", lambda host, number: heard.append(number))
         core.on("ask", lambda host, body: core.has_left("gone"))
         assert await driver.request("core", "ask") is False

@@ -20,7 +20,7 @@ from flowrl.runtime.samples.kept_samples import KeptSamples
 from flowrl.runtime.telemetry.metrics import EarlyStop, Metrics, flat, roles
 from flowrl.runtime.telemetry.sinks import SampleTables, open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.trace import open_trace
+from flowrl.runtime.telemetry.trace import LIMIT_BYTES, OFF, TraceWriter
 from flowrl.runtime.telemetry.view import View
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.tickets import Tickets
@@ -50,7 +50,10 @@ class RunRecords:
         self._config = config
         self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._tables = SampleTables(job.options.tracking)
-        self._trace = open_trace(job.options.trace, job.run_dir / "trace.json", send_trace_level)
+        self._trace: TraceWriter | None = None
+        if job.options.trace != "off":
+            limit = LIMIT_BYTES if job.options.trace == "sampled" else None
+            self._trace = TraceWriter(job.run_dir / "trace.json", limit_bytes=limit, on_level=send_trace_level)
         self._lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         """The records of steps whose lines are not written yet; None ends `write_lines`."""
 
@@ -95,7 +98,8 @@ class RunRecords:
     def close(self, *, orderly: bool) -> None:
         """Close every record, even if others fail to close. Raises the last failure."""
         with writing(self._job.run_dir), ExitStack() as records:
-            records.callback(self._trace.close)
+            if self._trace is not None:
+                records.callback(self._trace.close)
             records.callback(self._episodes.close)
             if not self.is_open:
                 return
@@ -113,7 +117,7 @@ class RunRecords:
     @property
     def trace_level(self) -> int:
         """What the processes trace now."""
-        return self._trace.level
+        return OFF if self._trace is None else self._trace.level
 
     # Reports of processes
 
@@ -121,8 +125,9 @@ class RunRecords:
         """Take a process's statistics and trace."""
         self.statistics.absorb(body, time.monotonic())
         self._view.statistics(self.statistics, self._tickets.why_waiting)
-        with writing(self._job.run_dir):
-            self._trace.write(body["trace"])
+        if self._trace is not None:  # else the process has recorded this before it was told the level
+            with writing(self._job.run_dir):
+                self._trace.write(body["trace"])
 
     def add_episode(self, host: str, body: dict[str, Any]) -> None:
         """Take an attempt at an episode."""

@@ -35,7 +35,7 @@ IMPORTING = 50_000
 Python's default of 700 the import of vLLM takes a sixth longer."""
 
 
-def pin(cores: tuple[int, ...]) -> None:
+def pin_threads(cores: tuple[int, ...]) -> None:
     """Bind every thread of this process, and so every later thread, to `cores`.
 
     If this machine does not have these cores, the numbers are mapped, modulo their count, to the available cores.
@@ -62,14 +62,6 @@ def enter_directory(spec: ProcessSpec) -> None:
         os.chdir(spec.directory)
 
 
-def reserved_gpus() -> list[str]:
-    """Ids of the GPUs that Ray reserves for this process; none outside of Ray."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return []
-    return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
-
-
 class ProcessActor:
     """Wrapped by `ray.remote` in the launcher; every method returns plain data."""
 
@@ -78,23 +70,27 @@ class ProcessActor:
         gc.set_threshold(IMPORTING, *self._collect_every[1:])
         os.umask(PRIVATE)
         raise_limit()
-        pin(spec.cores)
+        pin_threads(spec.cores)
         enter_directory(spec)
         reach_directly(*spec.machines)
         self._spec = spec
-        self._gpus = reserved_gpus()
+        ray = sys.modules.get("ray")
+        self._gpus: list[str] = []
+        """Ids of the GPUs that Ray reserves for this process; none outside of Ray."""
+        if ray is not None and ray.is_initialized():
+            self._gpus += ray.get_runtime_context().get_accelerator_ids()["GPU"]
         self._loop = HostLoop()
         self._thread = threading.Thread(target=self._run_loop, name="flowrl-engine", daemon=True)
         self._thread.start()
-        self._engine = asyncio.run_coroutine_threadsafe(self._make(spec), self._loop).result()
+
+        async def make_engine() -> ProcessEngine:
+            return ProcessEngine(spec)
+
+        self._engine = asyncio.run_coroutine_threadsafe(make_engine(), self._loop).result()
         self._done = threading.Event()
         self._still: tuple[str, str, float] | None = None
         """(node, line of code, since) while the loop is blocked."""
-        threading.Thread(target=self._watch, name="flowrl-watch", daemon=True).start()
-
-    @staticmethod
-    async def _make(spec: ProcessSpec) -> ProcessEngine:
-        return ProcessEngine(spec)
+        threading.Thread(target=self._watch_loop, name="flowrl-watch", daemon=True).start()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -106,11 +102,11 @@ class ProcessActor:
                     os._exit(1)  # the driver notices the end of this process
                 self._loop.call_soon(self._engine.fail, error)
 
-    async def _on_loop(self, coroutine: Coroutine[Any, Any, R]) -> R:
+    async def _run_on_loop(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def open(self) -> dict[str, Any]:
-        answer = await self._on_loop(self._engine.open())
+        answer = await self._run_on_loop(self._engine.open())
         await asyncio.to_thread(leave_heir, self._spec.run_id)
         return {**answer, "gpus": self._gpus}
 
@@ -123,47 +119,45 @@ class ProcessActor:
         """Connect the nodes. `devices`: process -> the GPUs that it sees; None: every GPU of the machine."""
         if devices is not None:  # before any node is built: nodes may ask CUDA for its devices
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[self._spec.host])
-        return await self._on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
+        return await self._run_on_loop(self._engine.guarded(self._engine.wire(addresses, gangs)))
 
     async def setup(self) -> dict[str, Any] | None:
         """Set up the nodes. Returns None, or the failure of a node's set-up as plain data."""
-        failure: dict[str, Any] | None = await self._on_loop(self._engine.guarded(self._engine.setup()))
+        failure: dict[str, Any] | None = await self._run_on_loop(self._engine.guarded(self._engine.setup()))
         gc.freeze()  # the present objects are permanent: collecting them again would delay messages
         gc.set_threshold(*self._collect_every)
         return failure
 
     async def run(self) -> dict[str, Any] | None:
         """Run until every node here has ended. Returns None, or the failure that ended the process."""
-        return await self._on_loop(self._engine.guarded(self._engine.run()))
+        return await self._run_on_loop(self._engine.guarded(self._engine.run()))
 
     async def waits(self) -> list[dict[str, Any]]:
         """What every node here does and waits for; if the loop is blocked, the code that blocks it."""
-        asking = asyncio.ensure_future(self._on_loop(self._engine.waits()))
+        asking = asyncio.ensure_future(self._run_on_loop(self._engine.waits()))
         while not asking.done():
             if (still := self._still) is not None:
-                return [self._blocked_report(*still)]
+                node, where, since_s = still
+                return [
+                    {
+                        "replica_id": f"{node}/{self._spec.places[0].replica}" if node else self._spec.host,
+                        "alive": [where],
+                        "moves": -1,
+                        "waits": [("return", where, time.monotonic() - since_s)],
+                        "open": 0,
+                        "ended": False,
+                        "still": where,
+                    }
+                ]
             await asyncio.wait((asking,), timeout=BLOCKED_S)
         return asking.result()
-
-    def _blocked_report(self, node: str, where: str, since: float) -> dict[str, Any]:
-        replica_id = f"{node}/{self._spec.places[0].replica}" if node else self._spec.host
-        waits = [("return", where, time.monotonic() - since)]
-        return {
-            "replica_id": replica_id,
-            "alive": [where],
-            "moves": -1,
-            "waits": waits,
-            "open": 0,
-            "ended": False,
-            "still": where,
-        }
 
     async def stop(self) -> list[dict[str, Any]]:
         """Close nodes and sockets, in any state of the run. Returns the nodes' failures to close."""
         self._done.set()
-        return await self._on_loop(self._engine.stop())
+        return await self._run_on_loop(self._engine.stop())
 
-    def _watch(self) -> None:
+    def _watch_loop(self) -> None:
         """Report when the loop is blocked for a second, with the line of code that blocks it."""
         while not self._done.wait(BLOCKED_S):
             alive = threading.Event()
@@ -172,16 +166,16 @@ class ProcessActor:
             if alive.wait(BLOCKED_S):
                 continue
             frame = sys._current_frames().get(self._thread.ident or 0)
-            culprit = _culprit(frame)
+            culprit = _find_culprit(frame)
             self._still = (*culprit, start)
             alive.wait()
             self._still = None
             for_s = time.monotonic() - start
             if culprit[0] or for_s >= NOBODYS_BLOCK_S:
-                self._loop.call_soon_threadsafe(self._engine.loop_blocked, culprit, for_s)
+                self._loop.call_soon_threadsafe(self._engine.warn_of_block, culprit, for_s)
 
 
-def _culprit(frame: FrameType | None) -> tuple[str, str]:
+def _find_culprit(frame: FrameType | None) -> tuple[str, str]:
     """(node, "file:line in function") of the innermost frame that belongs to a node, "" if none does."""
     where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     while frame is not None:

@@ -107,7 +107,7 @@ class NodeContext:
         if outside:
             self.activity.work(+1)
         try:
-            return await loop.run_in_executor(self._thread, functools.partial(_called, fn, *args, **kwargs))
+            return await loop.run_in_executor(self._thread, functools.partial(_call_in_thread, fn, *args, **kwargs))
         finally:
             if outside:
                 self.activity.work(-1)
@@ -189,7 +189,7 @@ class NodeContext:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _called(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def _call_in_thread(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call `fn` in the thread. Converts exceptions that a future cannot hold: its awaiter would wait forever."""
     try:
         return fn(*args, **kwargs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import os
 import socket
 import traceback
@@ -97,65 +96,6 @@ def leaves_of(group: BaseExceptionGroup[Any]) -> list[Any]:
     ]
 
 
-TOLD_EVERY_S = 60.0
-"""Interval between warnings that name the nodes whose invocations a checkpoint waits for."""
-
-
-class Pausing:
-    """`replicas` are the replicas of the process, by id."""
-
-    def __init__(self, replicas: Mapping[str, Replica], endpoint: Endpoint) -> None:
-        self._replicas = replicas
-        self._endpoint = endpoint
-
-    async def pause(self) -> None:
-        """Stop taking items; when every invocation has ended or waits, also stop sending."""
-        for replica in self._replicas.values():
-            replica.gate("checkpoint", open_=False)
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.idle(), TOLD_EVERY_S)
-                break
-            for replica in self._replicas.values():
-                self._warn_of_invocations(replica)
-        for replica in self._replicas.values():
-            replica.pause_sending(True)
-
-    def resume(self) -> None:
-        """Take and send items again, and report to the ledger."""
-        for replica in self._replicas.values():
-            replica.context.ledger.pause(False)
-            replica.pause_sending(False)
-            replica.gate("checkpoint", open_=True)
-
-    async def idle(self) -> None:
-        """Wait until no invocation of any node here is inside user code."""
-        while any(replica.activity.working for replica in self._replicas.values()):
-            for replica in self._replicas.values():
-                await replica.activity.idle()
-
-    def _warn_of_invocations(self, replica: Replica) -> None:
-        if replica.activity.working:
-            text = (
-                "a checkpoint waits for its invocations to end. If they wait for another item of this node, which "
-                "comes only after the checkpoint, put the wait inside `with self.context.waiting('what for'):`"
-            )
-            self._endpoint.notify(DRIVER, "warning", {"node": replica.place.replica_id, "text": text})
-
-
-def reports(replicas: Mapping[str, Replica], endpoint: Endpoint, trace: TraceBuffer) -> Iterator[dict[str, Any]]:
-    """The totals of all replicas and lanes, with the events traced since the last report; if they are too many, further
-    reports contain only the rest of them."""
-    first, *more = [*chunked(trace.drain())] or [[]]
-    yield {
-        "nodes": {replica_id: replica.context.meters.read() for replica_id, replica in replicas.items()},
-        "lanes": {name: stats.as_dict() for name, stats in endpoint.statistics().items()},
-        "trace": first,
-    }
-    for events in more:
-        yield {"trace": events}
-
-
 def meeting_place(*, alone: bool) -> str:
     """ "host:port" on this machine, free at the moment, at which the ranks of a gang can meet.
 
@@ -168,6 +108,8 @@ def meeting_place(*, alone: bool) -> str:
 
 
 REPORT_EVERY_S = 1.0
+TOLD_EVERY_S = 60.0
+"""Interval between warnings that name the nodes whose invocations a checkpoint waits for."""
 
 
 @dataclass(frozen=True)
@@ -200,30 +142,29 @@ class ProcessEngine:
         self.trace = TraceBuffer()
         self.endpoint = Endpoint(spec.host, run_id=spec.run_id, driver_pid=spec.driver_pid, transport=spec.transport)
         self.replicas: dict[str, Replica] = {}
-        self._pausing = Pausing(self.replicas, self.endpoint)
         self._reporting: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._kept: Iterator[list[Any]] = iter(())
         """Pages of a snapshot's messages and records that the driver has not fetched yet."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().set_exception_handler(self._unretrieved)
+
+        def handle_unretrieved(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                self.fail(error)
+            else:
+                loop.default_exception_handler(context)
+
+        asyncio.get_running_loop().set_exception_handler(handle_unretrieved)
 
     def fail(self, error: BaseException) -> None:
         """End the run of this process because of an exception that nobody awaits."""
-        self._fail(self._host_failure(error if isinstance(error, Exception) else ended_by_itself(error)))
+        self._end_with_failure(self._process_failure(error if isinstance(error, Exception) else ended_by_itself(error)))
 
-    def _fail(self, failure: dict[str, Any]) -> None:
+    def _end_with_failure(self, failure: dict[str, Any]) -> None:
         if not self._broken.done():
             self._broken.set_exception(NodeError(failure))
             self._broken.exception()  # mark it as retrieved: there may be no `run` that raises it
-
-    def _unretrieved(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an exception of a callback or task that nobody awaits."""
-        error = context.get("exception")
-        if error is not None and not isinstance(error, asyncio.CancelledError):
-            self.fail(error)
-        else:
-            loop.default_exception_handler(context)
 
     async def open(self) -> dict[str, Any]:
         """Bind the sockets. The driver forwards the answer to every other process."""
@@ -231,20 +172,20 @@ class ProcessEngine:
             sweep()  # on its own machine the driver sweeps
         address: Address = await self.endpoint.open()
         handlers: dict[str, Answer] = {
-            "pause": self._pause,
-            "resume": self._resume,
-            "gate": self._gate,
-            "reach": self._reach,
-            "give up": self._give_up,
-            "lost": self._peer_lost,
-            "quiesce": self._quiesce,
-            "ping": self._ping,
-            "flush": self._flush,
-            "snapshot": self._snapshot,
+            "pause": self._pause_process,
+            "resume": self._resume_process,
+            "gate": self._set_gate,
+            "reach": self._reach_counts,
+            "give up": self._give_up_group,
+            "lost": self._drop_lost_peer,
+            "quiesce": self._wait_until_quiet,
+            "ping": self._answer_ping,
+            "flush": self._wait_until_arrived,
+            "snapshot": self._take_snapshot,
             "kept": self._next_page,
-            "restore": self._restore,
+            "restore": self._restore_states,
             "send again": self._send_again,
-            "node": self._node,
+            "node": self._call_node,
             "report": self._report_now,
             "trace level": self._set_trace_level,
         }
@@ -265,10 +206,15 @@ class ProcessEngine:
             graph = graphs[place.replica]
             replica = self.make_replica(graph.nodes[place.node], place, lease)
             replica.context.gang_address = gangs[place.node]
-            replica.activity.died = functools.partial(self._died, replica)
+
+            def end_with_task(error: BaseException, replica: Replica = replica) -> None:
+                """A task that the node started has died, and nobody awaits it."""
+                self._end_with_failure(failure_of(replica, error))
+
+            replica.activity.died = end_with_task
             self.replicas[place.replica_id] = replica
             connect_ports(replica, graph, self.spec.plan, self.endpoint)
-        self._reporting = asyncio.get_running_loop().create_task(self._report())
+        self._reporting = asyncio.get_running_loop().create_task(self._report_regularly())
 
     def build_graph(self) -> Graph:
         """A new graph with its own nodes. `flowrl.testing` overrides this and `make_replica`."""
@@ -282,22 +228,33 @@ class ProcessEngine:
 
     async def setup(self) -> None:
         """Run every node's set-up, one after the other: concurrent heavy imports in two threads break."""
-        await self._unless_broken(self._set_up_nodes())
 
-    async def _set_up_nodes(self) -> None:
-        nodes = [replica.node for replica in self.replicas.values()]
-        async with self._lease.setting_up(nodes, on_devices=bool(self.spec.places[0].gpus)):
-            for replica in self.replicas.values():
-                activity = replica.activity
-                with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
-                    await self._named(replica, replica.node.setup())
+        async def set_up_nodes() -> None:
+            nodes = [replica.node for replica in self.replicas.values()]
+            async with self._lease.setting_up(nodes, on_devices=bool(self.spec.places[0].gpus)):
+                for replica in self.replicas.values():
+                    activity = replica.activity
+                    with activity.pending.named(), activity.waiting(OUTSIDE, "its set-up", inside=None):
+                        await self._run_named(replica, replica.node.setup())
+
+        await self._run_unless_broken(set_up_nodes())
 
     async def run(self) -> None:
         """Run every node's body until all have returned, or one has failed."""
-        await self._unless_broken(self._run_nodes())
+
+        async def run_node(replica: Replica) -> None:
+            await self._run_named(replica, replica.run())
+            self.endpoint.notify(DRIVER, "ended", {"replica_id": replica.place.replica_id})
+
+        async def run_nodes() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for replica in self.replicas.values():
+                    tasks.create_task(run_node(replica))
+
+        await self._run_unless_broken(run_nodes())
         self._send_report()
 
-    async def _unless_broken(self, body: Coroutine[Any, Any, None]) -> None:
+    async def _run_unless_broken(self, body: Coroutine[Any, Any, None]) -> None:
         """Run `body` until it has ended, or until a task or callback that nobody awaits has failed."""
         self._running = asyncio.create_task(body)
         await asyncio.wait((self._running, self._broken), return_when=asyncio.FIRST_COMPLETED)
@@ -305,16 +262,7 @@ class ProcessEngine:
             self._broken.result()
         await self._running
 
-    async def _run_nodes(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self.replicas.values():
-                tasks.create_task(self._run_node(replica))
-
-    async def _run_node(self, replica: Replica) -> None:
-        await self._named(replica, replica.run())
-        self.endpoint.notify(DRIVER, "ended", {"replica_id": replica.place.replica_id})
-
-    async def _named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
+    async def _run_named(self, replica: Replica, body: Coroutine[Any, Any, None]) -> None:
         """Run a node's coroutine; its failure becomes plain data that names the node. A node boundary."""
         try:
             await body
@@ -324,10 +272,6 @@ class ProcessEngine:
                 raise
             raise NodeError(failure_of(replica, failure)) from error
 
-    def _died(self, replica: Replica, error: BaseException) -> None:
-        """Fail the process: a task that the node started has died, and nobody awaits it."""
-        self._fail(failure_of(replica, error))
-
     async def guarded(self, body: Coroutine[Any, Any, Any]) -> Any:
         """The result of `body`, or {"failure": ...} with the first failure, where causes precede consequences."""
         try:
@@ -335,12 +279,10 @@ class ProcessEngine:
         except* NodeError as group:
             failures = [error.report for error in leaves_of(group)]
         except* FlowrlError as group:
-            first = leaves_of(group)[0]
-            failures = [self._host_failure(first)]
-        failures.sort(key=lambda report: report["consequence"])
-        return {"failure": failures[0]}
+            failures = [self._process_failure(leaves_of(group)[0])]
+        return {"failure": min(failures, key=lambda report: report["consequence"])}
 
-    def _host_failure(self, error: BaseException) -> dict[str, Any]:
+    def _process_failure(self, error: BaseException) -> dict[str, Any]:
         """The report of a failure that belongs to no single node."""
         place = self.spec.places[0]
         return report_of(error) | {"node": ", ".join(p.node for p in self.spec.places), "replica": place.replica}
@@ -348,78 +290,100 @@ class ProcessEngine:
     async def stop(self) -> list[dict[str, Any]]:
         """End the bodies that still run, then close nodes and sockets. Returns the nodes' failures to close."""
         for replica in self.replicas.values():
-            replica.activity.died = _ignored
+            replica.activity.died = lambda error: None  # cancelling its tasks may raise anything now
         for task in (self._reporting, self._running):
             if task is not None:
                 task.cancel()
                 await asyncio.wait((task,))
-        failures = [failure for replica in self.replicas.values() if (failure := await self._close(replica))]
+        failures = []
+        for replica in self.replicas.values():
+            try:
+                await self._run_named(replica, replica.node.close())
+            except NodeError as error:  # the other nodes are closed in any case
+                failures.append(error.report)
+            finally:
+                replica.context.close()
         self._send_report()
         await self.endpoint.close()
         return failures
-
-    async def _close(self, replica: Replica) -> dict[str, Any] | None:
-        """Close a node. Returns None, or its failure; the other nodes are closed in any case."""
-        try:
-            await self._named(replica, replica.node.close())
-        except NodeError as error:
-            return error.report
-        finally:
-            replica.context.close()
-        return None
 
     async def waits(self) -> list[dict[str, Any]]:
         return [replica.report() for replica in self.replicas.values()]
 
     # Requests of the driver over the control link
 
-    async def _pause(self, host: str, body: Any) -> None:
-        await self._pausing.pause()
+    async def _pause_process(self, host: str, body: Any) -> None:
+        """Stop taking items; when every invocation has ended or waits, also stop sending."""
+        for replica in self.replicas.values():
+            replica.gate("checkpoint", open_=False)
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_for_invocations(), TOLD_EVERY_S)
+                break
+            for replica_id in [one for one, replica in self.replicas.items() if replica.activity.working]:
+                text = (
+                    "a checkpoint waits for its invocations to end. If they wait for another item of this node, which "
+                    "comes only after the checkpoint, put the wait inside `with self.context.waiting('what for'):`"
+                )
+                self.endpoint.notify(DRIVER, "warning", {"node": replica_id, "text": text})
+        for replica in self.replicas.values():
+            replica.pause_sending(True)
 
-    async def _resume(self, host: str, body: Any) -> None:
-        self._pausing.resume()
+    async def _resume_process(self, host: str, body: Any) -> None:
+        """Take and send items again, and report to the ledger."""
+        for replica in self.replicas.values():
+            replica.context.ledger.pause(False)
+            replica.pause_sending(False)
+            replica.gate("checkpoint", open_=True)
 
-    async def _gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
+    async def _wait_for_invocations(self) -> None:
+        """Wait until no invocation of any node here is inside user code."""
+        while any(replica.activity.working for replica in self.replicas.values()):
+            for replica in self.replicas.values():
+                await replica.activity.idle()
+
+    async def _set_gate(self, host: str, body: dict[str, Any]) -> dict[str, int]:
         """Open or close a node's gate; running invocations continue. Returns how many items each port has taken."""
         replica = self.replicas[body["replica_id"]]
         replica.gate(body["by"], open_=body["open"])
         return {name: port.num_taken for name, port in replica.inbound.items()}
 
-    def _give_up(self, host: str, body: dict[str, str]) -> None:
+    def _give_up_group(self, host: str, body: dict[str, str]) -> None:
         """Handle the driver's report that a node has dropped a whole group."""
         for replica in self.replicas.values():
             replica.open_items.given_up.add(body["group_id"], body["state"], body["reason"])
 
-    def _peer_lost(self, host: str, body: dict[str, Any]) -> None:
+    def _drop_lost_peer(self, host: str, body: dict[str, Any]) -> None:
         """Handle the driver's report that the run continues without another process, which has died."""
+
+        def drop() -> None:
+            self.endpoint.peer_left(body["host"], body["reason"])
+            for replica in self.replicas.values():
+                replica.context.ledger.server_lost(body["replica_ids"])
+
         # Not now: this note may be one of several frames that arrived together. The frames behind it must come before
-        # any frame that `peer_left` takes from the sockets. Requests among those frames begin after `_lose`.
-        asyncio.get_running_loop().call_soon(self._lose, body)
+        # any frame that `peer_left` takes from the sockets. Requests among those frames begin after `drop`.
+        asyncio.get_running_loop().call_soon(drop)
 
-    def _lose(self, body: dict[str, Any]) -> None:
-        self.endpoint.peer_left(body["host"], body["reason"])
-        for replica in self.replicas.values():
-            replica.context.ledger.server_lost(body["replica_ids"])
-
-    async def _reach(self, host: str, body: dict[str, Any]) -> None:
+    async def _reach_counts(self, host: str, body: dict[str, Any]) -> None:
         """Let a node take items at each port up to the given numbers, whatever its gates say."""
         ports = self.replicas[body["replica_id"]].inbound
         await asyncio.gather(*(ports[name].reach(taken) for name, taken in body["taken"].items()))
 
-    async def _quiesce(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
+    async def _wait_until_quiet(self, host: str, body: dict[str, Any]) -> tuple[int, int]:
         """Wait until everything in transit from here has arrived. Returns total counts of moves: (messages, waits)."""
-        await self._pausing.idle()
+        await self._wait_for_invocations()
         await self.endpoint.arrived(body["peers"])
         return self.endpoint.moves(), sum(replica.activity.moves for replica in self.replicas.values())
 
-    async def _ping(self, host: str, body: Any) -> None:
+    async def _answer_ping(self, host: str, body: Any) -> None:
         """The reply shows `host` that everything it sent before has arrived: see `Endpoint.arrived`."""
 
-    async def _flush(self, host: str, body: dict[str, Any]) -> None:
+    async def _wait_until_arrived(self, host: str, body: dict[str, Any]) -> None:
         """Wait until everything in transit from here has arrived."""
         await self.endpoint.arrived(body["peers"])
 
-    async def _snapshot(self, host: str, body: Any) -> dict[str, Any]:
+    async def _take_snapshot(self, host: str, body: Any) -> dict[str, Any]:
         """This process's part of a snapshot, without messages and records, which "kept" returns after the graph
         resumes.
 
@@ -429,7 +393,18 @@ class ProcessEngine:
         replicas = self.replicas.values()
         for replica in replicas:
             replica.context.ledger.pause(True)
-        self._kept = pages([saved for replica in replicas for saved in self._saved(replica)])
+        messages: list[SavedMessage] = []
+        for replica in replicas:
+            with attributed(replica):
+                messages += replica.saved()
+        self._kept = pages(messages)
+        states = {}
+        for replica_id, replica in self.replicas.items():
+            with attributed(replica):
+                try:
+                    states[replica_id] = beside(dump_value(dict(replica.node.state())))
+                except WireError as error:
+                    raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
         outs = {
             f"{replica_id} {name}": out for replica_id, r in self.replicas.items() for name, out in r.outbound.items()
         }
@@ -443,25 +418,14 @@ class ProcessEngine:
             "sent_before": list(set().union(*(out.sent_before for out in outs.values()))),
             "left_out": list(set().union(*(out.left_out for out in outs.values()))),
             "cursors": {name: out.cursor for name, out in outs.items()},
-            "states": {replica_id: beside(self._state(replica)) for replica_id, replica in self.replicas.items()},
+            "states": states,
         }
-
-    def _saved(self, replica: Replica) -> list[SavedMessage]:
-        with attributed(replica):
-            return replica.saved()
-
-    def _state(self, replica: Replica) -> bytes:
-        with attributed(replica):
-            try:
-                return dump_value(dict(replica.node.state()))
-            except WireError as error:
-                raise FlowrlError(f"its `state()` cannot be stored in a checkpoint: {error}") from error
 
     async def _next_page(self, host: str, body: Any) -> list[Any]:
         """The next page of this process's messages and records for the snapshot; empty after the last page."""
         return next(self._kept, [])
 
-    async def _restore(self, host: str, body: dict[str, Any]) -> None:
+    async def _restore_states(self, host: str, body: dict[str, Any]) -> None:
         """Load the states of a checkpoint."""
         for replica_id, replica in self.replicas.items():
             if replica_id in body["states"]:
@@ -476,7 +440,7 @@ class ProcessEngine:
         for replica_id, edge, consumer, envelope in unpage(page):
             self.replicas[replica_id].restore((edge, consumer, envelope))
 
-    async def _node(self, host: str, body: dict[str, Any]) -> Any:
+    async def _call_node(self, host: str, body: dict[str, Any]) -> Any:
         """Call a node's coroutine method: checkpoint, snapshot, evaluate, finish."""
         replica = self.replicas[body["replica_id"]]
         method = getattr(replica.node, body["method"])
@@ -486,7 +450,7 @@ class ProcessEngine:
 
     # Reports
 
-    async def _report(self) -> None:
+    async def _report_regularly(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
             self._send_report()
@@ -499,16 +463,17 @@ class ProcessEngine:
         self.trace.level = level
 
     def _send_report(self) -> None:
-        for report in reports(self.replicas, self.endpoint, self.trace):
+        """Send the totals of all replicas and lanes, with the events traced since the last report; if they are too
+        many, further reports contain only the rest of them."""
+        first, *more = [*chunked(self.trace.drain())] or [[]]
+        nodes = {replica_id: replica.context.meters.read() for replica_id, replica in self.replicas.items()}
+        lanes = {name: stats.as_dict() for name, stats in self.endpoint.statistics().items()}
+        for report in ({"nodes": nodes, "lanes": lanes, "trace": first}, *({"trace": events} for events in more)):
             self.endpoint.notify(DRIVER, "statistics", report)
 
-    def loop_blocked(self, culprit: tuple[str, str], for_s: float) -> None:
+    def warn_of_block(self, culprit: tuple[str, str], for_s: float) -> None:
         """Warn that the loop was blocked; the watch thread schedules this call when the block has ended."""
         node, where = culprit
         advice = "; use `await self.blocking(...)` there" if node else ""
         text = f"the event loop was blocked for {for_s:.1f} s at {where}{advice}"
         self.endpoint.notify(DRIVER, "warning", {"node": node or self.spec.host, "text": text})
-
-
-def _ignored(error: BaseException) -> None:
-    """The process is ending: do not report the exceptions that cancelling its tasks raises."""

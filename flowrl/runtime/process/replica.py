@@ -45,7 +45,7 @@ class Replica:
         self.place = place
         self.activity = Activity(place.replica_id)
         self.context = NodeContext(place, endpoint, self.activity, trace, lease)
-        self.open_items = OpenItems(place.replica_id, self._ended)
+        self.open_items = OpenItems(place.replica_id, self._report_finished)
         self.inbound: dict[str, Inbound] = {}
         self.outbound: dict[str, Outbound] = {}
         self.calls: list[LiveCall] = []
@@ -69,7 +69,7 @@ class Replica:
                 for out, kept in self._restored:
                     tasks.create_task(self._send_again(out, kept))
                 self._restored = []
-                tasks.create_task(self._body(asyncio.current_task()))
+                tasks.create_task(self._run_body(asyncio.current_task()))
         self.ended = True
         self.context.ledger.flush()
         for out in self.outbound.values():
@@ -77,7 +77,7 @@ class Replica:
         for call in self.calls:
             call.close()
 
-    async def _body(self, whole: asyncio.Task[None] | None) -> None:
+    async def _run_body(self, whole: asyncio.Task[None] | None) -> None:
         """Run the node's own code; the engine cancels it by cancelling `whole`, the task of `run`."""
         with self.open_items.noting_failure():
             try:
@@ -92,7 +92,7 @@ class Replica:
 
     def lose(self, items: Sequence[Item], marker: Tombstone) -> None:
         self.book(items, marker)
-        if not self._unheard(items) and marker.state == "failed" and items[0].sent_on:
+        if not self._ports_unheard(items) and marker.state == "failed" and items[0].sent_on:
             self.context.metric("failed_after_send", 1)  # all ports have sent already: nothing is lost
         self.forward(items, marker)
 
@@ -103,7 +103,7 @@ class Replica:
         behind an out port on which something made from `items` was sent already.
         """
         reached = self.trainers if behind is None else self.trainers.intersection(behind)
-        lost_at = reached.difference(*(out.trainers for out in self._sent(items)))
+        lost_at = reached.difference(*(out.trainers for out in self._ports_sent_on(items)))
         if lost_at:
             self._note_samples(items, failed=marker.state == "failed")
             self.context.ledger.lost(marker, sorted(lost_at))
@@ -123,7 +123,7 @@ class Replica:
         body = {"group_id": group_id, "state": state, "reason": reason}
         self.context.endpoint.notify(DRIVER, "give up", body)
 
-    def _ended(self, item: Item) -> None:
+    def _report_finished(self, item: Item) -> None:
         """If this node is a trainer, report the samples of `item` as finished: the trainer has to book them."""
         if self.place.node in self.trainers and item.lost is None:
             self._note_samples([item])
@@ -135,18 +135,18 @@ class Replica:
         if samples:
             self.context.samples.decided(samples.values(), failed=failed)
 
-    def _sent(self, items: Sequence[Item]) -> list[Outbound]:
+    def _ports_sent_on(self, items: Sequence[Item]) -> list[Outbound]:
         """The out ports on which something was made from `items`."""
         names = set().union(*(item.sent_on for item in items))
         return [out for out in self.outbound.values() if out.port in names]
 
-    def _unheard(self, items: Sequence[Item]) -> list[Outbound]:
+    def _ports_unheard(self, items: Sequence[Item]) -> list[Outbound]:
         """The out ports that carry tombstones, and on which nothing was made from `items`."""
-        sent = self._sent(items)
+        sent = self._ports_sent_on(items)
         return [out for out in self.outbound.values() if out not in sent and out.carries_tombstones]
 
     def forward(self, items: Sequence[Item], marker: Tombstone) -> None:
-        self._begin_forward(items, marker, self._unheard(items))
+        self._begin_forward(items, marker, self._ports_unheard(items))
 
     def _begin_forward(
         self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]
@@ -159,20 +159,21 @@ class Replica:
             item.held = True  # its invocation may end before the marker is sent
         for out in outs:
             out.leaving(+1)
-        forwarding = self._forward(items, marker, outs)
+
+        async def send_markers() -> None:
+            in_invocation.set(None)  # this wait is not part of the invocation that lost the items
+            for out in outs:
+                await out.send_tombstone(marker, items)
+                out.leaving(-1)
+            for item in items:
+                self.open_items.end(item)
+
+        forwarding = send_markers()
         try:
             return self._tasks.create_task(forwarding)
         except RuntimeError:  # the node is ending because of a failure: it sends nothing more
             forwarding.close()
             return None
-
-    async def _forward(self, items: Sequence[Item], marker: Tombstone, outs: Sequence[Outbound]) -> None:
-        in_invocation.set(None)  # this wait is not part of the invocation that lost the items
-        for out in outs:
-            await out.send_tombstone(marker, items)
-            out.leaving(-1)
-        for item in items:
-            self.open_items.end(item)
 
     async def leave(self, items: Sequence[Item]) -> None:
         """See `inbound.Losses`. If the caller is cancelled, the work continues in its own task."""
@@ -186,7 +187,7 @@ class Replica:
 
     def _report_elsewhere(self, items: Sequence[Item]) -> asyncio.Task[None] | None:
         """On ports that count samples, send tombstones for samples sent only on other ports; None if there are none."""
-        outs = [out for out in self._unheard(items) if out.counted]
+        outs = [out for out in self._ports_unheard(items) if out.counted]
         if not outs or not any(item.sent_on for item in items) or any(item.lost for item in items):
             return None
         first = items[0].envelope
@@ -234,22 +235,15 @@ class Replica:
 
     def gate(self, by: str, *, open_: bool) -> None:
         """Open or close the gates of the in ports for `by`."""
-        self._note_closed(by, not open_)
+        (self._closed_by.discard if open_ else self._closed_by.add)(by)
         for port in self.inbound.values():
             port.gate(by, open_=open_)
 
     def pause_sending(self, paused: bool) -> None:
         """Pause or resume sending on the out ports, for a checkpoint's snapshot."""
-        self._note_closed("pause", paused)
+        (self._closed_by.add if paused else self._closed_by.discard)("pause")
         for port in self.outbound.values():
             port.pause(paused)
-
-    def _note_closed(self, by: str, closed: bool) -> None:
-        """Note for `report` that ports are closed for `by`, or no longer are."""
-        if closed:
-            self._closed_by.add(by)
-        else:
-            self._closed_by.discard(by)
 
     def report(self) -> dict[str, Any]:
         """The report for the stall watch; `alive` lists the reasons, if any, why the node moves without other nodes."""
@@ -263,11 +257,8 @@ class Replica:
             "moves": self.activity.moves,
             "waits": waits,
             "open": len(self.open_items),
-            "alive": self._alive(),
+            "alive": [] if self.ended else reasons(self.activity, asyncio.get_running_loop().time()),
         }
-
-    def _alive(self) -> list[str]:
-        return [] if self.ended else reasons(self.activity, asyncio.get_running_loop().time())
 
 
 def connect_ports(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint) -> None:
@@ -278,7 +269,7 @@ def connect_ports(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint
     node = graph.nodes[replica.place.node]
     port_plans = by_name(plan.ports)
     admitted = [port_plans[plan.admission["out"]]] if plan.admission is not None else plan.ports
-    replica.every_trainer = frozenset(trainer for port_plan in admitted for trainer in _ends(plan, port_plan))
+    replica.every_trainer = frozenset(trainer for port_plan in admitted for trainer in _find_trainers(plan, port_plan))
     ends = {end for edge in plan.edges for end in (edge.out, edge.into)}
     sink = not any(isinstance(port, Out) for port in node.ports.values())
     for port in node.ports.values():
@@ -286,17 +277,17 @@ def connect_ports(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint
         port.connected = label in ends
         if isinstance(port, In):
             arrivals = port_plans[label].arrivals
-            port.live = replica.inbound[port.name] = _inbound(replica, plan, endpoint, label, arrivals, sink=sink)
-            replica.trainers |= frozenset(_ends(plan, port_plans[label]))
+            port.live = replica.inbound[port.name] = _connect_in(replica, plan, endpoint, label, arrivals, sink=sink)
+            replica.trainers |= frozenset(_find_trainers(plan, port_plans[label]))
         elif isinstance(port, Out):
-            port.live = replica.outbound[port.name] = _outbound(replica, graph, plan, endpoint, port_plans[label])
+            port.live = replica.outbound[port.name] = _connect_out(replica, graph, plan, endpoint, port_plans[label])
         elif isinstance(port, Call):
-            port.live = _call(replica, plan, endpoint, label)
+            port.live = _connect_call(replica, plan, endpoint, label)
         elif isinstance(port, Serve):
-            port.live = _serve(replica, plan, endpoint, label)
+            port.live = _connect_serve(replica, plan, endpoint, label)
 
 
-def _spec(lane: LanePlan) -> LaneSpec:
+def _lane_spec(lane: LanePlan) -> LaneSpec:
     return LaneSpec(
         name=lane.name,
         edge=lane.edge,
@@ -310,16 +301,16 @@ def _spec(lane: LanePlan) -> LaneSpec:
     )
 
 
-def _ends(plan: Plan, port_plan: PortPlan) -> tuple[str, ...]:
+def _find_trainers(plan: Plan, port_plan: PortPlan) -> tuple[str, ...]:
     """The trainers downstream of a port; in a graph without trainers, the single end "" of all branches."""
     return port_plan.trainers if plan.trainers else ("",)
 
 
-def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arrivals: int, *, sink: bool) -> Inbound:
+def _connect_in(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arrivals: int, *, sink: bool) -> Inbound:
     inbox = Inbox(label)
     for lane in plan.lanes:
         if lane.consumer == replica.place.replica_id and lane.edge.endswith(f" -> {label}"):
-            inbox.add(endpoint.receiver(_spec(lane)))
+            inbox.add(endpoint.receiver(_lane_spec(lane)))
             sink = sink or lane.kind == "latest"
     away = label.partition(".")[2] in replica.node.facts().without_devices
     lease = Lease("", replica.place.replica_id, endpoint) if away else replica.lease
@@ -329,7 +320,7 @@ def _inbound(replica: Replica, plan: Plan, endpoint: Endpoint, label: str, arriv
     return port
 
 
-def _outbound(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, port_plan: PortPlan) -> Outbound:
+def _connect_out(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, port_plan: PortPlan) -> Outbound:
     label = port_plan.name
     lanes: dict[str, list[LanePlan]] = defaultdict(list)
     for lane in plan.lanes:
@@ -338,15 +329,15 @@ def _outbound(replica: Replica, graph: Graph, plan: Plan, endpoint: Endpoint, po
     rules = {edge.name: RULES[edge.dispatch] for edge in plan.edges}
     shared = {edge.name: graph.nodes[edge.into.partition(".")[0]].facts().ranks_per_part for edge in plan.edges}
     edges = [
-        OutEdge([endpoint.sender(_spec(lane)) for lane in members], rules[edge], lanes_per_part=shared[edge])
+        OutEdge([endpoint.sender(_lane_spec(lane)) for lane in members], rules[edge], lanes_per_part=shared[edge])
         for edge, members in lanes.items()
     ]
     for out in edges:
         out.on_taken(replica.open_items.arrived)
-    return Outbound(label, edges, replica, _ends(plan, port_plan), counted=port_plan.counted)
+    return Outbound(label, edges, replica, _find_trainers(plan, port_plan), counted=port_plan.counted)
 
 
-def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:
+def _connect_call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveCall | None:
     calls = [w for w in plan.calls if w.caller == replica.place.replica_id and w.edge.startswith(f"{label} -> ")]
     if not calls:
         return None
@@ -357,7 +348,7 @@ def _call(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveC
     return live
 
 
-def _serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
+def _connect_serve(replica: Replica, plan: Plan, endpoint: Endpoint, label: str) -> LiveServe | None:
     calls = [w for w in plan.calls if w.server == replica.place.replica_id and w.edge.endswith(f" -> {label}")]
     if not calls:
         return None

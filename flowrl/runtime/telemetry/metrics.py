@@ -84,10 +84,10 @@ class Alarms:
         """The alarms that ring at this line, with their messages."""
         ringing = {}
         for name, (figure, limit_name) in FIGURES.items():
-            limit, mean = getattr(self._limits, limit_name), self._mean(figure, record)
+            limit, mean = getattr(self._limits, limit_name), self._recent_mean(figure, record)
             if limit and mean is not None and mean > limit:
                 ringing[name] = f"{figure} is {mean:.3g}, above {limit:g}"
-        mean, part = self._mean("entropy", record), self._limits.entropy
+        mean, part = self._recent_mean("entropy", record), self._limits.entropy
         if record.get("entropy") is not None and len(self._first) < self._limits.window:
             self._first.append(record["entropy"])
         if mean is not None and len(self._first) == self._limits.window:
@@ -97,7 +97,7 @@ class Alarms:
                 ringing["entropy_collapse"] = text
         return ringing
 
-    def _mean(self, figure: str, record: Mapping[str, Any]) -> float | None:
+    def _recent_mean(self, figure: str, record: Mapping[str, Any]) -> float | None:
         """The mean over the last lines that have the figure; None while there are fewer than `window`."""
         recent = self._recent.setdefault(figure, deque(maxlen=self._limits.window))
         if record.get(figure) is not None:
@@ -154,12 +154,12 @@ class Metrics:
     def line(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Complete, write and return the record of a finished batch."""
         full: dict[str, Any] = dict.fromkeys(METRIC_NAMES)
-        full["time_s"] = self._time_s
+        full["time_s"] = round(time.monotonic() - self._start_s, 3)
         for name, value in self._statistics.since_line().items():
             node = name.removesuffix("_busy_s")
             full[name if node == name else f"{self._roles.get(node, node)}_busy_s"] = value
         full.update({name: value for name, value in record.items() if value is not None})
-        full.update(shares(full))
+        full.update({name: full[part] / full[of] for name, (part, of) in SHARES.items() if full.get(of)})
         full = _finite(full)
         full["alarms"] = self._alarms.look(full)
         text = json.dumps(full)
@@ -171,16 +171,12 @@ class Metrics:
         scalars = {name: value for name, value in flat(full).items() if name != "step"}
         self._watch(scalars)
         scalars |= {f"alarm/{name}": float(name in full["alarms"]) for name in ALARMS}
+        rows = self._tables.take_trained(self._step) if self._sinks else []
         for sink in self._sinks:
             sink.write(self._step, scalars)
-        if self._sinks:
-            self._table("samples", self._step, self._tables.of_step(self._step))
+            if rows:
+                sink.table(self._step, "samples", rows)
         return full
-
-    @property
-    def _time_s(self) -> float:
-        """Seconds from the start of the run."""
-        return round(time.monotonic() - self._start_s, 3)
 
     def evaluation(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Write the results of an evaluation of version `step`; the ledger has every single answer.
@@ -191,17 +187,16 @@ class Metrics:
         `evaluation/step` gives the step that was evaluated.
         """
         self._watch_evaluation(phase, values)
-        record = _finite({"step": step, "phase": phase, "time_s": self._time_s, **values})
+        time_s = round(time.monotonic() - self._start_s, 3)
+        record = _finite({"step": step, "phase": phase, "time_s": time_s, **values})
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self.evaluated.add((phase, step))
+        rows = self._tables.take_held_out()
         for sink in self._sinks:
             sink.write(max(step, self._step), {**values, "evaluation/step": step})
-        self._table("held_out_samples", max(step, self._step), self._tables.of_evaluation())
-
-    def _table(self, name: str, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        for sink in self._sinks if rows else ():
-            sink.table(step, name, rows)
+            if rows:
+                sink.table(max(step, self._step), "held_out_samples", rows)
 
     def close(self) -> None:
         self._file.close()
@@ -286,11 +281,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def shares(line: Mapping[str, Any]) -> dict[str, float]:
-    """The ratios of SHARES for which the line has counts."""
-    return {name: line[part] / line[of] for name, (part, of) in SHARES.items() if line.get(of)}
-
-
 def roles(graph: Graph) -> dict[str, str]:
     """Node name -> role, so that `generator_busy_s` is the generator's, whatever its name in the graph.
 
@@ -358,9 +348,26 @@ class EarlyStop:
         return "" if self._seen else self._rule.metric
 
     def look(self, values: Mapping[str, object]) -> None:
-        """Take the value of the metric, if it is among `values`."""
-        value = self._value(values)
-        if value is not None and (reason := self._reason(value)) and not self._stopped:
+        """Take the value of the metric, if it is among `values`, and end the run if the rule says so."""
+        rule = self._rule
+        value = self._finite_value(values)
+        if value is None:
+            return
+        above = rule.above is not None and value > rule.above
+        below = rule.below is not None and value < rule.below
+        self._beyond = self._beyond + 1 if above or below else 0
+        if self._beyond >= rule.for_values:
+            side = f"above {rule.above:g}" if above else f"below {rule.below:g}"
+            reason = f"{rule.metric} is {value:.4g}, {side}"
+        else:
+            signed = value if rule.best == "highest" else -value
+            self._since_best = 0 if signed > self._best else self._since_best + 1
+            self._best = max(self._best, signed)
+            if not rule.patience or self._since_best < rule.patience:
+                return
+            times = "value" if self._since_best == 1 else "values"  # more than the patience in a resumed run
+            reason = f"{rule.metric} has not improved for {self._since_best} {times}"
+        if not self._stopped:
             self._stopped = True
             self._stop(reason)
 
@@ -368,8 +375,8 @@ class EarlyStop:
         """Take the value of the metric of an evaluation before, during or after training."""
         if phase == "during":
             self.look(values)
-        elif phase == "before" and (value := self._value(values)) is not None:
-            self._best = self._signed(value)
+        elif phase == "before" and (value := self._finite_value(values)) is not None:
+            self._best = value if self._rule.best == "highest" else -value
 
     def recall(self, run_dir: Path) -> None:
         """Take the values in the records of a resumed run, without ending it: the counts continue from there."""
@@ -382,28 +389,8 @@ class EarlyStop:
             self.evaluated(line.get("phase", ""), line)
         self._stopped = stopped
 
-    def _value(self, values: Mapping[str, object]) -> float | None:
+    def _finite_value(self, values: Mapping[str, object]) -> float | None:
         """The value of the metric, if `values` has one that is a finite number."""
         value = values.get(self._rule.metric)
         self._seen |= value is not None
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-    def _signed(self, value: float) -> float:
-        """The value with the sign for which a higher value is better."""
-        return value if self._rule.best == "highest" else -value
-
-    def _reason(self, value: float) -> str:
-        """Why the run ends with this value; "" if it continues."""
-        rule = self._rule
-        beyond = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
-        self._beyond = self._beyond + 1 if beyond else 0
-        if self._beyond >= rule.for_values:
-            side = f"above {rule.above:g}" if rule.above is not None and value > rule.above else f"below {rule.below:g}"
-            return f"{rule.metric} is {value:.4g}, {side}"
-        signed = self._signed(value)
-        self._since_best = 0 if signed > self._best else self._since_best + 1
-        self._best = max(self._best, signed)
-        if rule.patience and self._since_best >= rule.patience:
-            times = "value" if self._since_best == 1 else "values"  # more than the patience in a resumed run
-            return f"{rule.metric} has not improved for {self._since_best} {times}"
-        return ""

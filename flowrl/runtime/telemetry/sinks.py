@@ -70,7 +70,7 @@ class SampleTables:
         elif len(self._held_out) < most:
             self._held_out.append(row)
 
-    def of_step(self, step: int) -> list[list[Any]]:
+    def take_trained(self, step: int) -> list[list[Any]]:
         """The table that is due at a step; [] if none is."""
         every = self.tracking.samples_every
         if not every or (step - 1) % every:
@@ -78,7 +78,7 @@ class SampleTables:
         rows, self._trained = self._trained, []
         return table(rows)
 
-    def of_evaluation(self) -> list[list[Any]]:
+    def take_held_out(self) -> list[list[Any]]:
         """The table of an evaluation that has ended."""
         rows, self._held_out = self._held_out, []
         return table(rows)
@@ -102,17 +102,15 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
 
 def markdown(rows: Sequence[Sequence[Any]]) -> str:
     """A table as TensorBoard's text plug-in shows it."""
+
+    def escape_cell(value: Any) -> str:
+        text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        for mark, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+            text = text.replace(mark, instead)
+        return text
+
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *rows]
-    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    for mark, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
-        text = text.replace(mark, instead)
-    return text
+    return "\n".join("| " + " | ".join(escape_cell(value) for value in line) + " |" for line in lines)
 
 
 class Sink(Protocol):

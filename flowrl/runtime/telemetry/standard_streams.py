@@ -37,14 +37,14 @@ REPLACED = "flowrl-readable"
 """The name of the error handler that replaces."""
 
 
-def _replaced(error: UnicodeError) -> tuple[str, int]:
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     part = error.object[error.start : error.end]
     found = (PLAIN.get(character) or character.encode("ascii", "backslashreplace").decode() for character in part)
     return "".join(found), error.end
 
 
-codecs.register_error(REPLACED, _replaced)
+codecs.register_error(REPLACED, _replace_characters)
 
 
 def replace_unwritable() -> None:
@@ -71,20 +71,15 @@ def open_closed() -> None:
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            _occupy(number)
+            try:
+                os.fstat(number)
+            except OSError:  # occupy the number, also for processes that are started later
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                if nowhere != number:
+                    os.dup2(nowhere, number)
+                    os.close(nowhere)
+                os.set_inheritable(number, True)
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def _occupy(number: int) -> None:
-    """Open the file descriptor on nothing, for processes that are started later, unless it is open."""
-    try:
-        os.fstat(number)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        if nowhere != number:
-            os.dup2(nowhere, number)
-            os.close(nowhere)
-        os.set_inheritable(number, True)
 
 
 def flush(stream: TextIO) -> None:

@@ -197,17 +197,15 @@ def bottleneck(nodes: Iterable[NodeNow], edges: Iterable[EdgeNow]) -> tuple[str,
     by a node downstream.
     """
     edges = list(edges)
-    ranked = sorted(((now.busy - _held_up(now.node, edges), now) for now in nodes), key=lambda pair: pair[0])
-    if not ranked or ranked[-1][0] < 0.5:
+    held_up: dict[str, float] = {}
+    for edge in edges:
+        held_up[edge.producer] = max(held_up.get(edge.producer, 0.0), edge.blocked)
+    now = max(nodes, key=lambda now: now.busy - held_up.get(now.node, 0.0), default=None)
+    if now is None or now.busy - held_up.get(now.node, 0.0) < 0.5:
         return "", "no node works more than half of the time"
-    now = ranked[-1][1]
     waiting = [e for e in edges if e.consumer == now.node and e.blocked >= 0.05]
     why = f"works {now.busy:.0%} of the time"
     if waiting:
         worst = max(waiting, key=lambda e: e.blocked)
         why += f", {worst.producer} waits for it {worst.blocked:.0%}"
     return now.node, why
-
-
-def _held_up(node: str, edges: Iterable[EdgeNow]) -> float:
-    return max((edge.blocked for edge in edges if edge.producer == node), default=0.0)

@@ -21,11 +21,12 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from flowrl.wire.encoding.schema import Envelope
 
@@ -62,7 +63,8 @@ class _Rows:
         self._free: list[int] = []
         self._num = 0
         self._background: list[int] = []
-        self._num_spans = 0
+        self.num_spans = 0
+        """The number of spans so far that belong to no message; it gives the next one its depth."""
 
     def take(self) -> int:
         """Take a row for an invocation, until `give`."""
@@ -73,11 +75,6 @@ class _Rows:
 
     def give(self, row: int) -> None:
         heappush(self._free, row)
-
-    def next_depth(self) -> int:
-        """The depth of the next span that belongs to no message."""
-        self._num_spans += 1
-        return _depth(self._num_spans - 1)
 
     def background(self, start_us: int, end_us: int) -> int:
         """Reserve a background row that is free from `start_us` on."""
@@ -96,7 +93,7 @@ class TraceBuffer:
         self.level = 0
         """Events of smaller depth are not recorded."""
         self._events: list[Event] = []
-        self._rows: dict[str, _Rows] = {}
+        self._rows: defaultdict[str, _Rows] = defaultdict(_Rows)
         self._open: dict[tuple[str, bytes], tuple[int, int, int]] = {}
         """(track, message id) -> (row, start in µs, depth) of the recorded invocations that have not ended."""
         self._invocation: ContextVar[tuple[str, int, int] | None] = ContextVar("flowrl_trace_invocation", default=None)
@@ -110,7 +107,7 @@ class TraceBuffer:
             if depth < self.level:
                 self._invocation.set((track, -1, depth))
                 return
-            row = self._track(track).take()
+            row = self._rows[track].take()
             self._open[key] = (row, now, depth)
             self._invocation.set((track, row, depth))
             self._events.append(("f", track, row, "", now, _number(envelope.id), depth))
@@ -136,7 +133,7 @@ class TraceBuffer:
         if invocation is not None and invocation[0] == track and invocation[1] >= 0 and invocation[2] >= depth:
             row = invocation[1]
         else:
-            row = self._track(track).background(now, now + 1)
+            row = self._rows[track].background(now, now + 1)
             self._events.append(("item", track, row, f"send {type(envelope.body).__name__}", now, 1, depth))
         self._events.append(("s", track, row, "", now, _number(envelope.id), depth))
 
@@ -150,8 +147,9 @@ class TraceBuffer:
         if invocation is not None and invocation[0] == track:
             _, row, depth = invocation
         else:
-            depth = self._track(track).next_depth()
-            row = self._track(track).background(start, end) if depth >= self.level else -1
+            rows = self._rows[track]
+            depth, rows.num_spans = _depth(rows.num_spans), rows.num_spans + 1
+            row = rows.background(start, end) if depth >= self.level else -1
         if row >= 0:  # else the invocation is not recorded, or the span is below the level
             self._events.append((kind, track, row, name, start, max(end - start, 1), depth))
 
@@ -159,9 +157,6 @@ class TraceBuffer:
         """All events since the last call, for the driver."""
         events, self._events = self._events, []
         return events
-
-    def _track(self, track: str) -> _Rows:
-        return self._rows.setdefault(track, _Rows())
 
 
 def _number(message_id: bytes) -> int:
@@ -174,30 +169,12 @@ TraceMode = Literal["off", "sampled", "full"]
 LIMIT_BYTES = 16 << 20
 """Largest size of the file with `--trace sampled`."""
 TAIL_BYTES = 65536
+MOST_NAMES = 4096
 END = b"\n]\n"
 DEPTH = b'"depth":'
 
 TraceLine = tuple[int, bytes]
 """(depth, event)"""
-
-
-def open_trace(mode: TraceMode, path: Path, on_level: Callable[[int], None]) -> TraceWriter | NoTrace:
-    """The trace writer for the mode of `--trace`."""
-    if mode == "off":
-        return NoTrace()
-    return TraceWriter(path, limit_bytes=LIMIT_BYTES if mode == "sampled" else None, on_level=on_level)
-
-
-class NoTrace:
-    """The writer of a run without a trace; it discards what processes recorded before they were told the level."""
-
-    level = OFF
-
-    def write(self, events: Iterable[Sequence[Any]]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class TraceWriter:
@@ -216,49 +193,49 @@ class TraceWriter:
         self._tracks: dict[str, int] = {}
         self._rows: set[tuple[int, int]] = set()
         self._names: dict[str, str] = {}
+        """Name of a slice -> its JSON string, for the first MOST_NAMES names."""
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._temporary.unlink(missing_ok=True)
-        self._file = self._open()
-
-    def _open(self) -> BinaryIO:
-        """Open the file at the end of the last complete event: a killed run may have left an incomplete one."""
-        if not self._path.exists() or self._path.stat().st_size <= len(END):
-            self._path.write_bytes(b"[\n" + _head(self.level) + END)
-        file = self._path.open("rb+")
-        file.readline()
-        self.level = _level(file.readline()) if self._limit_bytes is not None else 0
-        start = file.seek(max(self._path.stat().st_size - TAIL_BYTES, 0))
-        tail = file.read()
+        # Open the file at the end of the last complete event: a killed run may have left an incomplete one.
+        if not path.exists() or path.stat().st_size <= len(END):
+            path.write_bytes(b"[\n" + _head(self.level) + END)
+        self._file = path.open("rb+")
+        self._file.readline()
+        if limit_bytes is not None:
+            head = json.loads(self._file.readline().rstrip(b",\n"))
+            self.level = int(head["args"].get("level", 0))
+        start = self._file.seek(max(path.stat().st_size - TAIL_BYTES, 0))
+        tail = self._file.read()
         self._size = start + (len(tail) - len(END) if tail.endswith(END) else tail.rindex(b",\n"))
-        file.truncate(self._size)
-        _write_at(file, self._size, END)
-        return file
+        self._file.truncate(self._size)
+        self._write_at_end(END)
 
     def write(self, events: Iterable[Sequence[Any]]) -> None:
         """Append the drained events of a process."""
         before = self.level
-        lines = self._deep(line for event in events for line in self._lines(event))
-        while self._is_full(lines):
-            self._thin()
-            lines = self._deep(lines)
+        lines = [line for event in events for line in self._encode_event(event) if line[0] >= self.level]
+        size = sum(len(text) + len(b",\n") for _, text in lines)
+        while self._limit_bytes is not None and self._size + size + len(END) > self._limit_bytes:
+            if self.level > DEEPEST:
+                break
+            self._raise_level()
+            lines = [line for line in lines if line[0] >= self.level]
+            size = sum(len(text) + len(b",\n") for _, text in lines)
         if lines:
-            text = b",\n" + b",\n".join(text for _, text in lines)
-            _write_at(self._file, self._size, text + END)
-            self._size += len(text)
+            self._write_at_end(b",\n" + b",\n".join(text for _, text in lines) + END)
+            self._size += size
         if self.level > before:
             self._on_level(self.level)
 
     def close(self) -> None:
         self._file.close()
 
-    def _deep(self, lines: Iterable[TraceLine]) -> list[TraceLine]:
-        return [line for line in lines if line[0] >= self.level]
+    def _write_at_end(self, text: bytes) -> None:
+        self._file.seek(self._size)
+        self._file.write(text)
+        self._file.flush()
 
-    def _is_full(self, lines: Sequence[TraceLine]) -> bool:
-        size = self._size + sum(len(text) + 2 for _, text in lines) + len(END)
-        return self._limit_bytes is not None and size > self._limit_bytes and self.level <= DEEPEST
-
-    def _thin(self) -> None:
+    def _raise_level(self) -> None:
         """Raise the level by one, and remove events of smaller depth, atomically."""
         self.level += 1
         with self._path.open("rb") as old, self._temporary.open("wb") as new:
@@ -266,7 +243,11 @@ class TraceWriter:
             old.readline()
             new.write(b"[\n" + _head(self.level))
             for line in old:
-                if len(line) > len(END) and _depth_of(line) >= self.level:
+                if len(line) <= len(END):
+                    continue
+                _, known, rest = line.rpartition(DEPTH)
+                depth = int(rest[: rest.index(b"}")]) if known else 0  # events without a depth are only of level 0
+                if depth >= self.level or line.startswith(b'{"ph": "M"'):  # names stay at any level
                     new.write(b",\n" + line.removesuffix(b"\n").removesuffix(b","))
             self._size = new.tell()
             new.write(END)
@@ -274,68 +255,39 @@ class TraceWriter:
         self._file.close()
         self._file = self._path.open("rb+")
 
-    def _lines(self, event: Sequence[Any]) -> Iterable[TraceLine]:
+    def _encode_event(self, event: Sequence[Any]) -> Iterable[TraceLine]:
+        """The event's line; before it the names of its track and row, if they are new."""
         kind, track, row, name, start, extra, depth = event
         if depth < self.level:
             return
         pid = self._tracks.get(track)
-        if pid is None:
-            yield from self._name_track(track)
-            pid = self._tracks[track]
+        if pid is None:  # the id depends only on the name, so a resumed run continues the same tracks
+            pid = self._tracks[track] = zlib.crc32(track.encode()) % 1_000_000 + 1
+            yield _name_event("process_name", {"name": track}, pid=pid)
+            yield _name_event("process_sort_index", {"sort_index": len(self._tracks)}, pid=pid)
         if (pid, row) not in self._rows:
-            yield self._name_row(pid, row)
+            self._rows.add((pid, row))
+            label = f"background {row - BACKGROUND_ROW}" if row >= BACKGROUND_ROW else f"item {row}"
+            yield _name_event("thread_name", {"name": label}, pid=pid, tid=row)
         place = f'"pid":{pid},"tid":{row},"ts":{start}'
         if kind == "s":
             text = f'{{"ph":"s","cat":"lineage","name":"message","id":{extra},{place}'
         elif kind == "f":
             text = f'{{"ph":"f","bp":"e","cat":"lineage","name":"message","id":{extra},{place}'
         else:
-            text = f'{{"ph":"X","cat":"{kind}","name":{self._quoted(name)},{place},"dur":{extra}'
+            quoted = self._names.get(name)
+            if quoted is None:
+                quoted = json.dumps(name)
+                if len(self._names) < MOST_NAMES:
+                    self._names[name] = quoted
+            text = f'{{"ph":"X","cat":"{kind}","name":{quoted},{place},"dur":{extra}'
         yield depth, f'{text},"args":{{{DEPTH.decode()}{depth}}}}}'.encode()
 
-    def _quoted(self, name: str) -> str:
-        quoted = self._names.get(name)
-        if quoted is None:
-            quoted = json.dumps(name)
-            if len(self._names) < 4096:
-                self._names[name] = quoted
-        return quoted
 
-    def _name_track(self, track: str) -> Iterable[TraceLine]:
-        """The track's id depends only on its name, so a resumed run continues the same tracks."""
-        pid = self._tracks[track] = zlib.crc32(track.encode()) % 1_000_000 + 1
-        order = {"sort_index": len(self._tracks)}
-        for kind, args in (("process_name", {"name": track}), ("process_sort_index", order)):
-            yield _note(kind, args, pid=pid)
-
-    def _name_row(self, pid: int, row: int) -> TraceLine:
-        self._rows.add((pid, row))
-        name = f"background {row - BACKGROUND_ROW}" if row >= BACKGROUND_ROW else f"item {row}"
-        return _note("thread_name", {"name": name}, pid=pid, tid=row)
-
-
-def _write_at(file: BinaryIO, place: int, text: bytes) -> None:
-    file.seek(place)
-    file.write(text)
-    file.flush()
-
-
-def _note(kind: str, args: dict[str, Any], **place: int) -> TraceLine:
-    """A name event; it stays in the file at every level."""
+def _name_event(kind: str, args: dict[str, Any], **place: int) -> TraceLine:
+    """An event that names a track or a row; it stays in the file at every level."""
     return OFF, json.dumps({"ph": "M", "name": kind, **place, "args": args}).encode()
 
 
 def _head(level: int) -> bytes:
     return json.dumps({"ph": "M", "name": "flowrl", "pid": 0, "args": {"level": level}}).encode()
-
-
-def _level(head: bytes) -> int:
-    return int(json.loads(head.rstrip(b",\n"))["args"].get("level", 0))
-
-
-def _depth_of(line: bytes) -> int:
-    """The depth of an event in the file; names stay at any level, events without depth only at level 0."""
-    if line.startswith(b'{"ph": "M"'):
-        return OFF
-    _, known, depth = line.rpartition(DEPTH)
-    return int(depth[: depth.index(b"}")]) if known else 0

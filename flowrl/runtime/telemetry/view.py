@@ -95,9 +95,18 @@ class Board:
 
 def draw(board: Board) -> RenderableType:
     """The whole view: set-up lines before the first step, then the figures, nodes and edges."""
-    parts = [_figures(board)] if board.records else [_setup(board)]
+    figures = _grid(label_width=LABEL_WIDTH)
+    if board.records:
+        _add_figures(figures, board)
+    else:
+        figures.add_row("setting up", Text(clock(board.elapsed_s)))
+        for replica_id, text in board.progress.items():
+            figures.add_row(Text(replica_id, style="cyan"), Text(text))
+        _add_evaluations(figures, board)
+
+    parts: list[RenderableType] = [figures]
     if board.nodes and board.records:
-        parts += [_bottleneck(board), _nodes(board), _edges(board)]
+        parts += _draw_flow(board)
     if board.warning:
         parts.append(Text(f"! {board.warning}", style="yellow"))
     title = Text.assemble(("flowrl", "bold"), f" {board.name}")
@@ -107,37 +116,75 @@ def draw(board: Board) -> RenderableType:
     return Panel(body, title=title, title_align="left", subtitle=board.run_dir, subtitle_align="left", padding=(0, 1))
 
 
-def _setup(board: Board) -> RenderableType:
-    table = _figure_grid()
-    table.add_row("setting up", Text(clock(board.elapsed_s)))
-    for replica_id, text in board.progress.items():
-        table.add_row(Text(replica_id, style="cyan"), Text(text))
-    for task, rows in board.evaluations.items():
-        table.add_row("held-out", _held_out(task, rows))
+def _grid(*, label_width: int | None = None) -> Table:
+    """A grid of labels and figures, where a figure may take several lines; without `label_width`, a grid of names, bars
+    and their values, where names are shortened in a narrow terminal."""
+    table = Table.grid(padding=(0, 2))
+    if label_width is not None:
+        table.add_column(no_wrap=True, style="dim", width=label_width)
+        table.add_column()
+        return table
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for _ in range(3):
+        table.add_column(no_wrap=True)
     return table
 
 
-def _figures(board: Board) -> RenderableType:
-    record = board.records[-1]
-    table = _figure_grid()
-    table.add_row("step", _step(board))
-    table.add_row("reward", _reward(board))
+def _add_figures(table: Table, board: Board) -> None:
+    """The rows of a run that has finished a step."""
+    recent, record = board.records, board.records[-1]
+    seconds = record["time_s"] - recent[0]["time_s"]
+
+    step, elapsed = record["step"], clock(board.elapsed_s)
+    if board.steps is None:
+        table.add_row("step", Text(f"{step}   {elapsed}"))
+    else:
+        left = ""
+        if len(recent) > 1:  # at the pace of the last steps
+            left = f"{clock(seconds / (len(recent) - 1) * max(board.steps - step, 0))} left"
+        table.add_row("step", Text(f"{step} of {board.steps}   {elapsed}   {left}"))
+
+    reward = Text("none yet")
+    if board.rewards:
+        reward = Text(f"{board.rewards[-1]:.3f}  ")
+        reward.append(sparkline(board.rewards, SPARK_WIDTH), style="green")
+        reward.append(f"  {min(board.rewards):.3f} to {max(board.rewards):.3f}", style="dim")
+    table.add_row("reward", reward)
     if by_source := rewards_by_source(record):
         table.add_row("", Text("  ".join(f"{name} {reward:.3f}" for name, reward in by_source.items())))
-    for task, rows in board.evaluations.items():
-        table.add_row("held-out", _held_out(task, rows))
+    _add_evaluations(table, board)
     for name, values in board.judged.items():
         table.add_row("held-out", Text(f"{name} " + " → ".join(f"{value:.4g} {when}" for when, value in values)))
-    table.add_row("tokens", _tokens(board))
-    table.add_row("staleness", _staleness(board))
+
+    tokens = f"{board.generated_per_s:,.0f}/s generated"
+    if seconds > 0:
+        trained = sum(line.get("tokens_trained") or 0 for line in [*recent][1:])
+        tokens += f"   {trained / seconds:,.0f}/s trained"
+    if (length := record.get("response_tokens_mean")) is not None:
+        tokens += f"   {length:.0f} a response"
+    table.add_row("tokens", Text(tokens))
+
+    mean, largest = _number(record.get("staleness_mean")), _number(record.get("staleness_max"))
+    bound = "" if board.bound is None else f", bound {board.bound}"
+    table.add_row("staleness", Text(f"mean {mean}, max {largest}{bound}"))
     losses = ("loss", "kl", "entropy", "grad_norm", "clip_fraction")
     table.add_row("training", Text("  ".join(f"{name} {_number(record.get(name))}" for name in losses)))
     for name, text in (record.get("alarms") or {}).items():
         table.add_row("alarm", Text(f"{name}: {text}", style="bold red"))
     if board.sample is not None:
-        table.add_row("sample", _sample(board.sample))
+        table.add_row("sample", _draw_sample(board.sample))
     table.add_row("admission", Text(board.admission or "open", no_wrap=True, overflow="ellipsis"))
-    return table
+
+
+def _add_evaluations(table: Table, board: Board) -> None:
+    """One row for each task: the first figure of the first result and of the last ones, then the last one's others."""
+    for task, rows in board.evaluations.items():
+        firsts = [
+            f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}"
+            for phase, step, figures in rows
+        ]
+        others = _other_figures(rows[-1][2], task)
+        table.add_row("held-out", Text(" → ".join(firsts)).append(f"   {others}", style="dim"))
 
 
 def rewards_by_source(record: Mapping[str, Any]) -> dict[str, float]:
@@ -146,57 +193,7 @@ def rewards_by_source(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for (_, name, figure), value in parts.items() if figure == "reward_mean" and value is not None}
 
 
-def _step(board: Board) -> Text:
-    step = board.records[-1]["step"]
-    if board.steps is None:
-        return Text(f"{step}   {clock(board.elapsed_s)}")
-    return Text(f"{step} of {board.steps}   {clock(board.elapsed_s)}   {_left(board)}")
-
-
-def _left(board: Board) -> str:
-    """The estimated time for the remaining steps, at the pace of the last steps."""
-    recent = board.records
-    if len(recent) < 2 or board.steps is None:
-        return ""
-    pace = (recent[-1]["time_s"] - recent[0]["time_s"]) / (len(recent) - 1)
-    return f"{clock(pace * max(board.steps - recent[-1]['step'], 0))} left"
-
-
-def _reward(board: Board) -> Text:
-    rewards = board.rewards
-    if not rewards:
-        return Text("none yet")
-    text = Text(f"{rewards[-1]:.3f}  ")
-    text.append(sparkline(rewards, SPARK_WIDTH), style="green")
-    return text.append(f"  {min(rewards):.3f} to {max(rewards):.3f}", style="dim")
-
-
-def _held_out(task: str, rows: Sequence[Evaluated]) -> Text:
-    """The share of right answers in the first result and the last ones, and the other figures of the last result."""
-    shares = [
-        f"{_first_figure(figures)} {phase if phase != 'during' else f'at step {step}'}" for phase, step, figures in rows
-    ]
-    return Text(" → ".join(shares)).append(f"   {_other_figures(rows[-1][2], task)}", style="dim")
-
-
-def _tokens(board: Board) -> Text:
-    recent = board.records
-    text = f"{board.generated_per_s:,.0f}/s generated"
-    seconds = recent[-1]["time_s"] - recent[0]["time_s"]
-    if seconds > 0:
-        trained = sum(record.get("tokens_trained") or 0 for record in [*recent][1:])
-        text += f"   {trained / seconds:,.0f}/s trained"
-    length = recent[-1].get("response_tokens_mean")
-    return Text(text + (f"   {length:.0f} a response" if length is not None else ""))
-
-
-def _staleness(board: Board) -> Text:
-    record = board.records[-1]
-    bound = "" if board.bound is None else f", bound {board.bound}"
-    return Text(f"mean {_number(record.get('staleness_mean'))}, max {_number(record.get('staleness_max'))}{bound}")
-
-
-def _sample(row: Mapping[str, Any]) -> Text:
+def _draw_sample(row: Mapping[str, Any]) -> Text:
     """The end of a prompt and the start of its response, one line each."""
     reward = row.get("reward")
     figures = f"step {row['step']}  {row['state']}" + ("" if reward is None else f"  reward {reward:g}")
@@ -205,47 +202,22 @@ def _sample(row: Mapping[str, Any]) -> Text:
     return Text("\n").join([*lines, Text(figures)])
 
 
-def _bottleneck(board: Board) -> Text:
-    node, why = bottleneck(board.nodes, board.edges)
-    return Text.assemble("bottleneck  ", (node or "none", "bold magenta"), f"  {why}")
-
-
-def _nodes(board: Board) -> RenderableType:
-    slowest, _ = bottleneck(board.nodes, board.edges)
-    table = _bar_grid()
+def _draw_flow(board: Board) -> list[RenderableType]:
+    """The bottleneck, the nodes and the edges."""
+    slowest, why = bottleneck(board.nodes, board.edges)
+    nodes = _grid()
     for now in board.nodes:
         name = Text(now.node, style="bold magenta" if now.node == slowest else "cyan")
         replicas = f"×{now.num_replicas}" if now.num_replicas > 1 else ""
-        table.add_row(name, replicas, bar(now.busy), f"{now.busy:4.0%} busy")
-    return table
-
-
-def _edges(board: Board) -> RenderableType:
-    table = _bar_grid()
-    table.add_row(*(Text(head, style="dim") for head in ("edge", "full", "depth", "sender waits")))
+        nodes.add_row(name, replicas, bar(now.busy), f"{now.busy:4.0%} busy")
+    edges = _grid()
+    edges.add_row(*(Text(head, style="dim") for head in ("edge", "full", "depth", "sender waits")))
     for edge in board.edges:
         capacity = board.capacities.get(edge.edge, 0) * edge.num_lanes
         depth = f"{edge.depth}/{capacity}" if capacity else f"{edge.depth}"
         waits = Text(f"{edge.blocked:.0%}", style="yellow" if edge.blocked >= 0.5 else "")
-        table.add_row(edge.edge, bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
-    return table
-
-
-def _figure_grid() -> Table:
-    """A grid of labels and figures; a figure may take several lines."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="dim", width=LABEL_WIDTH)
-    table.add_column()
-    return table
-
-
-def _bar_grid() -> Table:
-    """A grid of names, bars and their values; names are shortened in a narrow terminal."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    return table
+        edges.add_row(edge.edge, bar(edge.depth / capacity, 10) if capacity else "", depth, waits)
+    return [Text.assemble("bottleneck  ", (slowest or "none", "bold magenta"), f"  {why}"), nodes, edges]
 
 
 def bar(fraction: float, width: int = BAR_WIDTH) -> Text:
@@ -443,31 +415,25 @@ class PlainView:
         names = ("reward_mean", "loss", "kl", "staleness_max", "tokens_generated", "tokens_trained")
         figures = "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
         by_source = "".join(f"  {name} {reward:.4g}" for name, reward in rewards_by_source(record).items())
-        self._print(f"step {record['step']}{of}  {figures}{by_source}{self._bottleneck()}")
+        limiting = ""
+        if self._statistics is not None:
+            node, why = bottleneck(self._statistics.nodes(), self._statistics.edges())
+            limiting = f"  bottleneck {node} ({why})" if node else ""
+        self._print(f"step {record['step']}{of}  {figures}{by_source}{limiting}")
         self.held_out(record)
-        self._alarms(record.get("alarms") or {})
-
-    def held_out(self, record: Mapping[str, Any]) -> None:
-        for when, found in judged(record):
-            self._print(f"held-out {when}: {'  '.join(f'{name} {value:.4g}' for name, value in found.items())}")
-
-    def _alarms(self, ringing: Mapping[str, str]) -> None:
-        """Print the alarms that start and those that end."""
+        ringing = record.get("alarms") or {}
         for name in ringing.keys() - self._ringing:
             self._print(f"alarm: {name}: {ringing[name]}")
         for name in self._ringing - ringing.keys():
             self._print(f"alarm over: {name}")
         self._ringing = set(ringing)
 
+    def held_out(self, record: Mapping[str, Any]) -> None:
+        for when, found in judged(record):
+            self._print(f"held-out {when}: {'  '.join(f'{name} {value:.4g}' for name, value in found.items())}")
+
     def statistics(self, statistics: Statistics, admission: Callable[[], str]) -> None:
         self._statistics = statistics
-
-    def _bottleneck(self) -> str:
-        """The bottleneck, as text for a step's line."""
-        if self._statistics is None:
-            return ""
-        node, why = bottleneck(self._statistics.nodes(), self._statistics.edges())
-        return f"  bottleneck {node} ({why})" if node else ""
 
     def evaluation(self, phase: str, step: int, figures: Mapping[str, float], task: str = "") -> None:
         self._print(f"held-out {evaluation_text(phase, step, figures, task)}")

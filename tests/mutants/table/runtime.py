@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         name="lost_answers_unbooked",
         fault="what a generator had answered and not booked when its process died is booked by nobody",
-        function="_call",
+        function="_connect_call",
         before="answered = (ledger.answered,) if calls[0].types[0] == type_name(Turn) else ()",
         after="answered = ()",
         test="tests/runtime/runs/test_runtime_losses.py::test_a_process_that_dies_costs_requests_and_no_episode",
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         name="set_up_at_once",
         fault="nodes on a GPU in turns are set up at the same time",
-        function="ProcessEngine._set_up_nodes",
+        function="ProcessEngine.setup",
         before="async with self._lease.setting_up(nodes, on_devices=bool(self.spec.places[0].gpus)):",
         after="async with self._lease.setting_up(nodes, on_devices=False):",
         test="tests/runtime/checkpoints/test_device_leases.py::test_one_node_is_on_the_device_from_its_set_up_to_the_last_checkpoint[0-1]",
