@@ -37,22 +37,26 @@ def rows_text(rows: Sequence[SampleRow]) -> Iterator[Text]:
 
 def sample_text(row: SampleRow) -> Iterator[Text]:
     """One sample."""
-    yield Text(f"{shown(row['sample_id'])}  {_facts(row)}", style="red" if row["state"] == "failed" else "bold")
-    yield from _marked("| ", row["prompt"], "dim")
-    yield from _marked("> ", row["response"], "cyan")
+    yield Text(f"{shown(row['sample_id'])}  {_sample_facts(row)}", style="red" if row["state"] == "failed" else "bold")
+    yield from _mark_lines("| ", row["prompt"], "dim")
+    yield from _mark_lines("> ", row["response"], "cyan")
 
 
 def pair_text(before: SampleRow, after: SampleRow) -> Iterator[Text]:
     """Two answers to one prompt, and what differs, line by line."""
-    yield Text(f"{shown(after['prompt_id'])}  {_change(before, after)}", style="bold")
-    yield from _marked("| ", after["prompt"], "dim")
-    lines = _compared(shown(before["response"]).split("\n"), shown(after["response"]).split("\n"))
+    old, new = (
+        f"step {row['step']}: {'no reward' if row['reward'] is None else format(row['reward'], 'g')}"
+        for row in (before, after)
+    )
+    yield Text(f"{shown(after['prompt_id'])}  {old}  ->  {new}", style="bold")
+    yield from _mark_lines("| ", after["prompt"], "dim")
+    lines = _compare_lines(shown(before["response"]).split("\n"), shown(after["response"]).split("\n"))
     styles = {"- ": "red", "+ ": "green", "  ": ""}
     yield from (Text(line, style=styles[line[:2]]) for line in lines if line[:2] in styles)
     yield Text("")
 
 
-def _compared(before: list[str], after: list[str]) -> Iterator[str]:
+def _compare_lines(before: list[str], after: list[str]) -> Iterator[str]:
     """The lines of both texts, each after "- ", "+ " or "  ". Only in short texts are similar lines put together."""
     if max(len(before), len(after)) <= MOST_ALIGNED:
         yield from difflib.ndiff(before, after)
@@ -63,15 +67,7 @@ def _compared(before: list[str], after: list[str]) -> Iterator[str]:
         yield from (f"+ {line}" for line in after[first:last] if not same)
 
 
-def _change(before: SampleRow, after: SampleRow) -> str:
-    sides = (
-        f"step {row['step']}: {'no reward' if row['reward'] is None else format(row['reward'], 'g')}"
-        for row in (before, after)
-    )
-    return "  ->  ".join(sides)
-
-
-def _facts(row: SampleRow) -> str:
+def _sample_facts(row: SampleRow) -> str:
     state = row["state"] + (f": {row['reason']}" if row["reason"] else "")
     phase = "" if row["phase"] == "train" else f" {row['phase']} training{', ' + row['task'] if row['task'] else ''}"
     found = [f"step {row['step']}", state + phase]
@@ -88,7 +84,7 @@ def _facts(row: SampleRow) -> str:
     return "  ".join(found)
 
 
-def _marked(mark: str, text: str, style: str) -> Iterator[Text]:
+def _mark_lines(mark: str, text: str, style: str) -> Iterator[Text]:
     return (Text.assemble((mark, "dim"), (line, style)) for line in shown(text).split("\n"))
 
 
@@ -117,82 +113,66 @@ def blocks_of(sequences: Sequence[Mapping[str, Any]]) -> list[list[Block]]:
     turns: dict[int | None, int] = {}
     start = 0
     for sequence in sequences:
-        seat = sequence["seat"]
-        found.append(_of_sequence(sequence, turns.get(seat, 0), start))
-        turns[seat] = turns.get(seat, 0) + sum(block.sampled for block in found[-1])
+        seat, blocks, place = sequence["seat"], list[Block](), 0
+        turn = turns.get(seat, 0)
+        for size, version in sequence["spans"]:
+            sampled = version != FED
+            if not blocks or blocks[-1].sampled != sampled:
+                if not blocks or not sampled:
+                    turn += 1
+                blocks.append(Block(sampled, turn, start + place))
+            blocks[-1].pieces.append(("".join(sequence["pieces"][place : place + size]), version))
+            blocks[-1].num_tokens += size
+            place += size
+        found.append(blocks)
+        turns[seat] = turns.get(seat, 0) + sum(block.sampled for block in blocks)
         start += len(sequence["pieces"])
     return found
 
 
-def _of_sequence(sequence: Mapping[str, Any], turn: int, start: int) -> list[Block]:
-    """The blocks of one sequence. The sequences before it contain `turn` replies of its seat and `start` tokens."""
-    blocks: list[Block] = []
-    place = 0
-    for size, version in sequence["spans"]:
-        sampled = version != FED
-        if not blocks or blocks[-1].sampled != sampled:
-            if not blocks or not sampled:
-                turn += 1
-            blocks.append(Block(sampled, turn, start + place))
-        blocks[-1].pieces.append(("".join(sequence["pieces"][place : place + size]), version))
-        blocks[-1].num_tokens += size
-        place += size
-    return blocks
-
-
 def attempt_text(record: Mapping[str, Any]) -> Iterator[Text]:
     """One kept attempt, line by line."""
-    yield Text(_heading(record), style="bold")
+    cut = f"cut off by {record['cut']}" if record["cut"] else "ended"
+    end = f"failed: {record['cause']}" if record["cause"] else f"{cut}, reward {record['reward']:g}"
+    heading = f"attempt {record['attempt']}  {end}  ({record['turns']} turns, {record['seconds']:.1f} s)"
+    yield Text(heading, style="bold")
+
+    sequences = record["sequences"]
     seats: set[int | None] = set()
-    for number, (sequence, blocks) in enumerate(
-        zip(record["sequences"], blocks_of(record["sequences"]), strict=True), start=1
-    ):
-        if len(record["sequences"]) > 1 or sequence["seat"] is not None:
-            yield Text(f"sequence {number}{_seat(sequence, record)}", style="bold")
-        yield from _sequence_lines(blocks, sequence["roles"], record, first=sequence["seat"] not in seats)
-        seats.add(sequence["seat"])
+    for number, (sequence, blocks) in enumerate(zip(sequences, blocks_of(sequences), strict=True), start=1):
+        seat = sequence["seat"]
+        if len(sequences) > 1 or seat is not None:
+            whose = "" if seat is None else f"  seat {seat}  reward {dict(record['seat_rewards'])[seat]:g}"
+            yield Text(f"sequence {number}{whose}", style="bold")
+        for index, block in enumerate(blocks):
+            # Later sequences of a seat begin with text that earlier ones also have.
+            again = not index and seat in seats
+            facts = (
+                _sampled_facts(block, record) if block.sampled else _fed_facts(block, sequence["roles"], again=again)
+            )
+            yield Text(facts, style="dim")
+            yield from _block_lines(block)
+        seats.add(seat)
+
     if record["metrics"]:
         yield Text("metrics  " + "  ".join(f"{name} {value:g}" for name, value in record["metrics"].items()))
     if record["text"]:
         yield from (Text(f"! {shown(line)}", style="red") for line in record["text"].split("\n"))
 
 
-def _heading(record: Mapping[str, Any]) -> str:
-    cut = f"cut off by {record['cut']}" if record["cut"] else "ended"
-    end = f"failed: {record['cause']}" if record["cause"] else f"{cut}, reward {record['reward']:g}"
-    return f"attempt {record['attempt']}  {end}  ({record['turns']} turns, {record['seconds']:.1f} s)"
-
-
-def _seat(sequence: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """The seat of a sequence, and the reward of this seat; "" in an environment of one seat."""
-    if (seat := sequence["seat"]) is None:
-        return ""
-    return f"  seat {seat}  reward {dict(record['seat_rewards'])[seat]:g}"
-
-
-def _sequence_lines(
-    blocks: Sequence[Block], roles: Sequence[list[str]], record: Mapping[str, Any], *, first: bool
-) -> Iterator[Text]:
-    """A heading and the text of each block, line by line.
+def _fed_facts(block: Block, roles: Sequence[list[str]], *, again: bool) -> str:
+    """The facts of a fed block.
 
     `roles`: for each reply of the seat, in all its sequences, the roles of the messages before it; [] if not known.
-    `first`: this is the seat's first sequence; later ones begin with text that earlier ones also have.
+    `again`: the block begins with text that earlier sequences also have.
     """
-    for number, block in enumerate(blocks):
-        facts = _sampled(block, record) if block.sampled else _fed(block, roles, again=not number and not first)
-        yield Text(facts, style="dim")
-        yield from _lines(block)
-
-
-def _fed(block: Block, roles: Sequence[list[str]], *, again: bool) -> str:
-    """The facts of a fed block. `again`: it begins with text that earlier sequences also have."""
     before = block.turn - 1
     found = roles[before] if before < len(roles) else []
     whose = ["context"] * (again or not found) + found
     return f"turn {block.turn}  {', '.join(whose)}  {block.num_tokens} tokens"
 
 
-def _sampled(block: Block, record: Mapping[str, Any]) -> str:
+def _sampled_facts(block: Block, record: Mapping[str, Any]) -> str:
     versions = ", ".join(dict.fromkeys(f"v{version}" for _, version in block.pieces))
     end = block.start + block.num_tokens
     given = [reward for place, reward in record["rewards"] if block.start <= place < end]
@@ -200,7 +180,7 @@ def _sampled(block: Block, record: Mapping[str, Any]) -> str:
     return f"turn {block.turn}  policy  {block.num_tokens} tokens  {versions}{rewards}"
 
 
-def _lines(block: Block) -> Iterator[Text]:
+def _block_lines(block: Block) -> Iterator[Text]:
     """The block's text; a mark at the start of each line shows whether it was sampled or fed."""
     text = Text()
     for number, (piece, version) in enumerate(block.pieces):
@@ -236,11 +216,11 @@ class BookedSample:
 
 def booked_sample(run_dir: Path, sample_id: str) -> BookedSample | None:
     """What is booked for a sample; None if the run has none with that id. Raises ConfigError without a ledger."""
-    with _reading(run_dir) as db:
-        row = _one(db, "SELECT * FROM samples WHERE sample_id = ?", sample_id)
+    with _open_ledger(run_dir) as db:
+        row = _fetch_row(db, "SELECT * FROM samples WHERE sample_id = ?", sample_id)
         if row is None:
             return None
-        episode = _one(db, "SELECT * FROM episodes WHERE sample_id = ?", sample_id)
+        episode = _fetch_row(db, "SELECT * FROM episodes WHERE sample_id = ?", sample_id)
         void = db.execute("SELECT * FROM attempts WHERE sample_id = ? ORDER BY rowid", (sample_id,)).fetchall()
     return BookedSample(row, episode, [dict(found) for found in void])
 
@@ -248,7 +228,7 @@ def booked_sample(run_dir: Path, sample_id: str) -> BookedSample | None:
 def booked_states(run_dir: Path, sample_ids: Sequence[str]) -> dict[str, str]:
     """Sample -> its state with the reason, for those that the ledger has. Raises ConfigError without a ledger."""
     found: dict[str, str] = {}
-    with _reading(run_dir) as db:
+    with _open_ledger(run_dir) as db:
         for start in range(0, len(sample_ids), AT_ONCE):
             part = sample_ids[start : start + AT_ONCE]
             marks = ", ".join("?" * len(part))
@@ -262,13 +242,13 @@ def state_text(state: str, reason: str | None) -> str:
     return state if reason is None else f"{state}: {reason}"
 
 
-def _one(db: sqlite3.Connection, query: str, sample_id: str) -> Mapping[str, Any] | None:
+def _fetch_row(db: sqlite3.Connection, query: str, sample_id: str) -> Mapping[str, Any] | None:
     row = db.execute(query, (sample_id,)).fetchone()
     return None if row is None else dict(row)
 
 
 @contextmanager
-def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
+def _open_ledger(run_dir: Path) -> Iterator[sqlite3.Connection]:
     """A connection to a run's ledger whose rows have names; what SQLite cannot read becomes a ConfigError."""
     path = run_dir / LEDGER
     if not path.is_file():
@@ -286,7 +266,7 @@ HEADS = ("sample", "state", "attempts", "turns", "reward", "ended by")
 
 def show(run_dir: Path, sample_id: str | None, console: Console) -> None:
     """Print one sample, or the list of the episodes kept. Raises ConfigError if there is nothing to print."""
-    lines = _list(run_dir) if sample_id is None else _sample(run_dir, sample_id)
+    lines = _list_episodes(run_dir) if sample_id is None else _show_sample(run_dir, sample_id)
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 
@@ -294,7 +274,7 @@ def show(run_dir: Path, sample_id: str | None, console: Console) -> None:
 # The list
 
 
-def _list(run_dir: Path) -> Iterator[Text]:
+def _list_episodes(run_dir: Path) -> Iterator[Text]:
     """The episodes, newest first."""
     attempts: dict[str, list[EpisodeRow]] = {}
     for record in read_kept(run_dir):
@@ -306,14 +286,14 @@ def _list(run_dir: Path) -> Iterator[Text]:
             "--keep-episodes 0; flowrl samples RUN shows samples of any kind, and flowrl show RUN SAMPLE one of them"
         )
     newest = sorted(attempts.items(), key=lambda item: float(item[1][-1]["ended_s"]), reverse=True)
-    rows = [_row(sample_id, mine, states.get(sample_id, "not in the ledger")) for sample_id, mine in newest]
+    rows = [_episode_row(sample_id, mine, states.get(sample_id, "not in the ledger")) for sample_id, mine in newest]
     widths = [max(len(row[column]) for row in (HEADS, *rows)) for column in range(len(HEADS))]
-    yield Text(_aligned(HEADS, widths), style="bold")
+    yield Text(_align_cells(HEADS, widths), style="bold")
     for row in rows:
-        yield Text(_aligned(row, widths), style="red" if "failed" in row[1] else "")
+        yield Text(_align_cells(row, widths), style="red" if "failed" in row[1] else "")
 
 
-def _row(sample_id: str, records: Sequence[EpisodeRow], state: str) -> tuple[str, ...]:
+def _episode_row(sample_id: str, records: Sequence[EpisodeRow], state: str) -> tuple[str, ...]:
     last = records[-1]
     reward = "" if last["reward"] is None else f"{last['reward']:g}"
     causes = dict.fromkeys(record["cause"] for record in records if record["cause"])
@@ -321,43 +301,38 @@ def _row(sample_id: str, records: Sequence[EpisodeRow], state: str) -> tuple[str
     return shown(sample_id), state, str(last["attempt"] + 1), str(last["turns"]), reward, ends
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 # One sample
 
 
-def _sample(run_dir: Path, sample_id: str) -> Iterator[Text]:
+def _show_sample(run_dir: Path, sample_id: str) -> Iterator[Text]:
     booked, records = booked_sample(run_dir, sample_id), read_kept(run_dir, sample_id)
     if booked is None and not records:
-        raise ConfigError(f"{run_dir} has no sample {sample_id!r}; {_hint(run_dir, sample_id)}")
+        known = list(dict.fromkeys(record["sample_id"] for record in read_kept(run_dir)))
+        near = difflib.get_close_matches(sample_id, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"flowrl show {run_dir} lists the episodes that are kept"
+        raise ConfigError(f"{run_dir} has no sample {sample_id!r}; {hint}")
     environment = next((f"  {record['environment']}" for record in records if record["environment"]), "")
     yield Text(f"sample {shown(sample_id)}{environment}", style="bold")
     if booked is not None:
-        yield from (Text(line) for line in _booked(booked))
+        yield from (Text(line) for line in _ledger_lines(booked))
     for record in records:
         yield Text("")
         yield from attempt_text(record)
     if not records:
         yield Text("")
-        kept = find_sample(run_dir, sample_id)
-        yield from [Text(_why_without_text(booked))] if kept is None else sample_text(kept)
+        if (kept := find_sample(run_dir, sample_id)) is not None:
+            yield from sample_text(kept)
+        elif booked is not None and booked.episode is None and not booked.void:
+            yield Text("Its text is not kept: --keep-samples says which samples are.")
+        else:
+            yield Text("Its text is not kept: --keep-episodes sets how many of the last ones are.")
 
 
-def _hint(run_dir: Path, sample_id: str) -> str:
-    known = list(dict.fromkeys(record["sample_id"] for record in read_kept(run_dir)))
-    near = difflib.get_close_matches(sample_id, known, 1)
-    return f"did you mean {near[0]}?" if near else f"flowrl show {run_dir} lists the episodes that are kept"
-
-
-def _why_without_text(booked: BookedSample | None) -> str:
-    if booked is not None and booked.episode is None and not booked.void:
-        return "Its text is not kept: --keep-samples says which samples are."
-    return "Its text is not kept: --keep-episodes sets how many of the last ones are."
-
-
-def _booked(booked: BookedSample) -> Iterator[str]:
+def _ledger_lines(booked: BookedSample) -> Iterator[str]:
     """What the ledger says, in a few lines."""
     sample = booked.sample
     step = "" if sample["step"] is None else f" in step {sample['step']}"
@@ -367,7 +342,7 @@ def _booked(booked: BookedSample) -> Iterator[str]:
         f"tokens     {sample['prompt_tokens']} of the prompt, {sample['response_tokens']} sampled, "
         f"{sample['trained_tokens']} trained, {sample['stale_tokens']} too old, {sample['redone_tokens']} redone"
     )
-    yield f"staleness  {_staleness(sample)}"
+    yield f"staleness  {_describe_staleness(sample)}"
     if (episode := booked.episode) is not None:
         cut = f", cut off by {episode['truncated']}" if episode["truncated"] else ""
         yield f"episode    {episode['attempts']} attempts, {episode['turns']} turns{cut}, {episode['seconds']:.1f} s"
@@ -375,7 +350,7 @@ def _booked(booked: BookedSample) -> Iterator[str]:
         yield f"void       attempt {void['attempt']}: {void['cause']} (incarnation {void['incarnation']})"
 
 
-def _staleness(sample: Mapping[str, Any]) -> str:
+def _describe_staleness(sample: Mapping[str, Any]) -> str:
     if sample["oldest_version"] is None:
         return f"admitted at version {sample['born_version']}, nothing sampled"
     sampled = f"sampled by versions {sample['oldest_version']} to {sample['newest_version']}"

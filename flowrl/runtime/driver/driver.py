@@ -212,7 +212,7 @@ class Driver:
             FlowrlError(
                 f"--term-minutes {self.job.options.term_minutes:g} are over, and the run has not ended in order; it "
                 f"ends without a new checkpoint: {goes_on}.\nWhen it was last looked at:\n"
-                f"{self.lookout.last_described()}"
+                f"{self.lookout.describe_last()}"
             )
         )
 
@@ -307,7 +307,7 @@ class Driver:
 
     async def _at_batch_end(self, version: int) -> None:
         """The trainers wait at the end of the batch that made `version`: do what is due there."""
-        await self.records.accounting.booked()
+        await self.records.accounting.bookings.done()
         await self.phases.taken(version)
         if self.checkpoints.is_due(version):
             await self.checkpoints.at_batch_end(version)

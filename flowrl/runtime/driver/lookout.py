@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flowrl.errors import LaneFailed, Stalled
 from flowrl.graph.analysis.plan import Plan
 from flowrl.runtime.driver.run_processes import RunProcesses
 from flowrl.wire.endpoint import Endpoint
+from flowrl.runtime.ledger.accounting import Accounting
 
 STALL_S = 120.0
 DRIVER = "the driver"
@@ -56,19 +57,15 @@ class Topology:
         producers: dict[str, list[str]] = {}
         servers: dict[str, list[str]] = {}
         for edge in plan.edges:
-            producers.setdefault(edge.into, []).append(_owner(edge.out))
+            producers.setdefault(edge.into, []).append(_node_of_port(edge.out))
             if edge.kind == "call":
-                servers.setdefault(edge.out, []).append(_owner(edge.into))
+                servers.setdefault(edge.out, []).append(_node_of_port(edge.into))
         return Topology(
             producers={port: tuple(nodes) for port, nodes in producers.items()},
-            consumers={edge.name: (_owner(edge.into),) for edge in plan.edges},
+            consumers={edge.name: (_node_of_port(edge.into),) for edge in plan.edges},
             servers={port: tuple(nodes) for port, nodes in servers.items()},
             ticket_holders=tuple(dict.fromkeys(policy for _, policy in plan.consumers)),
         )
-
-    def others(self, kind: str, what: str) -> tuple[str, ...]:
-        """The nodes that can end such a wait, as named in reports."""
-        return self.ticket_holders if kind == "ticket" else self.enders(kind, what)
 
     def enders(self, kind: str, what: str) -> tuple[str, ...]:
         """The nodes that can end such a wait; or the driver, for all nodes, as it may move when any node has moved."""
@@ -76,7 +73,7 @@ class Topology:
         return known.get(what, (DRIVER,))
 
 
-def _owner(port: str) -> str:
+def _node_of_port(port: str) -> str:
     return port.split(".")[0]
 
 
@@ -87,24 +84,26 @@ def deadlocked(reports: Iterable[ReplicaReport], topology: Topology, *, driver: 
     """
     by_node: dict[str, list[ReplicaReport]] = {}
     for report in reports:
-        by_node.setdefault(_node(report), []).append(report)
-    stuck = {node for node, replicas in by_node.items() if not any(map(_moves_by_itself, replicas))}
+        by_node.setdefault(_node_of_report(report), []).append(report)
+    stuck = {node for node, replicas in by_node.items() if not any(map(_can_move, replicas))}
     if not driver and len(stuck) == len(by_node):
         stuck.add(DRIVER)
-    while free := {node for node in stuck if not _enders(by_node.get(node, ()), topology) <= stuck}:
+    while free := {
+        node
+        for node in stuck
+        for report in by_node.get(node, ())
+        for kind, what, _ in report["waits"]
+        if not stuck.issuperset(topology.enders(kind, what))
+    }:
         stuck -= free
     return {str(r["replica_id"]) for node in stuck for r in by_node.get(node, ()) if not r["ended"]}
 
 
-def _moves_by_itself(report: ReplicaReport) -> bool:
+def _can_move(report: ReplicaReport) -> bool:
     return bool(report["alive"]) or not (report["waits"] or report["ended"])
 
 
-def _enders(replicas: Iterable[ReplicaReport], topology: Topology) -> set[str]:
-    return {ender for report in replicas for kind, what, _ in report["waits"] for ender in topology.enders(kind, what)}
-
-
-def _node(report: ReplicaReport) -> str:
+def _node_of_report(report: ReplicaReport) -> str:
     return str(report["replica_id"]).split("/")[0]
 
 
@@ -114,17 +113,21 @@ def wait_for_cycle(waits: Mapping[str, Sequence[tuple[str, str]]], topology: Top
     `waits` maps a node name to its (kind, what) waits.
     """
     steps = {
-        node: [(other, kind, what) for kind, what in held for other in topology.others(kind, what)]
+        node: [
+            (other, kind, what)
+            for kind, what in held
+            for other in (topology.ticket_holders if kind == "ticket" else topology.enders(kind, what))
+        ]
         for node, held in waits.items()
     }
     for start in steps:
-        path = _path_back(start, start, steps, {start})
+        path = _find_path_back(start, start, steps, {start})
         if path:
             return [f"{node} waits for {kind} of {what}, held up by {other}" for node, other, kind, what in path]
     return []
 
 
-def _path_back(
+def _find_path_back(
     node: str, goal: str, steps: Mapping[str, list[tuple[str, str, str]]], seen: set[str]
 ) -> list[tuple[str, str, str, str]]:
     for other, kind, what in steps.get(node, ()):
@@ -132,7 +135,7 @@ def _path_back(
             return [(node, other, kind, what)]
         if other not in seen:
             seen.add(other)
-            rest = _path_back(other, goal, steps, seen)
+            rest = _find_path_back(other, goal, steps, seen)
             if rest:
                 return [(node, other, kind, what), *rest]
     return []
@@ -141,17 +144,17 @@ def _path_back(
 def describe(reports: Iterable[ReplicaReport], topology: Topology) -> str:
     """What each node does or waits for, after the cycle of nodes that only wait for each other, if there is one."""
     reports = list(reports)
-    moving = {_node(report) for report in reports if _moves_by_itself(report)}
+    moving = {_node_of_report(report) for report in reports if _can_move(report)}
     waits: dict[str, list[tuple[str, str]]] = {}
     for report in reports:
-        if (node := _node(report)) not in moving:
+        if (node := _node_of_report(report)) not in moving:
             waits.setdefault(node, []).extend((kind, what) for kind, what, _ in report["waits"])
     cycle = wait_for_cycle(waits, topology)
     head = ["wait-for cycle:", *(f"  {line}" for line in cycle)] if cycle else []
-    return "\n".join([*head, "every node:", *(f"  {_line(report)}" for report in reports)])
+    return "\n".join([*head, "every node:", *(f"  {_describe_report(report)}" for report in reports)])
 
 
-def _line(report: ReplicaReport) -> str:
+def _describe_report(report: ReplicaReport) -> str:
     if report["ended"]:
         return f"{report['replica_id']} has ended"
     waits = "; ".join(f"{kind} of {what} for {for_s:.0f} s" for kind, what, for_s in report["waits"])
@@ -196,13 +199,6 @@ REPORT_AFTER_S = 10.0
 SILENT = "it is stopped, or its code does not release the GIL"
 
 
-class AccountingState(Protocol):
-    """The part of the accounting that the lookout reads: its pending records may move the run."""
-
-    def is_booking(self) -> bool: ...
-    async def booked(self) -> None: ...
-
-
 class Lookout:
     """Watches the processes of one run.
 
@@ -226,21 +222,21 @@ class Lookout:
         self._last: list[ReplicaReport] = []
         """The reports of the last look."""
         self._doing: list[str] = []
-        self.accounting: AccountingState | None = None
+        self.accounting: Accounting | None = None
         """The accounting; None until it is opened."""
         self._blocking: set[str] = set()
         """Lines of code already reported as blocking an event loop."""
         self._report_host_at_s: dict[str, float] = {}
         """Silent process -> length of silence, in seconds, at which the next warning is due."""
-        endpoint.on("ping", self._ping)
-        endpoint.on("progress", self._progress)
+        endpoint.on("ping", self._answer_ping)
+        endpoint.on("progress", self._note_progress)
 
-    async def _ping(self, host: str, body: Any) -> None:
+    async def _answer_ping(self, host: str, body: Any) -> None:
         """The reply proves that everything `host` sent before has arrived and is booked."""
         if self.accounting is not None:
-            await self.accounting.booked()
+            await self.accounting.bookings.done()
 
-    def _progress(self, host: str, body: Any) -> None:
+    def _note_progress(self, host: str, body: Any) -> None:
         """A node that reports progress may be slow, but is not stuck."""
         self._standstill.moved(time.monotonic())
         self._show_progress(body["node"], body["text"])
@@ -261,74 +257,12 @@ class Lookout:
             await self.look()
 
     async def look(self) -> None:
-        reports = self._last = await self._reports()
-        self._report_blocking(reports)
-        self._report_silence()
-        if self._stuck(reports) and (proof := await self._proof()):
-            raise Stalled(f"the run is deadlocked: no node works and nothing is in flight.\n{proof}")
-        if (for_s := self._standstill.look(reports, time.monotonic())) is not None:
-            self._warn(f"nothing has moved for {for_s:.0f} s.\n{self._described(reports)}")
-
-    async def describe(self) -> str:
-        """What every node and the driver do and wait for. Takes at most some seconds, in any state of the processes."""
-        return self._described(await self._reports())
-
-    def last_described(self) -> str:
-        """As `describe`, of at most LOOK_EVERY_S ago and without asking: for a caller that cannot wait."""
-        return self._described(self._last)
-
-    def _described(self, reports: list[ReplicaReport]) -> str:
-        return "\n".join([describe(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)])
-
-    # Deadlocks
-
-    def _stuck(self, reports: list[ReplicaReport]) -> set[str]:
-        booking = ["bookings"] if self.accounting is not None and self.accounting.is_booking() else []
-        return deadlocked(reports, self._topology, driver=[*self._doing, *booking])
-
-    async def _proof(self) -> str:
-        """What the deadlocked nodes wait for; "" if no deadlock is proven."""
-        first = await self._reports()
-        if not self._stuck(first) or not await self._flushed():
-            return ""
-        second = await self._reports()
-        stuck = self._stuck(first) & self._stuck(second)
-        moved = {report["replica_id"] for report in first} - _unmoved(first, second)
-        return "" if not stuck or stuck & moved else self._described(second)
-
-    async def _flushed(self) -> bool:
-        """Whether everything in transit between any two processes has arrived."""
-        hosts = list(self._hosts)
-        body = {"peers": [*hosts, self._endpoint.host]}
-        try:
-            async with asyncio.timeout(FLUSHED_WITHIN_S):
-                for _ in range(FLUSHES):
-                    await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
-        except (TimeoutError, LaneFailed):  # `RunProcesses` reports the death of a process
-            return False
-        return True
-
-    # Processes
-
-    async def _reports(self) -> list[ReplicaReport]:
-        """The reports of all replicas. Replicas in a silent process count as alive."""
-        answered, silent = await self._hosts.reports()
-        reports: list[ReplicaReport] = [*answered]
-        unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
-        for replica_id, host in unknown:
-            text = f"its process, host {host!r}, has not answered for {silent[host]:.0f} s: {SILENT}"
-            reports.append({"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False})
-        return reports
-
-    def _report_blocking(self, reports: list[ReplicaReport]) -> None:
-        """Name code that blocks an event loop now, once per line; the process reports the duration afterwards."""
-        for report in reports:
+        reports = self._last = await self._ask_for_reports()
+        for report in reports:  # name code that blocks an event loop now, once per line
             if (where := report.get("still")) and where not in self._blocking:
                 self._blocking.add(where)
                 self._warn(f"{report['replica_id']}: its event loop is blocked at {where}")
 
-    def _report_silence(self) -> None:
-        """Warn about silent processes at doubling intervals, and report when they answer again."""
         silent = self._hosts.silent()
         for host in [host for host in self._report_host_at_s if host not in silent]:
             del self._report_host_at_s[host]
@@ -340,8 +274,58 @@ class Lookout:
                 nodes = ", ".join(self._hosts.replica_ids(host))
                 self._warn(f"host {host!r} ({nodes}) has not answered for {for_s:.0f} s: {SILENT}")
 
+        if self._find_stuck(reports) and (proof := await self._prove_deadlock()):
+            raise Stalled(f"the run is deadlocked: no node works and nothing is in flight.\n{proof}")
+        if (standstill_s := self._standstill.look(reports, time.monotonic())) is not None:
+            self._warn(f"nothing has moved for {standstill_s:.0f} s.\n{self._describe_all(reports)}")
 
-def _unmoved(first: list[ReplicaReport], second: list[ReplicaReport]) -> set[str]:
-    """The replicas that have not moved between two looks."""
-    before = {report["replica_id"]: report["moves"] for report in first}
-    return {report["replica_id"] for report in second if before.get(report["replica_id"]) == report["moves"]}
+    async def describe(self) -> str:
+        """What every node and the driver do and wait for. Takes at most some seconds, in any state of the processes."""
+        return self._describe_all(await self._ask_for_reports())
+
+    def describe_last(self) -> str:
+        """As `describe`, of at most LOOK_EVERY_S ago and without asking: for a caller that cannot wait."""
+        return self._describe_all(self._last)
+
+    def _describe_all(self, reports: list[ReplicaReport]) -> str:
+        return "\n".join([describe(reports, self._topology), *(f"  the driver: {what}" for what in self._doing)])
+
+    # Deadlocks
+
+    def _find_stuck(self, reports: list[ReplicaReport]) -> set[str]:
+        booking = ["bookings"] if self.accounting is not None and self.accounting.bookings.busy else []
+        return deadlocked(reports, self._topology, driver=[*self._doing, *booking])
+
+    async def _prove_deadlock(self) -> str:
+        """What the deadlocked nodes wait for; "" if no deadlock is proven."""
+        first = await self._ask_for_reports()
+        if not self._find_stuck(first):
+            return ""
+
+        # Everything in transit between any two processes has to arrive.
+        hosts = list(self._hosts)
+        body = {"peers": [*hosts, self._endpoint.host]}
+        try:
+            async with asyncio.timeout(FLUSHED_WITHIN_S):
+                for _ in range(FLUSHES):
+                    await asyncio.gather(*(self._endpoint.request(host, "flush", body) for host in hosts))
+        except (TimeoutError, LaneFailed):  # `RunProcesses` reports the death of a process
+            return ""
+
+        second = await self._ask_for_reports()
+        stuck = self._find_stuck(first) & self._find_stuck(second)
+        moves = {report["replica_id"]: report["moves"] for report in second}
+        moved = {report["replica_id"] for report in first if moves.get(report["replica_id"]) != report["moves"]}
+        return "" if not stuck or stuck & moved else self._describe_all(second)
+
+    # Processes
+
+    async def _ask_for_reports(self) -> list[ReplicaReport]:
+        """The reports of all replicas. Replicas in a silent process count as alive."""
+        answered, silent = await self._hosts.reports()
+        reports: list[ReplicaReport] = [*answered]
+        unknown = [(replica_id, host) for host in silent for replica_id in self._hosts.replica_ids(host)]
+        for replica_id, host in unknown:
+            text = f"its process, host {host!r}, has not answered for {silent[host]:.0f} s: {SILENT}"
+            reports.append({"replica_id": replica_id, "alive": [text], "waits": [], "moves": -1, "ended": False})
+        return reports

@@ -91,7 +91,7 @@ class Phases:
             self._view.progress("driver", "training" if self.trainers else "running")
         accounting.resume_admission("start")
         await self._end_of_training()
-        await accounting.booked()
+        await accounting.bookings.done()
         if self._during is not None:
             await self._during
         accounting.end_admission()

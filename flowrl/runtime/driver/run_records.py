@@ -17,10 +17,10 @@ from flowrl.runtime.driver.job import Job, RunState
 from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.kept_episodes import KeptEpisodes
 from flowrl.runtime.samples.kept_samples import KeptSamples
+from flowrl.runtime.telemetry import trace
 from flowrl.runtime.telemetry.metrics import EarlyStop, Metrics, flat, roles
 from flowrl.runtime.telemetry.sinks import SampleTables, open_sinks
 from flowrl.runtime.telemetry.statistics import Statistics
-from flowrl.runtime.telemetry.trace import LIMIT_BYTES, OFF, TraceWriter
 from flowrl.runtime.telemetry.view import View
 from flowrl.wire.endpoint import Endpoint
 from flowrl.wire.tickets import Tickets
@@ -50,10 +50,10 @@ class RunRecords:
         self._config = config
         self._episodes = KeptEpisodes(job.run_dir, job.options.keep_episodes, view.warning)
         self._tables = SampleTables(job.options.tracking)
-        self._trace: TraceWriter | None = None
+        self._trace: trace.TraceWriter | None = None
         if job.options.trace != "off":
-            limit = LIMIT_BYTES if job.options.trace == "sampled" else None
-            self._trace = TraceWriter(job.run_dir / "trace.json", limit_bytes=limit, on_level=send_trace_level)
+            limit = trace.LIMIT_BYTES if job.options.trace == "sampled" else None
+            self._trace = trace.TraceWriter(job.run_dir / "trace.json", limit_bytes=limit, on_level=send_trace_level)
         self._lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         """The records of steps whose lines are not written yet; None ends `write_lines`."""
 
@@ -107,7 +107,7 @@ class RunRecords:
             records.callback(self._samples.close)
             records.callback(self.accounting.close, orderly=orderly)
             records.callback(self._write_last_lines)
-            records.callback(self.accounting.commit)
+            records.callback(self.accounting.bookings.commit)
 
     @property
     def unseen_metric(self) -> str:
@@ -117,7 +117,7 @@ class RunRecords:
     @property
     def trace_level(self) -> int:
         """What the processes trace now."""
-        return OFF if self._trace is None else self._trace.level
+        return trace.OFF if self._trace is None else self._trace.level
 
     # Reports of processes
 
@@ -172,7 +172,7 @@ class RunRecords:
 
     async def settled(self) -> None:
         """Returns when the lines of all steps and the kept samples are written."""
-        await self.accounting.booked()
+        await self.accounting.bookings.done()
         await self._lines.join()
         await self._samples.flush()
 

@@ -2,7 +2,7 @@
 
 Invariants
 - A group is committed in the ledger before `admit` answers, and so before its first prompt is sent.
-- No group and no sample is admitted twice (`admitted_ids`).
+- No group and no sample is admitted twice; only a resumed source admits the groups in flight again, each once.
 - A sample is in flight until its fate at every trainer that it can reach is known (`fates`). The ticket of its group
   is out until the state of the group's last sample is known. A loss on a branch that leads to no trainer changes
   nothing here.
@@ -12,7 +12,7 @@ Invariants
   Events are booked in order; a large step is booked in pieces (`bookings`).
 
 Waits: `admit` waits for the events before it, then for a returned ticket, the end of a pause, or the end of
-admission; `until_held` for consumers to load or to die; `booked` for the events that have arrived.
+admission; `until_held` for consumers to load or to die.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
-from flowrl.runtime.ledger.admitted_ids import AdmittedIds, LedgerRow
+from flowrl.errors import FlowrlError
 from flowrl.runtime.ledger.bookings import Bookings
 from flowrl.runtime.ledger.declared_bounds import Terms
 from flowrl.runtime.ledger.ledger import Fate, Ledger, LedgerSnapshot
@@ -36,6 +37,8 @@ from flowrl.runtime.ledger.sample_fates import LEFT_AT_END, Fates, require_fresh
 from flowrl.wire.tickets import Tickets
 
 __all__ = ["LEDGER", "Accounting", "LedgerClient", "Use"]
+
+LedgerRow = Sequence[Any]
 
 USES_AT_ONCE = 250
 """Number of uses that are booked in one piece, which takes some 10 ms."""
@@ -79,30 +82,38 @@ class Accounting:
         self._on_closed = on_closed
         self._other_records: dict[str, Any] = {}
         self._fates = Fates(tickets.trainers)
-        self._ids = AdmittedIds(self.ledger, self._fates.groups)
+        self._reserved: dict[str, str] = {}
+        """Sample whose admission has not ended yet -> its group."""
+        self._taken_up: dict[str, int] = {}
+        """Group that a resume found in flight -> its ticket, until its source admits it again."""
         self._requests = RequestLedger(self.ledger)
         self._generated_before, self._scored_before = set[str](), set[str]()
         self._tables = LongTables()
         self._waiters: list[asyncio.Future[None]] = []
-        self._bookings = Bookings(self.ledger)
+        self.bookings = Bookings(self.ledger)
         self._book: dict[str, Callable[..., Iterator[None] | None]] = {
-            "generated": self._generated,
+            "generated": self._book_generated,
             "request": self._requests.request,
             "request again": self._requests.again,
             "request lost": self._requests.lost,
             "abandoned": self._requests.abandoned,
             "void": self._requests.void,
-            "episode": self._episode,
+            "episode": self._book_episode,
             "episode failed": self._requests.episode_failed,
-            "scored": self._scored,
-            "lost": self._lost,
-            "step": self._step,
+            "scored": self._book_score,
+            "lost": self._book_loss,
+            "step": self._book_step,
             "finished": self._fates.finished,
             "holds": self.tickets.holds,
-            "evaluation": self._evaluation,
+            "evaluation": self._book_evaluation,
         }
-        if resume:
-            self._take_up()
+        if resume:  # the groups in flight, with their known fates, and their requests
+            self._requests.take_up()
+            self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
+            self._taken_up = self.in_flight()
+            groups = self._fates.groups.values()
+            known = {group.ticket: (tuple(group.held), group.known()) for group in groups}
+            tickets.restore(known, self.ledger.next_number("tickets"))
 
     def serve(self, endpoint: Handlers) -> None:
         """Register the handlers for the `LedgerClient` of every host."""
@@ -133,19 +144,49 @@ class Accounting:
         all by default. A group that a resume found in flight, because its source was sending it when the checkpoint was
         written, gets its old ticket, once. Raises FlowrlError if the group was admitted before, or is being admitted.
         """
-        if (old := self._ids.take_again(node, group_id, rows)) is not None:
-            return old
-        with self._ids.reserved(node, group_id, rows):
-            await self._bookings.done()  # events reported before this request count
+        sample_ids = [row[0] for row in rows]
+        if group_id in self._taken_up:
+            if strange := set(sample_ids) - self.ledger.samples_of(group_id):
+                raise FlowrlError(
+                    f"node {node!r} admitted group {group_id!r} again after --resume, with samples that it did not "
+                    f"have before ({', '.join(sorted(strange))}); resume with the options that the run was started with"
+                )
+            return self._taken_up.pop(group_id)
+        if repeated := self._describe_repeated(group_id, sample_ids, [row[3] for row in rows]):
+            raise FlowrlError(
+                f"node {node!r} admitted {repeated}; a source has to give every group of every epoch its own "
+                "group_id, and every member of a group its own sample_id and number"
+            )
+
+        self._reserved |= dict.fromkeys(sample_ids, group_id)
+        try:
+            await self.bookings.done()  # events reported before this request count
             while (ticket := self.tickets.try_admit(trainers)) is None:
                 if self.tickets.closed:
                     return None
-                await self._change()
-            self._open(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
-            await self._bookings.this_tick()
+                await self._wait_for_change()
+            self._open_group(ticket, group_id, rows, self.tickets.trainers if trainers is None else trainers)
+            await self.bookings.this_tick()
             return ticket
+        finally:
+            for sample_id in sample_ids:
+                del self._reserved[sample_id]
 
-    def _open(self, ticket: int, group_id: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
+    def _describe_repeated(self, group_id: str, sample_ids: Sequence[str], members: Sequence[int]) -> str:
+        """A text that names what of the group was admitted before; "" if nothing was."""
+        known = group_id in self._fates.groups or group_id in self._reserved.values()
+        if known or self.ledger.samples_of(group_id):
+            return f"group {group_id!r} a second time"
+        if (number := Counter(members).most_common(1)[0])[1] > 1:
+            return f"group {group_id!r} with {number[1]} members that have the number {number[0]}"
+        for sample_id, times in Counter(sample_ids).items():
+            if times > 1:
+                return f"group {group_id!r} with {times} samples of the same id, {sample_id!r}"
+            if (other := self._reserved.get(sample_id) or self.ledger.group_of(sample_id)) is not None:
+                return f"sample {sample_id!r} a second time, in group {group_id!r} after group {other!r}"
+        return ""
+
+    def _open_group(self, ticket: int, group_id: str, rows: Sequence[LedgerRow], trainers: Sequence[str]) -> None:
         floors, now = self.tickets.floors(), time.time()
         held = {trainer: floors[trainer] for trainer in trainers}
         self.ledger.add("ticket", ticket, group_id, json.dumps(held))
@@ -154,12 +195,12 @@ class Accounting:
             self.ledger.add("admitted", sample_id, group_id, prompt_id, epoch, member, prompt_tokens, born, now)
         self._fates.open(group_id, ticket, held, {row[3]: row[0] for row in rows})
 
-    def _change(self) -> asyncio.Future[None]:
+    def _wait_for_change(self) -> asyncio.Future[None]:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         return waiter
 
-    def _changed(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wake all waiters, in order of request, to check their conditions again."""
         waiters, self._waiters = self._waiters, []
         for waiter in [waiter for waiter in waiters if not waiter.done()]:
@@ -171,16 +212,16 @@ class Accounting:
 
     def resume_admission(self, reason: str) -> None:
         self.tickets.resume(reason)
-        self._changed()
+        self._wake_waiters()
 
     def end_admission(self) -> None:
         """Waiting and later admissions get None: no further group is wanted."""
         self.tickets.close()
-        self._changed()
+        self._wake_waiters()
 
     def consumer_died(self, replica: str) -> None:
         self.tickets.died(replica)
-        self._changed()
+        self._wake_waiters()
 
     def consumer_returned(self, replica: str, loads: Mapping[str, int]) -> None:
         """Call before the replica begins to load; see `Tickets.returned`."""
@@ -192,7 +233,7 @@ class Accounting:
         `by`: wait only for these consumers.
         """
         while self.tickets.floor(self._main, by) < version:
-            await self._change()
+            await self._wait_for_change()
 
     def kept(self, generated: Set[str], scored: Set[str], requests: Set[str] = frozenset()) -> None:
         """Note the samples that the checkpoint has as generated and as scored, and the `requests` whose replies it has.
@@ -208,40 +249,36 @@ class Accounting:
 
     def record(self, events: Sequence[LedgerRow]) -> None:
         """Book events from `LedgerClient`, in order: at once, unless earlier events or a large step take longer."""
-        self._bookings.do(self._booking(events))
+        self.bookings.do(self._booking(events))
 
     def _booking(self, events: Sequence[LedgerRow]) -> Iterator[None]:
         for kind, *fields in self._tables.whole(events):
             yield from self._book[kind](*fields) or ()
-        self._changed()
-        self._bookings.later()
+        self._wake_waiters()
+        self.bookings.later()
 
-    def _generated(self, *event: Any) -> None:
+    def _book_generated(self, *event: Any) -> None:
         *rollout, finish_reason, spans = event
-        sample_id, generator, tokens, _, _, at_s = rollout
+        sample_id, generator, tokens, oldest, newest, at_s = rollout
         if sample_id in self._generated_before:
             self.ledger.add("redone", tokens, sample_id)
             return
-        self._rollout(rollout)
+        self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
         self._requests.generated(sample_id, generator, at_s, finish_reason, spans)
 
-    def _episode(self, *event: Any) -> None:
+    def _book_episode(self, *event: Any) -> None:
         *rollout, prompt_tokens, row = event
-        sample_id = rollout[0]
+        sample_id, generator, tokens, oldest, newest, at_s = rollout
         if sample_id not in self._generated_before:  # else its requests are redone
             self.ledger.add("prompt", prompt_tokens, sample_id)
-            self._rollout(rollout)
+            self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
             self._requests.episode(sample_id, row)
 
-    def _rollout(self, rollout: LedgerRow) -> None:
-        sample_id, generator, tokens, oldest, newest, at_s = rollout
-        self.ledger.add("generated", generator, tokens, oldest, newest, at_s, sample_id)
-
-    def _scored(self, sample_id: str, reward: float, at_s: float) -> None:
+    def _book_score(self, sample_id: str, reward: float, at_s: float) -> None:
         if sample_id not in self._scored_before:
             self.ledger.add("scored", reward, at_s, sample_id)
 
-    def _lost(
+    def _book_loss(
         self,
         trainers: Sequence[str] | None,
         group_id: str,
@@ -259,25 +296,25 @@ class Accounting:
             for trainer in self.tickets.trainers if trainers is None else trainers:
                 self._settle(sample_id, trainer, Fate(state=state, reason=reason))
 
-    def _step(self, trainer: str, record: dict[str, Any], uses: Sequence[LedgerRow]) -> Iterator[None]:
+    def _book_step(self, trainer: str, record: dict[str, Any], uses: Sequence[LedgerRow]) -> Iterator[None]:
         """Book a finished batch, which made version `record["step"]` of `trainer`, in pieces."""
         step = int(record["step"])
         require_next(trainer, step, self.tickets.versions)
         self.ledger.add("step", trainer, step, time.time())
         for number, (sample_id, tokens, stale_tokens, masked_tokens, oldest, spans) in enumerate(uses, 1):
-            self._use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
+            self._book_use(trainer, step, sample_id, tokens, stale_tokens, masked_tokens, oldest)
             for start, length, digest in spans:
                 self.ledger.add("span", sample_id, trainer, step, start, length, digest)
             if number % USES_AT_ONCE == 0:
                 yield
         self.tickets.made(trainer, step)
-        yield from self._bookings.committing()
+        yield from self.bookings.committing()
         main = trainer == self._main
         if main:
             self._on_step(record | self._other_records)
         self._other_records = {} if main else self._other_records | {trainer: record}
 
-    def _use(
+    def _book_use(
         self, trainer: str, step: int, sample_id: str, tokens: int, stale: int, masked: int, oldest: int | None
     ) -> None:
         group = self._fates.group_of(sample_id)
@@ -304,7 +341,7 @@ class Accounting:
         if not fate.trained and len(group.held) > 1:
             self.ledger.add("left_out", sample_id, trainer, fate.state, fate.reason)
         if (state := self._fates.state(group, sample_id)) is not None:
-            self._close(sample_id, state)
+            self._close_sample(sample_id, state)
         if group.is_done(trainer):
             made = group.made(trainer)
             if made is None:
@@ -315,7 +352,7 @@ class Accounting:
             step = self._fates.step_of(group)
             self.ledger.add("settled", "dropped" if step is None else "trained", step, group.ticket)
 
-    def _close(self, sample_id: str, fate: Fate) -> None:
+    def _close_sample(self, sample_id: str, fate: Fate) -> None:
         """Book the final state of a sample."""
         self._requests.close(sample_id)
         next_step = self.tickets.versions[self._main] + 1
@@ -331,37 +368,17 @@ class Accounting:
     def line(self, step: int, line: str) -> None:
         """Book that the metrics line of that step is written; `line` is its hash."""
         self.ledger.add("line", line, self._main, step)
-        self._bookings.later()
+        self.bookings.later()
 
-    def _evaluation(self, rows: Sequence[LedgerRow]) -> None:
+    def _book_evaluation(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
             self.ledger.add("evaluated", *row)
 
     # Storage
 
-    def commit(self) -> None:
-        """Book everything that has arrived, and write it now. Raises FlowrlError if the ledger cannot be written."""
-        self._bookings.commit()
-
-    async def booked(self) -> None:
-        """Returns when everything that has arrived is booked."""
-        await self._bookings.done()
-
-    def is_booking(self) -> bool:
-        """Whether something that has arrived is not booked yet."""
-        return self._bookings.busy
-
-    def _take_up(self) -> None:
-        """Load the groups in flight from the ledger, with their known fates, and their requests."""
-        self._requests.take_up()
-        self._fates.take_up(self.ledger.in_flight(), self.ledger.fates())
-        self._ids.taken_up = self.in_flight()
-        groups = self._fates.groups.values()
-        self.tickets.restore({g.ticket: (tuple(g.held), g.known()) for g in groups}, self.ledger.next_ticket())
-
     def unbooked(self) -> str:
         """See `Fates.unbooked`."""
-        self._bookings.finish()
+        self.bookings.finish()
         return self._fates.unbooked()
 
     def is_open(self, sample_id: str) -> bool:
@@ -378,18 +395,18 @@ class Accounting:
 
     def as_of_now(self) -> LedgerSnapshot:
         """The ledger as it is now, for a checkpoint."""
-        self.commit()
+        self.bookings.commit()
         return self.ledger.as_of_now()
 
     def close(self, *, orderly: bool) -> None:
         """Commit for the last time. At an orderly end, drop all samples still in flight, with reason `run_end`."""
         self.end_admission()
         try:
-            self._bookings.finish()
+            self.bookings.finish()
         finally:
             if orderly:
                 for sample_id, trainer in self._fates.still_open():
                     self._settle(sample_id, trainer, LEFT_AT_END)
                 self.ledger.add("ended in order", time.time())
-            self.commit()
+            self.bookings.commit()
             self.ledger.close()

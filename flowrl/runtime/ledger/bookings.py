@@ -62,9 +62,14 @@ class Bookings:
     async def done(self) -> None:
         """Returns when the jobs that are pending now are over."""
         if self._jobs:
-            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.do(_resolve(over))
-            await over
+            over = asyncio.Event()
+
+            def set_over() -> Iterator[None]:
+                over.set()
+                yield from ()
+
+            self.do(set_over())
+            await over.wait()
 
     def _piece(self) -> None:
         """Do the next piece, and have the loop do the rest."""
@@ -132,10 +137,3 @@ class Bookings:
         """Commit what is buffered at the latest COMMIT_WITHIN_S from now."""
         if self._timer is None and self._ledger.dirty:
             self._timer = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self.commit_soon)
-
-
-def _resolve(over: asyncio.Future[None]) -> Iterator[None]:
-    """The job that resolves a future."""
-    if not over.done():
-        over.set_result(None)
-    yield from ()

@@ -152,22 +152,30 @@ class Chain:
         """(table, rowid) of a row of the newest checkpoint that has changed -> the last commit that changed it."""
         known = {name: Sum(num_rows, int(row_hashes, 16)) for name, num_rows, row_hashes in read_contents(db)}
         self.state = State(dict.fromkeys(tables, Sum()) | known, newest(db))
-        db.create_function("row_was", -1, self._was)
-        db.create_function("row_is", -1, self._is)
-        for table in tables:
-            _report_changes(db, table)
+
+        def note_row_before(table: str, rowid: int, *row: Any) -> None:
+            # Only the first change of a row in a transaction reports its content before the transaction.
+            self._changes.setdefault((table, rowid), [row, None])[1] = None
+
+        def note_row_now(table: str, rowid: int, *row: Any) -> None:
+            self._changes.setdefault((table, rowid), [None, None])[1] = row
+
+        db.create_function("row_was", -1, note_row_before)
+        db.create_function("row_is", -1, note_row_now)
+        for table in tables:  # triggers, for this connection only, that report everything that it writes
+            columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+            was, now = (
+                f"SELECT {function}('{table}', {row}.rowid, {', '.join(f'{row}.{name}' for name in columns)});"
+                for function, row in (("row_was", "OLD"), ("row_is", "NEW"))
+            )
+            for event, report in (("INSERT", now), ("UPDATE", f"{was} {now}"), ("DELETE", was)):
+                name = f"{table}_{event.lower()}"
+                db.execute(f"CREATE TEMP TRIGGER {name} AFTER {event} ON main.{table} BEGIN {report} END")
 
     @property
     def head(self) -> str:
         """The head of the last commit, "" before the first."""
         return self.state.newest.head if self.state.newest else ""
-
-    def _was(self, table: str, rowid: int, *row: Any) -> None:
-        # Only the first change of a row in a transaction reports its content before the transaction.
-        self._changes.setdefault((table, rowid), [row, None])[1] = None
-
-    def _is(self, table: str, rowid: int, *row: Any) -> None:
-        self._changes.setdefault((table, rowid), [None, None])[1] = row
 
     def extend(self, committed_s: float) -> State:
         """Write the link of this transaction; returns the state for `settle`."""
@@ -202,14 +210,3 @@ class Chain:
             self.rewritten.update((row, number) for row in self._changes if row[1] <= old.get(row[0], -1))
         self._changes.clear()
         self.state = state or self.state
-
-
-def _report_changes(db: sqlite3.Connection, table: str) -> None:
-    """Create triggers, for this connection only, that report everything that it writes to the table to its chain."""
-    columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
-    was, now = (
-        f"SELECT {function}('{table}', {row}.rowid, {', '.join(f'{row}.{name}' for name in columns)});"
-        for function, row in (("row_was", "OLD"), ("row_is", "NEW"))
-    )
-    for event, report in (("INSERT", now), ("UPDATE", f"{was} {now}"), ("DELETE", was)):
-        db.execute(f"CREATE TEMP TRIGGER {table}_{event.lower()} AFTER {event} ON main.{table} BEGIN {report} END")

@@ -149,7 +149,16 @@ class Ledger:
         linked = None
         try:
             self._db.execute("BEGIN")
-            yield from self._execute(rows)
+            room = ROWS_AT_ONCE
+            for name, of_name in rows.items():
+                start = 0
+                while start < len(of_name):
+                    part = of_name[start : start + room]
+                    self._db.executemany(STATEMENTS[name], part)
+                    start, room = start + len(part), room - len(part)
+                    if not room:
+                        room = ROWS_AT_ONCE
+                        yield
             state = yield from self._chain.extending(time.time())
             self._db.execute("COMMIT")
             linked = state
@@ -165,19 +174,6 @@ class Ledger:
                 self._db.rollback()
                 self._rows = {name: rows[name] + later for name, later in self._rows.items()}
             self._chain.settle(linked)
-
-    def _execute(self, rows: Mapping[str, list[tuple[Any, ...]]]) -> Iterator[None]:
-        """Execute the statements with their rows; yields after each ROWS_AT_ONCE of them."""
-        room = ROWS_AT_ONCE
-        for name, of_name in rows.items():
-            start = 0
-            while start < len(of_name):
-                part = of_name[start : start + room]
-                self._db.executemany(STATEMENTS[name], part)
-                start, room = start + len(part), room - len(part)
-                if not room:
-                    room = ROWS_AT_ONCE
-                    yield
 
     def group_of(self, sample_id: str) -> str | None:
         """The group of a committed sample, None if there is no such sample."""
@@ -233,13 +229,10 @@ class Ledger:
         )
         return buffered or self._db.execute(query, (sample_id, request_id, digest)).fetchone() is not None
 
-    def next_request(self) -> int:
-        """The number after the last request booked."""
-        return int(self._db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM requests").fetchone()[0])
-
-    def next_ticket(self) -> int:
-        """The number after the last ticket taken."""
-        return int(self._db.execute("SELECT COALESCE(MAX(ticket) + 1, 0) FROM tickets").fetchone()[0])
+    def next_number(self, table: str) -> int:
+        """The number after the last one booked in `tickets` or `requests`."""
+        column = {"tickets": "ticket", "requests": "number"}[table]
+        return int(self._db.execute(f"SELECT COALESCE(MAX({column}) + 1, 0) FROM {table}").fetchone()[0])
 
     def as_of_now(self) -> LedgerSnapshot:
         """Commit, and return a snapshot of the ledger after that."""

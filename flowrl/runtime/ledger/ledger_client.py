@@ -71,7 +71,7 @@ class Use:
         allowed = sample.whole_mask if own is None else own & sample.whole_mask
         mask = allowed if loss_mask is None else loss_mask & allowed
         tokens, num_allowed = int(mask.sum()), int(allowed.sum())
-        oldest = _known(int(sample.whole_versions[mask].min())) if tokens else None
+        oldest = _policy_version(int(sample.whole_versions[mask].min())) if tokens else None
         stale, masked = num_allowed - tokens, sample.response_tokens - num_allowed
         spans = tuple(policy_spans(sample))
         return cls(sample.sample_id, sample.group_id, tokens, stale, oldest, masked, spans)
@@ -127,11 +127,11 @@ class LedgerClient:
         """
         reason = "length" if sample.truncated else "stop"
         requests = [
-            (*span, *_ages(sequence.versions[span.start :][: span.tokens]))
+            (*span, *_version_range(sequence.versions[span.start :][: span.tokens]))
             for sequence in sample.sequences
             for span in spans_of(sequence)
         ]
-        self._add("generated", *_rollout(sample), reason, requests)
+        self._add("generated", *_rollout_row(sample), reason, requests)
 
     # Episodes
 
@@ -140,7 +140,8 @@ class LedgerClient:
 
         Held-out turns are not booked, and neither are those of opponents.
         """
-        self._request("request", turn, reply)
+        if _is_booked(turn):
+            self._add("request", *_request_row(turn, reply))
 
     def answered(self, server: str, turn: Turn, reply: Reply) -> None:
         """Note that a replica has answered a turn here.
@@ -172,11 +173,8 @@ class LedgerClient:
 
         The request is asked again under the same id, so the two reports may arrive in any order.
         """
-        self._request("request lost", turn, reply, reason)
-
-    def _request(self, kind: str, turn: Turn, reply: Reply, *more: Any) -> None:
         if _is_booked(turn):
-            self._add(kind, *_request_row(turn, reply), *more)
+            self._add("request lost", *_request_row(turn, reply), reason)
 
     def abandoned(self, request_id: str, reason: str) -> None:
         """Report that the reply of a request that has ended is not used, for example because the call was cancelled."""
@@ -191,7 +189,7 @@ class LedgerClient:
         spans = policy_spans(episode)
         prompt_tokens = spans[0].start if spans else len(episode.token_ids)
         row = (episode.environment, episode.attempts, episode.turns, truncated, seconds, time.time())
-        self._add("episode", *_rollout(episode), prompt_tokens, row)
+        self._add("episode", *_rollout_row(episode), prompt_tokens, row)
 
     def episode_failed(
         self, sample_id: str, environment: str, attempts: int, turns: int, cause: str, seconds: float
@@ -222,7 +220,7 @@ class LedgerClient:
         `record["step"]` is the version that the batch made. Call it once per batch, with the uses of all ranks.
         `policy` is the name under which the weights are published: the name of the trainer node.
         """
-        line = {name: _plain(value) for name, value in record.items()}  # first: this may raise
+        line = {name: _to_plain(value) for name, value in record.items()}  # first: this may raise
         self._add("step", policy, line, self._last_of([use.row() for use in uses]), self.replica)
         self.flush()
 
@@ -239,7 +237,7 @@ class LedgerClient:
         """Report the results of one evaluation, which have their own table."""
         now = time.time()
         table = [(*dataclasses.astuple(row), now) for row in rows]
-        self._add("evaluation", self._last_of(_plain(table)), self.replica)
+        self._add("evaluation", self._last_of(_to_plain(table)), self.replica)
         self.flush()
 
     def pause(self, paused: bool) -> None:
@@ -286,31 +284,33 @@ def _request_row(turn: Turn, reply: Reply) -> tuple[Any, ...]:
     digest, context = request_digest(turn.token_ids, *arrays), len(turn.token_ids)
     place = (turn.request_id, turn.sample_id, turn.attempt, turn.turn)
     sizes = (len(reply.token_ids), context, reply.cached_tokens)
-    return (*place, digest, *sizes, *_ages(reply.versions), reply.generator, reply.finish_reason, time.time())
+    return (*place, digest, *sizes, *_version_range(reply.versions), reply.generator, reply.finish_reason, time.time())
 
 
-def _rollout(sample: Sample) -> tuple[Any, ...]:
+def _rollout_row(sample: Sample) -> tuple[Any, ...]:
     """Sample, generator, number of policy tokens, their oldest and newest version, and when they were complete."""
     versions = sample.whole_versions[sample.whole_mask]
     made_s = sample.generated_s or time.time()
-    return (sample.sample_id, sample.generator, len(versions), *_ages(versions), made_s)
+    return (sample.sample_id, sample.generator, len(versions), *_version_range(versions), made_s)
 
 
-def _ages(versions: Int32) -> tuple[int | None, int | None]:
+def _version_range(versions: Int32) -> tuple[int | None, int | None]:
     """The oldest and the newest version; None for tokens of a dataset, and without tokens."""
-    return (_known(int(versions.min())), _known(int(versions.max()))) if len(versions) else (None, None)
+    return (
+        (_policy_version(int(versions.min())), _policy_version(int(versions.max()))) if len(versions) else (None, None)
+    )
 
 
-def _known(version: int) -> int | None:
+def _policy_version(version: int) -> int | None:
     return version if version >= 0 else None
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert numpy and torch scalars to Python numbers, also inside containers."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, np.generic) or hasattr(value, "item"):
         return value.item()
     return value

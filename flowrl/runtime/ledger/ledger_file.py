@@ -180,7 +180,7 @@ def restore(checkpoint: Path, path: Path, terms: Terms | None = None) -> None:
     The ledger is built from the checkpoint alone; what is at `path` may be lost or damaged. The replacement is one
     step: until then the old ledger is unchanged. Raises ConfigError if the checkpoint has no ledger.
     """
-    fresh = _beside(path)
+    fresh = _clear_file_beside(path)
     try:
         if ledger_segments.segments_of(checkpoint):
             ledger_segments.rebuild(checkpoint, fresh, f"{SCHEMA}{chain.SCHEMA}")
@@ -189,13 +189,13 @@ def restore(checkpoint: Path, path: Path, terms: Terms | None = None) -> None:
                 source.backup(target)
     except (sqlite3.Error, UnicodeError) as error:
         raise ConfigError(unreadable(checkpoint, error)) from None
-    _begin(fresh, terms or Terms())
-    _replace(path, fresh)
+    _begin_incarnation(fresh, terms or Terms())
+    _replace_ledger(path, fresh)
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
     """The connection of the only process that writes the ledger. Raises ConfigError if the file is no ledger."""
-    db = _connect(path)
+    db = _connect_writer(path)
     try:
         _require_format(db, path)
     except BaseException:  # no other code would close the connection
@@ -270,36 +270,36 @@ def _require_format(db: sqlite3.Connection, path: Path) -> None:
 
 def create(path: Path, terms: Terms) -> None:
     """Create a ledger with its first commit. No file may exist at `path`."""
-    fresh = _beside(path)
-    _begin(fresh, terms)
-    for file in _side_files(path):  # of a ledger that was deleted: SQLite would replay them into the new one
+    fresh = _clear_file_beside(path)
+    _begin_incarnation(fresh, terms)
+    for file in _list_side_files(path):  # of a ledger that was deleted: SQLite would replay them into the new one
         file.unlink(missing_ok=True)
     fresh.rename(path)
 
 
-def _beside(path: Path) -> Path:
+def _clear_file_beside(path: Path) -> Path:
     """The file in which a ledger is written before it replaces `path`. Removes what a killed run left there."""
     fresh = path.with_name(f".{path.name}.new")
-    for file in (fresh, *_side_files(fresh)):
+    for file in (fresh, *_list_side_files(fresh)):
         file.unlink(missing_ok=True)
     return fresh
 
 
-def _side_files(path: Path) -> tuple[Path, ...]:
+def _list_side_files(path: Path) -> tuple[Path, ...]:
     """The files that SQLite keeps next to an open file in WAL mode."""
     return path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect_writer(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     return db
 
 
-def _begin(path: Path, terms: Terms) -> None:
+def _begin_incarnation(path: Path, terms: Terms) -> None:
     """Write the first commit of an incarnation, in a new ledger or in one from a checkpoint."""
-    with closing(_connect(path)) as db, db:
+    with closing(_connect_writer(path)) as db, db:
         db.execute("BEGIN")
         for statement in (SCHEMA + chain.SCHEMA).split(";\n"):
             db.execute(statement)
@@ -309,7 +309,7 @@ def _begin(path: Path, terms: Terms) -> None:
         db.execute(f"PRAGMA user_version = {FORMAT}")
 
 
-def _replace(path: Path, fresh: Path) -> None:
+def _replace_ledger(path: Path, fresh: Path) -> None:
     """Replace `path` by `fresh`, durably: at any time one of the two is at `path`.
 
     The WAL that a killed run has left would be taken for that of the new file, so it is first folded into the old one.
@@ -329,7 +329,7 @@ def _replace(path: Path, fresh: Path) -> None:
             return
         except sqlite3.DatabaseError:
             pass  # damaged beyond reading
-    for file in _side_files(path):
+    for file in _list_side_files(path):
         file.unlink(missing_ok=True)
     fresh.replace(path)
     sync_file(path.parent)

@@ -59,12 +59,12 @@ class Base:
             return None
         rows = dict.fromkeys(tables, -1)
         for part in parts:
-            with _opened(part) as db:
+            with _open_segment(part) as db:
                 for table in tables:
                     rows[table] = max(
                         rows[table], db.execute(f"SELECT COALESCE(MAX(row), -1) FROM {table}").fetchone()[0]
                     )
-        return cls(checkpoint, _range(parts[-1])[1], rows)
+        return cls(checkpoint, _commit_range(parts[-1])[1], rows)
 
 
 def segments_of(checkpoint: Path) -> list[Path]:
@@ -72,7 +72,7 @@ def segments_of(checkpoint: Path) -> list[Path]:
     found = sorted(path for path in (checkpoint / SEGMENTS).glob("*.sqlite") if NAME.fullmatch(path.name))
     begin = 0
     for path in found:
-        first, last = _range(path)
+        first, last = _commit_range(path)
         if first != begin:
             raise ConfigError(f"{checkpoint.name} has no segment of its ledger with commit {begin}")
         begin = last + 1
@@ -94,11 +94,12 @@ def write_segments(
     """
     directory = checkpoint / SEGMENTS
     directory.mkdir()
-    linked = _link_all(base, directory) if base is not None else None
+    linked = _link_segments(base, directory) if base is not None else None
     begin = 0 if linked is None or base is None else base.number + 1
     tables = _tables_of(db)
     for table, columns in tables.items():
-        db.execute(_create("part", table, columns))
+        described = ", ".join(f"{name} {kind}" for name, kind in columns.items())
+        db.execute(f"CREATE TABLE part.{table} (row INTEGER PRIMARY KEY, {described})")
         after = base.rows.get(table, -1) if base is not None and linked is not None and table != WHOLE else -1
         db.execute(
             f"INSERT INTO part.{table} SELECT rowid, * FROM main.{table} WHERE rowid > ? ORDER BY rowid", (after,)
@@ -110,15 +111,15 @@ def write_segments(
             )
     db.execute("COMMIT")
     db.execute("DETACH part")
-    new = directory / _name(begin, number)
+    new = directory / _segment_name(begin, number)
     if linked and begin > number:  # nothing was committed since: the rows are those of the base
         attached.unlink()
         return
     attached.rename(new)
-    _merge(new, linked or [], tables)
+    _merge_segments(new, linked or [], tables)
 
 
-def _merge(new: Path, before: Sequence[Path], tables: Collection[str]) -> None:
+def _merge_segments(new: Path, before: Sequence[Path], tables: Collection[str]) -> None:
     """Take the segments before the new one into it, as the invariant says."""
     chosen: list[Path] = []
     total = new.stat().st_size
@@ -130,10 +131,10 @@ def _merge(new: Path, before: Sequence[Path], tables: Collection[str]) -> None:
         total += size
     if not chosen:
         return
-    merged = new.with_name(_name(_range(chosen[0])[0], _range(new)[1]))
+    merged = new.with_name(_segment_name(_commit_range(chosen[0])[0], _commit_range(new)[1]))
     temporary = merged.with_name(f".{merged.name}")
     shutil.copyfile(chosen[0], temporary)
-    with closing(_unsafe(temporary)) as db:
+    with closing(_connect_unsafe(temporary)) as db:
         for later in (*chosen[1:], new):
             db.execute("ATTACH ? AS part", (f"{later}",))
             db.execute("BEGIN")
@@ -147,12 +148,12 @@ def _merge(new: Path, before: Sequence[Path], tables: Collection[str]) -> None:
     temporary.rename(merged)
 
 
-def _link_all(base: Base, directory: Path) -> list[Path] | None:
+def _link_segments(base: Base, directory: Path) -> list[Path] | None:
     """Hard links to the base's segments, or copies of them; None, and nothing, if they are no longer all there."""
     made: list[Path] = []
     try:
         found = segments_of(base.checkpoint)
-        if not found or _range(found[-1])[1] != base.number:
+        if not found or _commit_range(found[-1])[1] != base.number:
             raise FileNotFoundError
         for path in found:
             target = directory / path.name
@@ -177,64 +178,51 @@ def rebuild(checkpoint: Path, path: Path, schema: str) -> None:
     """
     statements = [text for text in schema.split(";\n") if text.strip()]
     indexes = [text for text in statements if "CREATE INDEX" in text]
-    with closing(_unsafe(path)) as db:
+    with closing(_connect_unsafe(path)) as db:
         db.execute("PRAGMA cache_size = -262144")
         for text in statements:
             if text not in indexes:
                 db.execute(text)
         tables = _tables_of(db)
+        numbered = {
+            table
+            for table in tables
+            for _, _, kind, _, _, key in db.execute(f"PRAGMA main.table_info({table})")
+            if kind == "INTEGER" and key == 1
+        }
+        """The tables of which a column is the row number."""
         for part in segments_of(checkpoint):
-            _require_segment(part)
+            with _open_segment(part) as segment:  # raises if it is none
+                segment.execute(f"SELECT COUNT(*) FROM {WHOLE}").fetchone()
             db.execute("ATTACH ? AS part", (f"{part.resolve().as_uri()}?mode=ro",))
             db.execute("BEGIN")
             db.execute(f"DELETE FROM {WHOLE}")
-            for table, columns in tables.items():
-                _copy_rows(db, table, columns)
+            for table, columns in tables.items():  # with their numbers, in place of earlier rows with these numbers
+                names = ", ".join(columns)
+                to, source = ("", "") if table in numbered else ("rowid, ", "row, ")
+                rows = f"SELECT {source}{names} FROM part.{table} ORDER BY row"
+                db.execute(f"INSERT OR REPLACE INTO main.{table} ({to}{names}) {rows}")
             db.execute("COMMIT")
             db.execute("DETACH part")
         for text in indexes:  # sorted once instead of row by row
             db.execute(text)
-        _require_whole(db, checkpoint)
+        for table, num_rows in db.execute(f"SELECT name, num_rows FROM {WHOLE}").fetchall():
+            found = db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
+            if found != num_rows:
+                raise ConfigError(
+                    f"{checkpoint.name} has {found} rows of the ledger's table {table}, and {num_rows} were committed"
+                )
 
 
-def _require_segment(path: Path) -> None:
-    with _opened(path) as db:
-        db.execute(f"SELECT COUNT(*) FROM {WHOLE}").fetchone()
-
-
-def _copy_rows(db: sqlite3.Connection, table: str, columns: Mapping[str, str]) -> None:
-    """Insert the rows of `part`, with their numbers, in place of earlier ones with these numbers."""
-    names = ", ".join(columns)
-    key = "" if _numbered(db, table) else "rowid, "
-    row = "" if not key else "row, "
-    db.execute(f"INSERT OR REPLACE INTO main.{table} ({key}{names}) SELECT {row}{names} FROM part.{table} ORDER BY row")
-
-
-def _numbered(db: sqlite3.Connection, table: str) -> bool:
-    """Whether a column of the table is its row number."""
-    return any(
-        kind == "INTEGER" and key == 1 for _, _, kind, _, _, key in db.execute(f"PRAGMA main.table_info({table})")
-    )
-
-
-def _require_whole(db: sqlite3.Connection, checkpoint: Path) -> None:
-    for table, num_rows in db.execute(f"SELECT name, num_rows FROM {WHOLE}").fetchall():
-        found = db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
-        if found != num_rows:
-            raise ConfigError(
-                f"{checkpoint.name} has {found} rows of the ledger's table {table}, and {num_rows} were committed"
-            )
-
-
-def _parts(checkpoint: Path) -> list[Path]:
+def _list_parts(checkpoint: Path) -> list[Path]:
     """The segments of a checkpoint; of one of an earlier flowrl, its whole ledger."""
     return segments_of(checkpoint) or [checkpoint / OF_EARLIER]
 
 
 def has_commit(checkpoint: Path, head: str) -> bool:
     """Whether the ledger in the checkpoint has the commit with this head. Raises ConfigError if it cannot be read."""
-    for part in reversed(_parts(checkpoint)):
-        with _opened(part) as db:
+    for part in reversed(_list_parts(checkpoint)):
+        with _open_segment(part) as db:
             if db.execute("SELECT 1 FROM commits WHERE head = ?", (head,)).fetchone():
                 return True
     return False
@@ -242,15 +230,15 @@ def has_commit(checkpoint: Path, head: str) -> bool:
 
 def last_commit_s(checkpoint: Path) -> float:
     """When the last commit of the ledger in the checkpoint was made."""
-    with _opened(_parts(checkpoint)[-1]) as db:
+    with _open_segment(_list_parts(checkpoint)[-1]) as db:
         return float(db.execute("SELECT MAX(committed_s) FROM commits").fetchone()[0])
 
 
 def phases_evaluated(checkpoint: Path, step: int) -> set[str]:
     """The phases (before, during, after) of the evaluations of version `step` in the checkpoint."""
     phases: set[str] = set()
-    for part in _parts(checkpoint):
-        with _opened(part) as db:
+    for part in _list_parts(checkpoint):
+        with _open_segment(part) as db:
             phases |= {
                 phase for (phase,) in db.execute("SELECT DISTINCT phase FROM evaluations WHERE step = ?", (step,))
             }
@@ -260,15 +248,15 @@ def phases_evaluated(checkpoint: Path, step: int) -> set[str]:
 def any_in_flight(checkpoint: Path) -> bool:
     """Whether the ledger in the checkpoint has samples whose fate is not known yet."""
     left: set[int] = set()
-    for part in _parts(checkpoint):
-        with _opened(part) as db:
+    for part in _list_parts(checkpoint):
+        with _open_segment(part) as db:
             left = {row for row in left if not db.execute("SELECT 1 FROM samples WHERE rowid = ?", (row,)).fetchone()}
             left |= {row for (row,) in db.execute("SELECT rowid FROM samples WHERE state = 'in_flight'")}
     return bool(left)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+def _open_segment(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection that only reads a segment. What SQLite cannot read becomes a ConfigError."""
     with closing(
         sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
@@ -288,7 +276,7 @@ def attach_new(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA part.synchronous = OFF")
 
 
-def _unsafe(path: Path) -> sqlite3.Connection:
+def _connect_unsafe(path: Path) -> sqlite3.Connection:
     """A connection to a file that nobody needs after a crash."""
     db = sqlite3.connect(path.resolve().as_uri(), uri=True, isolation_level=None)
     db.execute("PRAGMA journal_mode = OFF")
@@ -304,16 +292,11 @@ def _tables_of(db: sqlite3.Connection) -> dict[str, dict[str, str]]:
     }
 
 
-def _create(schema: str, table: str, columns: Mapping[str, str]) -> str:
-    described = ", ".join(f"{name} {kind}" for name, kind in columns.items())
-    return f"CREATE TABLE {schema}.{table} (row INTEGER PRIMARY KEY, {described})"
-
-
-def _name(first: int, last: int) -> str:
+def _segment_name(first: int, last: int) -> str:
     return f"{first:08d}-{last:08d}.sqlite"
 
 
-def _range(path: Path) -> tuple[int, int]:
+def _commit_range(path: Path) -> tuple[int, int]:
     """The first and the last commit of a segment."""
     found = NAME.fullmatch(path.name)
     assert found is not None

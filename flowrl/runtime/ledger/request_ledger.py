@@ -13,7 +13,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,14 +54,14 @@ class RequestLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._next = ledger.next_request()
+        self._next = ledger.next_number("requests")
         """Number of the next request."""
         self._taken_up: list[tuple[str, bool, Request]] = []
         """(sample, whether it is generated, request) of each request found by a resume. `kept` decides about these."""
         self._before: set[int] = set()
         """Numbers of requests of samples that were generated before a resume. If such a sample is lost and made again,
         all these requests of it are abandoned."""
-        self._samples: dict[str, SampleRequests] = {}
+        self._samples: defaultdict[str, SampleRequests] = defaultdict(SampleRequests)
         self._closed: deque[str] = deque()
         """Samples with a known fate, the oldest first."""
         self._sample_of: dict[str, str] = {}
@@ -74,7 +74,7 @@ class RequestLedger:
         """Load the requests of the samples that a resume finds in flight."""
         for sample_id, is_generated, *row in self._ledger.live_requests():
             request = Request(*row)
-            self._of(sample_id).live.append(request)
+            self._samples[sample_id].live.append(request)
             self._taken_up.append((sample_id, bool(is_generated), request))
 
     def kept(self, generated: Collection[str], requests: Collection[str]) -> None:
@@ -107,18 +107,21 @@ class RequestLedger:
         self, sample_id: str, generator: str, at_s: float, finish_reason: str, spans: Sequence[Sequence[Any]]
     ) -> None:
         """Book a sample that was not asked turn by turn: a request for each of its policy spans."""
-        for earlier in list(self._of(sample_id).live):
+        for earlier in list(self._samples[sample_id].live):
             self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
         for turn, (start, tokens, digest, oldest, newest) in enumerate(spans):
             sizes = (tokens, start, None)
-            self._book(sample_id, sample_id, 0, turn, digest, *sizes, oldest, newest, generator, finish_reason, at_s)
+            rest = (digest, *sizes, oldest, newest, generator, finish_reason, at_s)
+            self._samples[sample_id].live.append(self._add_request(sample_id, sample_id, 0, turn, *rest))
 
     def request(self, request_id: str, sample_id: str, attempt: int, turn: int, *rest: Any) -> None:
         """Book the request of a turn; `rest` is the rest of its event."""
-        state = self._of(sample_id)
-        for earlier in [r for r in self._new(state) if (r.attempt, r.turn) == (attempt, turn)]:
+        state = self._samples[sample_id]
+        played_now = [r for r in state.live if r.number not in self._before]
+        for earlier in [r for r in played_now if (r.attempt, r.turn) == (attempt, turn)]:
             self._abandon(sample_id, earlier, ASKED_AGAIN)
-        request = self._book(request_id, sample_id, attempt, turn, *rest)
+        request = self._add_request(request_id, sample_id, attempt, turn, *rest)
+        state.live.append(request)
         self._sample_of[request_id] = sample_id
         early = self._early.pop(request_id, None)
         reason = REDONE if sample_id in self._kept else state.void.get(attempt, early)
@@ -137,7 +140,7 @@ class RequestLedger:
         they are.
         """
         *of_request, reason = rest
-        request = self._row(request_id, sample_id, attempt, turn, *of_request)
+        request = self._add_request(request_id, sample_id, attempt, turn, *of_request)
         self._ledger.add("abandon", reason, request.number)
         self._ledger.add("redone", request.tokens, sample_id)
 
@@ -152,17 +155,17 @@ class RequestLedger:
 
     def void(self, sample_id: str, attempt: int, cause: str) -> None:
         """Abandon all requests of the attempt, including those reported later. A repeated call changes nothing."""
-        state = self._of(sample_id)
+        state = self._samples[sample_id]
         if attempt in state.void or sample_id in self._kept:
             return
         state.void[attempt] = cause
         self._ledger.add("void", sample_id, attempt, cause)
-        for request in [r for r in self._new(state) if r.attempt == attempt]:
+        for request in [r for r in state.live if r.attempt == attempt and r.number not in self._before]:
             self._abandon(sample_id, request, cause)
 
     def episode(self, sample_id: str, row: Sequence[Any]) -> None:
         """Book a finished episode. If a resume lost it, and it was played again, the earlier requests are abandoned."""
-        state = self._of(sample_id)
+        state = self._samples[sample_id]
         for earlier in [r for r in state.live if r.number in self._before]:
             self._abandon(sample_id, earlier, GENERATED_AGAIN, redone=False)
         environment, attempts, turns, truncated, seconds, ended_s = row
@@ -177,25 +180,15 @@ class RequestLedger:
 
     # Rows
 
-    def _of(self, sample_id: str) -> SampleRequests:
-        return self._samples.setdefault(sample_id, SampleRequests())
-
-    def _new(self, state: SampleRequests) -> list[Request]:
-        """The live requests of the episode that is played now."""
-        return [request for request in state.live if request.number not in self._before]
-
-    def _book(self, request_id: str, sample_id: str, *rest: Any) -> Request:
-        request = self._row(request_id, sample_id, *rest)
-        self._of(sample_id).live.append(request)
-        return request
-
-    def _row(self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any) -> Request:
+    def _add_request(
+        self, request_id: str, sample_id: str, attempt: int, turn: int, digest: str, *rest: Any
+    ) -> Request:
         tokens, context, cached, oldest, newest, generator, finish_reason, at_s = rest
         request = Request(self._next, request_id, attempt, turn, tokens)
         self._next += 1
         place, sizes = (request_id, sample_id, attempt, turn), (tokens, context, cached)
-        ages = (oldest, newest)
-        self._ledger.add("request", request.number, *place, digest, *sizes, *ages, generator, finish_reason, at_s)
+        made = (oldest, newest, generator, finish_reason, at_s)
+        self._ledger.add("request", request.number, *place, digest, *sizes, *made)
         return request
 
     def _abandon(self, sample_id: str, request: Request, reason: str, *, redone: bool = True) -> None:

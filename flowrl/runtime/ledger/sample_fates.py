@@ -109,7 +109,12 @@ class Fates:
         known = {} if group is None else group.fates.get(sample_id, {})
         if group is None or trainer not in group.open[sample_id]:
             if fate.trained and trainer in known:
-                raise FlowrlError(_contradiction(sample_id, trainer, fate, known[trainer]))
+                before = known[trainer]
+                was = f"had used it at step {before.step} already; two branches bring it the same sample, join them"
+                if not before.trained:
+                    why = "a node dropped it after sending it under another name"
+                    was = f"the sample is {before.state} ({before.reason}); {why}"
+                raise FlowrlError(f"trainer {trainer!r} used sample {sample_id!r} at step {fate.step}, but {was}")
             return None
         group.fates.setdefault(sample_id, {})[trainer] = fate
         group.open[sample_id].discard(trainer)
@@ -142,19 +147,17 @@ class Fates:
         """The final state of the sample over all trainers; None while a fate is open."""
         if sample_id in group.open:
             return None
-        fates = [group.fates[sample_id][t] for t in self._in_order(group) if t in group.fates[sample_id]]
+        reached = [trainer for trainer in self.trainers if trainer in group.held]
+        fates = [group.fates[sample_id][trainer] for trainer in reached if trainer in group.fates[sample_id]]
         return next((fate for fate in fates if fate.trained), fates[0])
 
     def step_of(self, group: GroupFates) -> int | None:
         """The newest version made with the group at the first trainer that used it; None if no trainer did."""
-        for trainer in self._in_order(group):
+        for trainer in [trainer for trainer in self.trainers if trainer in group.held]:
             used = [fates[trainer] for fates in group.fates.values() if trainer in fates and fates[trainer].trained]
             if used:
                 return max(fate.step or 0 for fate in used)
         return None
-
-    def _in_order(self, group: GroupFates) -> list[str]:
-        return [trainer for trainer in self.trainers if trainer in group.held]
 
     def still_open(self) -> Iterator[tuple[str, str]]:
         """(sample, trainer) of every open fate, from a copy, so that fates may be settled during the iteration."""
@@ -197,11 +200,3 @@ def used_after_all(trainer: str, step: int, sample_id: str) -> FlowrlError:
         "branches bring the trainer the same sample, or a node forwards a sample that it dropped, or left out of an "
         "earlier message made from the same items"
     )
-
-
-def _contradiction(sample_id: str, trainer: str, now: Fate, before: Fate) -> str:
-    if before.trained:
-        was = f"had used it at step {before.step} already; two branches bring it the same sample, join them"
-    else:
-        was = f"the sample is {before.state} ({before.reason}); a node dropped it after sending it under another name"
-    return f"trainer {trainer!r} used sample {sample_id!r} at step {now.step}, but {was}"

@@ -37,14 +37,14 @@ class BoundedLines:
         self._path = path
         self._most_lines = most_lines if most_lines is not None else sys.maxsize
         path.parent.mkdir(exist_ok=True)
-        self._open()
+        self._open_file()
 
     def append(self, line: bytes) -> None:
         """Write one line. After an OSError the file may end with a part of it, and only `close` may be called."""
         if self._size + len(line) > MOST_BYTES or self._num_lines >= self._most_lines:
             self._file.close()
-            self._path.replace(before(self._path))
-            self._open()
+            self._path.replace(file_before(self._path))
+            self._open_file()
         if self._file.write(line + b"\n") != len(line) + 1:
             raise OSError("the disk is full")
         self._size += len(line) + 1
@@ -53,7 +53,7 @@ class BoundedLines:
     def close(self) -> None:
         self._file.close()
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         self._file = self._path.open("ab", buffering=0)
         whole = self._path.read_bytes().rpartition(b"\n")[:2]
         self._size, self._num_lines = len(b"".join(whole)), whole[0].count(b"\n") + len(whole[1])
@@ -77,7 +77,10 @@ class KeptEpisodes:
         names = [RECENT, CHOSEN] if failed or is_chosen(sample_id) else [RECENT]
         try:
             for name in names:
-                self._file(name).append(line)
+                if name not in self._files:
+                    most_lines = self._number if name == RECENT else None
+                    self._files[name] = BoundedLines(self._folder / f"{name}.jsonl", most_lines=most_lines)
+                self._files[name].append(line)
         except OSError as problem:
             self.close()  # the next attempt opens the files again, and cuts incomplete lines off
             self._files.clear()
@@ -91,19 +94,13 @@ class KeptEpisodes:
         for file in self._files.values():
             file.close()
 
-    def _file(self, name: str) -> BoundedLines:
-        if name not in self._files:
-            most_lines = self._number if name == RECENT else None
-            self._files[name] = BoundedLines(self._folder / f"{name}.jsonl", most_lines=most_lines)
-        return self._files[name]
-
 
 def is_chosen(sample_id: str) -> bool:
     """Whether an episode that did not fail is one of those that `chosen.jsonl` keeps."""
     return zlib.crc32(sample_id.encode()) % ONE_IN == 0
 
 
-def before(path: Path) -> Path:
+def file_before(path: Path) -> Path:
     """The file of the lines before those in `path`."""
     return path.with_name(f"{path.stem}.before.jsonl")
 
@@ -111,11 +108,11 @@ def before(path: Path) -> Path:
 def read_kept(run_dir: Path, sample_id: str | None = None) -> list[EpisodeRow]:
     """The attempts kept, of one sample or of all, in the order in which they ended. Damaged lines are left out."""
     found: dict[tuple[Any, ...], EpisodeRow] = {}
-    for path in _files(run_dir):
+    for path in _list_files(run_dir):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if sample_id is not None and json.dumps(sample_id) not in line:
                 continue
-            record = _parsed(line)
+            record = _parse_line(line)
             if record is not None and sample_id in (None, record["sample_id"]):
                 found[record["sample_id"], record["attempt"], record["ended_s"]] = record
     return sorted(found.values(), key=lambda record: float(record["ended_s"]))
@@ -123,22 +120,22 @@ def read_kept(run_dir: Path, sample_id: str | None = None) -> list[EpisodeRow]:
 
 def rewind_kept(run_dir: Path, until_s: float) -> None:
     """Remove the attempts that ended after `until_s`: a resumed run plays those episodes again."""
-    for path in _files(run_dir):
+    for path in _list_files(run_dir):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if (record := _parsed(line)) is not None and record["ended_s"] <= until_s]
+        kept = [line for line in lines if (record := _parse_line(line)) is not None and record["ended_s"] <= until_s]
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         temporary.replace(path)
 
 
-def _files(run_dir: Path) -> Iterator[Path]:
+def _list_files(run_dir: Path) -> Iterator[Path]:
     """The files that exist."""
     for name in (RECENT, CHOSEN):
         path = run_dir / FOLDER / f"{name}.jsonl"
-        yield from (file for file in (before(path), path) if file.is_file())
+        yield from (file for file in (file_before(path), path) if file.is_file())
 
 
-def _parsed(line: str) -> EpisodeRow | None:
+def _parse_line(line: str) -> EpisodeRow | None:
     """The record of a line; None if the line is no record."""
     try:
         record = json.loads(line)

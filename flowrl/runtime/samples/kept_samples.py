@@ -18,8 +18,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from flowrl.runtime.ledger.accounting import Accounting
 from flowrl.runtime.samples.rollout_files import FOLDER, bound_rollouts, rollout_files, write_rollouts
 from flowrl.runtime.samples.sample_notes import TRAIN, SampleRecord, text_bytes
 
@@ -35,18 +36,6 @@ PART_OF_RUN, LEAST_S, MOST_S = 0.05, 2.0, 60.0
 """Rows wait for this part of the run's time so far, within these bounds, so that there are not too many files."""
 
 V = TypeVar("V")
-SampleState = tuple[str, str | None, int, float]
-"""state, reason, step, closed_s"""
-
-
-class Admitted(Protocol):
-    """The part of the accounting that is used here."""
-
-    def is_open(self, sample_id: str) -> bool:
-        """Whether the sample is in flight."""
-
-    def was_admitted(self, sample_id: str) -> bool:
-        """Whether the sample was ever admitted; samples of evaluations never are."""
 
 
 class KeptSamples:
@@ -58,18 +47,18 @@ class KeptSamples:
     def __init__(
         self,
         run_dir: Path,
-        admitted: Admitted,
+        accounting: Accounting,
         *,
         warn: Callable[[str], None],
         in_flight: int = 0,
         shown: Callable[[SampleRecord], None] = lambda row: None,
     ) -> None:
         self._run_dir = run_dir
-        self._admitted, self._warn, self._shown = admitted, warn, shown
+        self._accounting, self._warn, self._shown = accounting, warn, shown
         self._open: OrderedDict[str, SampleRecord] = OrderedDict()
         """Records of samples whose state is not known yet."""
-        self._closed: OrderedDict[str, SampleState | None] = OrderedDict()
-        """States of the samples that were closed last; None once their record has arrived."""
+        self._closed: OrderedDict[str, SampleRecord | None] = OrderedDict()
+        """The columns state, reason, step and closed_s of the samples closed last; None once their record has come."""
         self._most_open, self._most_closed = max(MOST_OPEN, in_flight), max(LATE, 2 * in_flight)
         self._num_lost = 0
         self._rows: list[SampleRecord] = []
@@ -84,30 +73,26 @@ class KeptSamples:
         for record in records:
             sample_id = record["sample_id"]
             if record["phase"] != TRAIN:
-                self._keep(record | {"state": "held_out", "closed_s": time.time()})
+                self._keep_row(record | {"state": "held_out", "closed_s": time.time()})
             elif sample_id in self._closed:
                 if (state := self._closed[sample_id]) is not None:
                     self._closed[sample_id] = None
-                    self._keep_closed(record, state)
-            elif not self._admitted.is_open(sample_id):
-                if self._admitted.was_admitted(sample_id):
-                    self._lose("records come so late that the states of their samples are forgotten")
-            elif _bounded(self._open, sample_id, record, self._most_open):
-                self._lose(f"more than {self._most_open} records wait for the states of their samples")
+                    self._keep_row(record | state)
+            elif not self._accounting.is_open(sample_id):
+                if self._accounting.was_admitted(sample_id):
+                    self._note_lost("records come so late that the states of their samples are forgotten")
+            elif _add_bounded(self._open, sample_id, record, self._most_open):
+                self._note_lost(f"more than {self._most_open} records wait for the states of their samples")
 
     def closed(self, sample_id: str, state: str, reason: str | None, step: int) -> None:
         """The state of a sample is known; `step` is the batch that trained it, or else the one being made."""
-        found = (state, reason, step, time.time())
+        found = {"state": state, "reason": reason, "step": step, "closed_s": time.time()}
         record = self._open.pop(sample_id, None)
-        _bounded(self._closed, sample_id, found if record is None else None, self._most_closed)
+        _add_bounded(self._closed, sample_id, found if record is None else None, self._most_closed)
         if record is not None:
-            self._keep_closed(record, found)
+            self._keep_row(record | found)
 
-    def _keep_closed(self, record: SampleRecord, found: SampleState) -> None:
-        state, reason, step, closed_s = found
-        self._keep(record | {"state": state, "reason": reason, "step": step, "closed_s": closed_s})
-
-    def _lose(self, why: str) -> None:
+    def _note_lost(self, why: str) -> None:
         """Count a sample that is not kept; the first one is reported at once."""
         self._num_lost += 1
         if self._num_lost == 1:
@@ -126,14 +111,14 @@ class KeptSamples:
         if self._num_lost and not self._stopped:
             self._warn(f"{self._num_lost} samples are not in {self._run_dir / FOLDER}")
         if self._rows and not self._stopped:
-            self._wrote(_attempt(self._run_dir, self._take(), self._number))
+            self._note_written(_try_to_write(self._run_dir, self._take_rows(), self._number))
 
-    def _keep(self, row: SampleRecord) -> None:
+    def _keep_row(self, row: SampleRecord) -> None:
         if self._stopped:
             return
         self._shown(row)
         if self._bytes > MOST_WAITING_BYTES:
-            self._lose("they arrive faster than they can be written")
+            self._note_lost("they arrive faster than they can be written")
             return
         self._rows.append(row)
         self._bytes += text_bytes(row)
@@ -145,21 +130,21 @@ class KeptSamples:
         return now - self._written_s >= min(MOST_S, max(LEAST_S, PART_OF_RUN * (now - self._began_s)))
 
     def _begin_write(self) -> None:
-        self._writing = asyncio.get_running_loop().create_task(self._write(self._take()))
+        self._writing = asyncio.get_running_loop().create_task(self._write_in_thread(self._take_rows()))
 
-    def _take(self) -> list[SampleRecord]:
+    def _take_rows(self) -> list[SampleRecord]:
         rows, self._rows, self._bytes = self._rows, [], 0
         self._written_s = time.monotonic()
         return rows
 
-    async def _write(self, rows: list[SampleRecord]) -> None:
+    async def _write_in_thread(self, rows: list[SampleRecord]) -> None:
         number, self._number = self._number, self._number + 2  # `close` may write while the thread still does
         try:
-            self._wrote(await asyncio.to_thread(_attempt, self._run_dir, rows, number))
+            self._note_written(await asyncio.to_thread(_try_to_write, self._run_dir, rows, number))
         finally:
             self._writing = None
 
-    def _wrote(self, result: bool | str) -> None:
+    def _note_written(self, result: bool | str) -> None:
         """Handle the `result` of a write: whether old files were removed, or why nothing could be written."""
         if isinstance(result, str):
             self._stopped = True
@@ -172,7 +157,7 @@ class KeptSamples:
             self._warn(f"{self._run_dir / FOLDER} has reached its largest size; the oldest samples are removed")
 
 
-def _attempt(run_dir: Path, rows: list[SampleRecord], number: int) -> bool | str:
+def _try_to_write(run_dir: Path, rows: list[SampleRecord], number: int) -> bool | str:
     """Write rows. Returns whether old files were removed for them, or the problem as text."""
     try:
         write_rollouts(run_dir, rows, number)
@@ -181,7 +166,7 @@ def _attempt(run_dir: Path, rows: list[SampleRecord], number: int) -> bool | str
         return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else 'no reason given'}"
 
 
-def _bounded(entries: OrderedDict[str, V], key: str, value: V, most: int) -> bool:
+def _add_bounded(entries: OrderedDict[str, V], key: str, value: V, most: int) -> bool:
     """Add an entry. Returns whether the oldest one was removed to make room."""
     entries[key] = value
     full = len(entries) > most

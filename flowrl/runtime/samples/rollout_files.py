@@ -107,8 +107,16 @@ def write_rollouts(run_dir: Path, rows: Sequence[SampleRecord], number: int) -> 
         if mine:
             steps = [row["step"] for row in mine]
             name = f"{kind}_{min(steps):06}-{max(steps):06}_{number:06}.parquet"
-            table = pa.Table.from_pylist([_row(row) for row in mine], schema=schema())
-            _write(run_dir / FOLDER / name, table)
+            columns = [  # names that `schema` does not have are left out there
+                row
+                | {
+                    "parts": list(row.get("parts", {}).items()),
+                    "spans": [{"tokens": tokens, "version": version} for tokens, version in row.get("spans", ())],
+                    "token_ids": None if (ids := row.get("token_ids")) is None else np.frombuffer(ids, np.int32),
+                }
+                for row in mine
+            ]
+            _write_table(run_dir / FOLDER / name, pa.Table.from_pylist(columns, schema=schema()))
             number += 1
     return number
 
@@ -143,7 +151,7 @@ def rewind_rollouts(run_dir: Path, until_s: float) -> None:
         if not kept.num_rows:
             file.path.unlink()
         elif kept.num_rows < table.num_rows:
-            _write(file.path, kept)
+            _write_table(file.path, kept)
 
 
 def columns_of(path: Path, names: Sequence[str] | None = None) -> Any:
@@ -164,17 +172,7 @@ def readable(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read ({first}); remove it to see the others") from None
 
 
-def _row(row: SampleRecord) -> SampleRecord:
-    """A row as pyarrow takes it; names that `schema` does not have are left out there."""
-    ids = row.get("token_ids")
-    return row | {
-        "parts": list(row.get("parts", {}).items()),
-        "spans": [{"tokens": tokens, "version": version} for tokens, version in row.get("spans", ())],
-        "token_ids": None if ids is None else np.frombuffer(ids, np.int32),
-    }
-
-
-def _write(path: Path, table: Any) -> None:
+def _write_table(path: Path, table: Any) -> None:
     import pyarrow.parquet as pq
 
     temporary = path.with_name(f".{path.name}.tmp")
@@ -217,16 +215,16 @@ def find(run_dir: Path, query: SampleQuery) -> list[SampleRow]:
 
     Raises ConfigError if nothing is kept.
     """
-    files = _files(run_dir, query)
+    files = _find_files(run_dir, query)
     if query.order in ("best", "worst"):
-        return _read(_extreme(files, query))
+        return _read_rows(_find_extreme(files, query))
     if query.order == "failed":
         chosen = (place for file in reversed(files) for place in reversed([*_places(file, query)]))
-        return _read(list(itertools.islice(chosen, query.limit)))
+        return _read_rows(list(itertools.islice(chosen, query.limit)))
     step = files[-1].last if query.step is None and files else query.step
     newest = SampleQuery(step, "last", query.held_out, query.limit)
     chosen = (place for file in files if file.first <= (step or 0) <= file.last for place in _places(file, newest))
-    return _read(list(itertools.islice(chosen, query.limit)))
+    return _read_rows(list(itertools.islice(chosen, query.limit)))
 
 
 def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
@@ -234,7 +232,7 @@ def find_sample(run_dir: Path, sample_id: str) -> SampleRow | None:
     for file in reversed(rollout_files(run_dir)):
         ids = columns_of(file.path, ["sample_id"])["sample_id"].to_pylist()
         if sample_id in ids:
-            return _read([RowPlace(file, ids.index(sample_id), None, file.first)])[0]
+            return _read_rows([RowPlace(file, ids.index(sample_id), None, file.first)])[0]
     return None
 
 
@@ -245,34 +243,35 @@ def pairs(run_dir: Path, step: int, other: int, *, limit: int) -> list[tuple[Sam
     have nothing in common.
     """
     for held_out in (True, False):
-        sides = [_by_question(run_dir, SampleQuery(one, held_out=held_out)) for one in (other, step)]
-        common = [key for key in sides[0] if key in sides[1]]
-        if common:
-            found = [(sides[0][key], sides[1][key]) for key in common]
-            return sorted(found, key=lambda two: -abs(_reward(two[1]) - _reward(two[0])))[:limit]
+        files = [file for file in rollout_files(run_dir) if file.held_out == held_out]
+        sides = []
+        for one in (other, step):
+            query = SampleQuery(one, held_out=held_out)
+            places = [place for file in files if file.first <= one <= file.last for place in _places(file, query)]
+            sides.append({tuple(row[name] for name in PAIRING): row for row in _read_rows(places)})
+        if found := [(row, sides[1][key]) for key, row in sides[0].items() if key in sides[1]]:
+            return sorted(found, key=lambda two: -abs((two[1]["reward"] or 0.0) - (two[0]["reward"] or 0.0)))[:limit]
     kept = sorted({step for file in rollout_files(run_dir) if file.held_out for step in (file.first, file.last)})
     told = f"; held-out answers are kept of the steps {', '.join(map(str, kept))}" if kept else ""
     raise ConfigError(f"steps {other} and {step} have no answers to the same prompts in {run_dir / FOLDER}{told}")
 
 
-def _by_question(run_dir: Path, query: SampleQuery) -> dict[tuple[Any, ...], SampleRow]:
-    step = query.step or 0
-    files = [
-        file for file in rollout_files(run_dir) if file.held_out == query.held_out and file.first <= step <= file.last
-    ]
-    rows = _read([place for file in files for place in _places(file, query)])
-    return {tuple(row[name] for name in PAIRING): row for row in rows}
-
-
-def _reward(row: SampleRow) -> float:
-    return 0.0 if row["reward"] is None else float(row["reward"])
-
-
-def _files(run_dir: Path, query: SampleQuery) -> list[RolloutFile]:
+def _find_files(run_dir: Path, query: SampleQuery) -> list[RolloutFile]:
     """The files that may have rows of the query. Raises ConfigError if the run keeps none of their kind."""
     kept = [file for file in rollout_files(run_dir) if file.held_out == query.held_out]
+    if not kept and not (run_dir / "config.json").is_file():
+        raise ConfigError(
+            f"{run_dir} is no run directory (no config.json there); name the one given to flowrl run --run-dir"
+        )
+    if not kept and query.held_out:
+        raise ConfigError(
+            f"{run_dir / FOLDER} has no held-out answers: the run has evaluated nothing yet (--evaluate N)"
+        )
     if not kept:
-        raise ConfigError(_nothing(run_dir, held_out=query.held_out))
+        raise ConfigError(
+            f"{run_dir / FOLDER} has no samples: none is finished yet, or the run was started with --keep-samples none "
+            "or off; --held-out shows answers of evaluations"
+        )
     files = [file for file in kept if query.step is None or file.first <= query.step <= file.last]
     if not files:
         steps = f"{min(file.first for file in kept)} to {max(file.last for file in kept)}"
@@ -283,21 +282,10 @@ def _files(run_dir: Path, query: SampleQuery) -> list[RolloutFile]:
     return files
 
 
-def _nothing(run_dir: Path, *, held_out: bool) -> str:
-    if not (run_dir / "config.json").is_file():
-        return f"{run_dir} is no run directory (no config.json there); name the one given to flowrl run --run-dir"
-    if held_out:
-        return f"{run_dir / FOLDER} has no held-out answers: the run has evaluated nothing yet (--evaluate N)"
-    return (
-        f"{run_dir / FOLDER} has no samples: none is finished yet, or the run was started with --keep-samples none or "
-        "off; --held-out shows answers of evaluations"
-    )
-
-
-def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]:
+def _find_extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]:
     """The places of the rows with the highest, or lowest, rewards; at equal rewards, newer rows come first."""
     sign = 1.0 if query.order == "best" else -1.0
-    bounded = sorted(((_highest(file, sign), file.number, file) for file in files), reverse=True)
+    bounded = sorted(((_bound_rewards(file, sign), file.number, file) for file in files), reverse=True)
     best: list[tuple[float, int, int, RowPlace]] = []
     for bound, _, file in bounded:
         if bound == -math.inf or (len(best) == query.limit and (bound, file.last) <= best[-1][:2]):
@@ -311,7 +299,7 @@ def _extreme(files: Sequence[RolloutFile], query: SampleQuery) -> list[RowPlace]
     return [entry[3] for entry in best]
 
 
-def _highest(file: RolloutFile, sign: float) -> float:
+def _bound_rewards(file: RolloutFile, sign: float) -> float:
     """An upper bound of `sign` * reward over the rows of the file, where `sign` is 1 or -1.
 
     inf if the file's statistics give no bound, -inf if no row has a reward.
@@ -341,7 +329,7 @@ def _places(file: RolloutFile, query: SampleQuery) -> Iterator[RowPlace]:
             yield RowPlace(file, index, reward, step)
 
 
-def _read(places: Sequence[RowPlace]) -> list[SampleRow]:
+def _read_rows(places: Sequence[RowPlace]) -> list[SampleRow]:
     """Whole rows, in the order of `places`; only the row groups that have them are decoded."""
     import pyarrow.parquet as pq
 
@@ -355,11 +343,7 @@ def _read(places: Sequence[RowPlace]) -> list[SampleRow]:
                 inside = [place for place in wanted if start <= place.index < start + size]
                 if inside:
                     table = opened.read_row_group(group)  # its `take` would import pandas, as would `read_table`
-                    rows |= {place: _whole_row(table, place.index - start) for place in inside}
+                    for place in inside:
+                        (rows[place],) = table.slice(place.index - start, 1).to_pylist(maps_as_pydicts="strict")
                 start += size
     return [rows[place] for place in places]
-
-
-def _whole_row(table: Any, index: int) -> SampleRow:
-    (row,) = table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
-    return row  # type: ignore[no-any-return]

@@ -42,7 +42,27 @@ def record_of(sample: Prompt | Sample, *, token_ids: bool) -> SampleRecord:
     }
     if isinstance(sample, Prompt):
         return record | {"prompt": sample.text[:MOST_TEXT], "response": "", "prompt_tokens": len(sample.token_ids)}
-    return record | _rollout(sample, token_ids) | _verdict(sample)
+
+    mask, versions = sample.whole_mask, sample.whole_versions
+    record |= {
+        "prompt": sample.prompt_text[:MOST_TEXT],
+        "response": sample.response_text[:MOST_TEXT],
+        "prompt_tokens": int(sample.prompt_tokens),
+        "response_tokens": int(mask.sum()),
+        "truncated": bool(sample.truncated),
+        "generator": sample.generator,
+        "spans": version_spans(mask, versions),
+    }
+    if token_ids:
+        record["token_ids"] = np.concatenate([one.token_ids for one in sample.sequences]).astype(np.int32).tobytes()
+    if isinstance(sample, Scored):
+        record |= {"reward": float(sample.reward), "raw_reward": float(sample.raw_reward)}
+        record["parts"] = {name: float(value) for name, value in sample.reward_parts.items()}
+    if isinstance(sample, Trainable):
+        is_known = sample.advantages.size == mask.size and mask.any()
+        record["advantage"] = float(sample.advantages[mask].mean()) if is_known else None
+        record["label"] = int(sample.label)
+    return record
 
 
 class HeldOutVerdict(TypedDict):
@@ -65,40 +85,6 @@ def held_out_record(sample: Sample, *, token_ids: bool, **said: Unpack[HeldOutVe
     if parts := said.get("parts"):
         found["parts"] = {name: float(value) for name, value in parts.items()}
     return found
-
-
-def _rollout(sample: Sample, token_ids: bool) -> SampleRecord:
-    mask, versions = sample.whole_mask, sample.whole_versions
-    found: SampleRecord = {
-        "prompt": sample.prompt_text[:MOST_TEXT],
-        "response": sample.response_text[:MOST_TEXT],
-        "prompt_tokens": int(sample.prompt_tokens),
-        "response_tokens": int(mask.sum()),
-        "truncated": bool(sample.truncated),
-        "generator": sample.generator,
-        "spans": version_spans(mask, versions),
-    }
-    if token_ids:
-        found["token_ids"] = np.concatenate([one.token_ids for one in sample.sequences]).astype(np.int32).tobytes()
-    return found
-
-
-def _verdict(sample: Sample) -> SampleRecord:
-    found: SampleRecord = {}
-    if isinstance(sample, Scored):
-        found |= {"reward": float(sample.reward), "raw_reward": float(sample.raw_reward)}
-        found["parts"] = {name: float(value) for name, value in sample.reward_parts.items()}
-    if isinstance(sample, Trainable):
-        found["advantage"] = _mean(sample.advantages, sample.whole_mask)
-        found["label"] = int(sample.label)
-    return found
-
-
-def _mean(advantages: Any, mask: Bool) -> float | None:
-    """The mean advantage of the policy tokens, None if there are none."""
-    if advantages.size != mask.size or not mask.any():
-        return None
-    return float(advantages[mask].mean())
 
 
 def version_spans(policy_mask: Bool, versions: Int32) -> list[tuple[int, int]]:
@@ -171,7 +157,7 @@ class SampleChoice:
 
     def wants(self, group_id: str) -> bool:
         """Whether the samples of the group are kept."""
-        return self.may() if self._share is None else hashed(group_id) < self._share
+        return self.may() if self._share is None else hash_group(group_id) < self._share
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -181,7 +167,7 @@ class SampleChoice:
         self._credit_s -= self._clock() - began_s
 
 
-def hashed(group_id: str) -> float:
+def hash_group(group_id: str) -> float:
     """A number in [0, 1) that depends only on the group."""
     return zlib.crc32(group_id.encode()) / 2**32
 
@@ -208,7 +194,7 @@ class SampleNotes:
             groups: dict[str, list[Prompt | Sample]] = {}
             for sample in samples:
                 groups.setdefault(sample.group_id, []).append(sample)
-            order = sorted(groups, key=hashed)
+            order = sorted(groups, key=hash_group)
         records: list[SampleRecord] = []
         for group_id in order:
             if choice.wants(group_id):

@@ -202,7 +202,7 @@ def test_every_sample_of_a_group_is_looked_up(tmp_path: Path, done: bool) -> Non
         await small.admit(0)
         if done:
             small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "x"))
-            small.accounting.commit()
+            small.accounting.bookings.commit()
         first, second, third = prompts(1)
         with pytest.raises(FlowrlError, match=r"'prompts/0' admitted sample 'g0/2' .* in group 'g1' after group 'g0'"):
             await small.client.admit("prompts/0", [first, second, replace(third, sample_id="g0/2")])
@@ -295,7 +295,7 @@ def test_a_marker_that_names_no_samples_stands_for_the_whole_group(tmp_path: Pat
         small = SmallRun(tmp_path)
         await small.admit(0)
         small.client.lost(Tombstone("g0", -1, "dropped", "cancelled", "advantage/0"))
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert set(states(tmp_path).values()) == {("dropped", "cancelled")}
         assert small.accounting.tickets.num_open == 0
 
@@ -313,7 +313,7 @@ def test_late_news_changes_no_state(tmp_path: Path) -> None:
         small.client.lost(lost(made[2], "dropped", "again"))
         small.client.generated(made[2])
         small.client.flush()
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert states(tmp_path) == {"g0/0": ("trained", None), "g0/1": ("trained", None), "g0/2": ("failed", "timeout")}
         assert rows(tmp_path, "SELECT response_tokens, redone_tokens FROM samples WHERE member = 2") == [(1, 0)]
 
@@ -345,7 +345,7 @@ def test_the_tokens_of_an_unfinished_rollout_are_those_of_its_marker(tmp_path: P
         small = SmallRun(tmp_path)
         await small.admit(0)
         small.client.lost(lost(prompts(0)[0], "dropped", "cancelled", tokens=17))
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert rows(tmp_path, "SELECT response_tokens FROM samples WHERE member = 0") == [(17,)]
 
     run(body())
@@ -359,7 +359,7 @@ def test_tokens_generated_again_are_counted_apart(tmp_path: Path) -> None:
         small.client.generated(sample(prompt, [0] * 5))
         small.client.generated(sample(prompt, [0] * 8, generator="generator/1"))
         small.client.flush()
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         query = "SELECT response_tokens, redone_tokens, generator FROM samples WHERE member = 0"
         assert rows(tmp_path, query) == [(8, 5, "generator/1")]
 
@@ -379,7 +379,7 @@ def test_a_copy_of_what_a_checkpoint_kept_changes_no_row(tmp_path: Path) -> None
         small.client.generated(sample(first, [3] * 6))
         small.client.scored(sample(first, [3] * 6, reward=7.0))
         small.client.flush()
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         query = "SELECT response_tokens, redone_tokens, newest_version, reward FROM samples ORDER BY member LIMIT 2"
         assert rows(tmp_path, query) == [(5, 6, 0, 1.0), (5, 0, 0, None)]
 
@@ -553,7 +553,7 @@ def test_a_full_disk_fails_the_admission_and_loses_no_row(tmp_path: Path) -> Non
         with pytest.raises(FlowrlError, match=r"ledger\.sqlite cannot be written \(database or disk is full\)"):
             await small.client.admit("prompts/0", prompts(1, 500))
         small.accounting.ledger._db.execute("PRAGMA max_page_count = 10000")
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert rows(tmp_path, "SELECT COUNT(*) FROM samples") == [(503,)]
 
     run(body())

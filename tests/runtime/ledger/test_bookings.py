@@ -119,8 +119,8 @@ def test_the_books_are_those_that_are_made_at_once(tmp_path: Path, run: Any, mon
         yield from booking(self, events)
 
     def record(self: accounting.Accounting, events: Any) -> None:
-        self._bookings.do(self._booking(events))
-        self._bookings.finish()  # the loop of these runs does not wait for what it reports
+        self.bookings.do(self._booking(events))
+        self.bookings.finish()  # the loop of these runs does not wait for what it reports
 
     monkeypatch.setattr(accounting.Accounting, "_booking", finished)
     monkeypatch.setattr(accounting.Accounting, "record", record)
@@ -141,16 +141,16 @@ def test_a_reader_sees_a_step_whole_or_not_and_an_admission_waits_for_its_commit
         for one in made:
             small.client.generated(one)
         small.client.flush()
-        await small.accounting.booked()
+        await small.accounting.bookings.done()
         seen: list[tuple[int, int, int, int]] = []
         counts = "SELECT (SELECT COUNT(*) FROM steps), (SELECT COUNT(*) FROM uses), (SELECT COUNT(*) FROM samples),"
         counts += " (SELECT COUNT(*) FROM samples WHERE state = 'trained')"
         with closing(sqlite3.connect(tmp_path / ledger_file.LEDGER)) as db:
             small.step(made)
-            assert small.accounting.is_booking()
+            assert small.accounting.bookings.busy
             await ticks(2)
             admitted = asyncio.ensure_future(small.admit(2))
-            while small.accounting.is_booking() or not admitted.done():
+            while small.accounting.bookings.busy or not admitted.done():
                 seen.append(db.execute(counts).fetchone())
                 assert not admitted.done() or seen[-1][2] == 9, "no ticket before its rows are committed"
                 await ticks()
@@ -173,13 +173,13 @@ def test_a_full_disk_in_the_middle_loses_no_row(tmp_path: Path) -> None:
         await small.admit(0)
         small.accounting.ledger._db.execute("PRAGMA max_page_count = 1")
         refused = asyncio.ensure_future(small.client.admit("prompts/0", prompts(1, 300)))
-        await ticks_until(small.accounting.is_booking)
+        await ticks_until(lambda: small.accounting.bookings.busy)
         await ticks(20)
         small.accounting.ledger.add("scored", 0.5, 1.0, "g0/0")
         with pytest.raises(FlowrlError, match="database or disk is full"):
             await refused
         small.accounting.ledger._db.execute("PRAGMA max_page_count = 10000")
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         with closing(sqlite3.connect(tmp_path / ledger_file.LEDGER)) as db:
             assert db.execute("SELECT COUNT(*), SUM(reward) FROM samples").fetchone() == (303, 0.5)
         assert len(unretrieved) == 1
@@ -216,7 +216,7 @@ def test_a_step_of_thousands_of_samples_is_booked_in_short_pieces(
         uses = [(f"g{group}/{member}", 1, 0, 0, 0, [(5, 1, "x")]) for group in (0, 1) for member in range(2000)]
         small.accounting.record([("step", POLICY, {"step": 1}, uses, "trainer/0")])
         assert num_pieces == [1]
-        await small.accounting.booked()
+        await small.accounting.bookings.done()
         changed = 3 * 4000 + 3  # samples, uses and spans, the tickets and the step
         written = changed + 4000  # for each use the tokens of a report that may come later
         assert num_pieces[0] >= 4000 // 250 + written // 1000 + changed // 1000

@@ -257,7 +257,7 @@ def test_what_comes_while_the_audit_reads_is_no_violation(tmp_path: Path) -> Non
     def steps(path: Path) -> list[str]:
         lines = whole_lines(path)
         run[0].step([])
-        run[0].accounting.commit()
+        run[0].accounting.bookings.commit()
         return lines
 
     async def body() -> None:

@@ -327,7 +327,7 @@ def told(directory: Path, rng: random.Random | None) -> list[Any]:
             small.accounting.record([hosts[host].pop(0)])
             hosts = {name: events for name, events in hosts.items() if events}
             if rng.random() < 0.3:
-                small.accounting.commit()
+                small.accounting.bookings.commit()
         small.close()
 
     run(body())

@@ -116,10 +116,10 @@ def test_an_evaluation_of_a_whole_benchmark_is_booked_at_once(tmp_path: Path) ->
         client.pause(True)
         client.evaluation(rows)
         other.evaluation(rows[:3])
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert counted(tmp_path, "evaluations") == 3, "nothing of an evaluation without its last rows"
         client.pause(False)
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert counted(tmp_path, "evaluations") == 40_003
         assert len(client.numbers) > 10 and max(client.numbers) < MOST_VALUES / 2
         small.close()
@@ -172,7 +172,7 @@ def test_an_unwritable_record_leaves_no_rows_behind(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             client.step({"step": 1, "loss": Unwritable()}, uses, policy=POLICY)
         client.step({"step": 1, "tokens_trained": 0, "staleness_max": None}, [], policy=POLICY)
-        small.accounting.commit()
+        small.accounting.bookings.commit()
         assert counted(tmp_path, "uses") == 0
         small.close()
 
